@@ -1,0 +1,50 @@
+# The four commands of this repository; `make help` lists them. Everything lives in .venv and quickstart/.
+#
+#   TORCH   what pip is asked for before anything else, so that no later requirement chooses a torch build for you.
+#           It may carry pip options: TORCH='torch==2.13.0 --index-url URL' picks the builds served at URL (CPU, CUDA 12, …).
+#   PYTHON  the interpreter .venv is made with (3.10 or newer).
+#   CORPUS  text of your own for the quickstart (.jsonl or .txt, plain or compressed).
+#   OUT     where the quickstart writes.
+
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+OUT    ?= quickstart
+CORPUS ?=
+
+BIN   := .venv/bin
+# One stamp for each TORCH value: another value is another set-up, the same one does nothing.
+STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+# Two workers with one thread each: tests start ranks of their own, and more threads only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check
+
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@echo "  variables:      TORCH='$(TORCH)'  PYTHON=$(PYTHON)  OUT=$(OUT)  CORPUS=FILE.jsonl"
+
+setup: $(STAMP) ## make .venv with all that the other commands need; nothing to do when it is current
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: '$(PYTHON)' is not a Python 3.10 or newer; name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || \
+	  { echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@rm -f .venv/.ready-*
+	torch='$(TORCH)'; $(BIN)/python -m pip install --quiet $$torch setuptools wheel
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+	@$(BIN)/python -c 'import sys, torch; print(f"ready: .venv with Python {sys.version.split()[0]}, torch {torch.__version__}")'
+
+quickstart: $(STAMP) ## text → tokenizer → pre-training → export → fine-tuning → report, in about 5 minutes
+	@PATH="$(CURDIR)/$(BIN):$$PATH" OUT='$(OUT)' CORPUS='$(CORPUS)' bash examples/quickstart.sh
+
+test: $(STAMP) ## the whole test suite, under 15 minutes on 2 cores
+	$(PYTEST)
+
+check: $(STAMP) ## lint, format, types and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+	$(PYTEST) -m 'not slow'
