@@ -1,0 +1,107 @@
+"""Slow twin of attention and of one BERT encoder layer ("Better Pre-Training by Reducing Representation Confusion").
+
+Eq. 1: Q = H W^Q, K = H W^K, V = H W^V           (with biases, as in BERT)
+Eq. 3: Z = softmax(A) V                          (over the keys of the query's own document)
+
+The logits A come from `positions.py`. Attention is allowed where query and key carry the same non-zero document id;
+0 is padding and attends to nothing. Around it, BERT's layer: output projection, residual, LayerNorm (biased variance,
+eps inside the root), and the feed-forward network with the exact gelu x/2 · (1 + erf(x / sqrt 2)). No dropout.
+Everything is torch.float64 and differentiable.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.reference.positions import dot
+
+
+def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
+    """softmax(A) V over the allowed keys only: scores `[heads, S, S]`, value `[heads, S, d]` to `[heads, S, d]`.
+
+    Rows of padding (document id 0) are zeros.
+    """
+    heads, seq, head_dim = value.shape
+    rows = []
+    for head in range(heads):
+        for i in range(seq):
+            allowed = [j for j in range(seq) if document_ids[j] == document_ids[i] and document_ids[i] != 0]
+            row = torch.zeros(head_dim, dtype=torch.float64)
+            if allowed:
+                largest = max(
+                    scores[head, i, j].item() for j in allowed
+                )  # any constant cancels; this one cannot overflow
+                weights = [torch.exp(scores[head, i, j] - largest) for j in allowed]
+                total = sum(weights, torch.zeros((), dtype=torch.float64))
+                for weight, j in zip(weights, allowed, strict=True):
+                    row = row + weight / total * value[head, j]
+            rows.append(row)
+    return torch.stack(rows).reshape(heads, seq, head_dim)
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """hidden `[S, in]`, weight `[out, in]`, bias `[out]` to `[S, out]`."""
+    return torch.stack([torch.stack([dot(w, row) + b for w, b in zip(weight, bias, strict=True)]) for row in hidden])
+
+
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Each row of hidden `[S, D]` to mean 0 and variance 1, then scaled and shifted by weight and bias `[D]`."""
+    rows = []
+    for row in hidden:
+        centred = row - row.sum() / len(row)  # [D]
+        variance = dot(centred, centred) / len(row)
+        rows.append(centred / torch.sqrt(variance + eps) * weight + bias)
+    return torch.stack(rows)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x times the normal distribution's share below x, exactly; any shape."""
+    return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def split_heads(hidden: Tensor, num_heads: int) -> Tensor:
+    """`[S, heads·d]` to `[heads, S, d]`: head h owns columns h·d .. (h+1)·d - 1."""
+    head_dim = hidden.shape[1] // num_heads
+    return torch.stack([hidden[:, h * head_dim : (h + 1) * head_dim] for h in range(num_heads)])
+
+
+def bert_layer(
+    hidden: Tensor,
+    params: dict[str, Tensor],
+    scores_fn: Callable[[Tensor, Tensor], Tensor],
+    document_ids: list[int],
+    num_heads: int,
+    layernorm_eps: float = 1e-12,
+    layernorm_position: str = "post",
+) -> Tensor:
+    """One encoder layer: hidden `[S, D]` to `[S, D]`.
+
+    params: `NAME.weight` and `NAME.bias`, weights as `[out, in]`, for NAME among query, key, value, attention_output,
+    attention_norm, ffn_in, ffn_out, ffn_norm.
+    scores_fn: query, key `[heads, S, d]` to the logits `[heads, S, S]`; a closure may keep them for HCD.
+    layernorm_position: "post" normalises each residual sum (BERT), "pre" each sub-layer's input.
+    """
+    if layernorm_position not in ("post", "pre"):
+        raise ValueError(f"layernorm_position={layernorm_position!r}: expected 'post' or 'pre'")
+
+    def project(name: str, x: Tensor) -> Tensor:
+        return linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+
+    def normalise(name: str, x: Tensor) -> Tensor:
+        return layer_norm(x, params[f"{name}.weight"], params[f"{name}.bias"], layernorm_eps)
+
+    def self_attention(x: Tensor) -> Tensor:
+        query, key, value = (split_heads(project(name, x), num_heads) for name in ("query", "key", "value"))
+        context = attend(scores_fn(query, key), value, document_ids)  # [heads, S, d]
+        return project("attention_output", torch.cat(list(context), dim=1))  # [S, D]
+
+    def feed_forward(x: Tensor) -> Tensor:
+        return project("ffn_out", gelu(project("ffn_in", x)))  # [S, D]
+
+    if layernorm_position == "pre":
+        hidden = hidden + self_attention(normalise("attention_norm", hidden))
+        return hidden + feed_forward(normalise("ffn_norm", hidden))
+    hidden = normalise("attention_norm", hidden + self_attention(hidden))
+    return normalise("ffn_norm", hidden + feed_forward(hidden))
