@@ -1,0 +1,60 @@
+"""The argument parser of every command: underscores count as dashes, and wrong arguments give one line and exit 2.
+
+Recipes written for Megatron and DeepSpeed mix `--deepspeed_config` and `--vocab-file`; both spellings work here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_ddrp.errors import WRONG_ARGUMENTS
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the description's line breaks and shows each default that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or isinstance(action.default, bool) or action.default == argparse.SUPPRESS
+        if silent or not action.option_strings or "default" in (action.help or ""):
+            return action.help
+        return f"{action.help or ''} (default: %(default)s)".lstrip()
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` with one-line errors, no abbreviations, and `--a_b` read as `--a-b`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([self._spelling(word) for word in words[:end]] + words[end:], namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].split("=")[0], list(self._option_string_actions), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def _spelling(self, word: str) -> str:
+        """The registered spelling of a flag, whichever of `-` and `_` it was given with; other words unchanged."""
+        if not word.startswith("--"):
+            return word
+        name, equals, value = word.partition("=")
+        known = self._option_string_actions
+        for candidate in (name, "--" + name[2:].replace("_", "-"), "--" + name[2:].replace("-", "_")):
+            if candidate in known:
+                return candidate + equals + value
+        return word

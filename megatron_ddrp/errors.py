@@ -1,0 +1,71 @@
+"""A user's mistake is one line, a bug keeps its traceback: the single place where that line is drawn.
+
+Library code raises `UserError`; command-line entry points end in `run_command(main)`, which turns it into
+`program: error: <line>` on stderr and an exit code.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+FAILURE, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
+
+# What the operating system refuses is the user's to mend (disk full, no permission), not a bug of ours.
+_REFUSALS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+}
+
+
+class UserError(Exception):
+    """What the user got wrong, in one line: what was got, what is allowed, how to fix it.
+
+    `exit_code` is 1 for a failure and 2 for wrong arguments.
+    """
+
+    def __init__(self, message: str, exit_code: int = FAILURE):
+        super().__init__(" ".join(str(message).split()))
+        self.exit_code = exit_code
+
+
+def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:
+    """Run a command's `main` and exit: with its integer result (None counts as 0), or with one line for a mistake.
+
+    `program` is the name in front of the line; by default that of the running script.
+    """
+    program = program or os.path.basename(sys.argv[0]) or "python"
+    try:
+        result = main()
+        sys.stdout.flush()
+    except UserError as error:
+        _exit_with_line(program, str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _exit_with_line(program, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output left (`… | head`): say nothing, and keep Python's own last flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILURE)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _exit_with_line(program, f"{where}{error.strerror}", FAILURE)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _exit_with_line(program: str, line: str, exit_code: int) -> NoReturn:
+    sys.stdout.flush()
+    print(f"{program}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
