@@ -1,0 +1,224 @@
+"""GLUE's TSV files → examples → padded batches.
+
+Reading checks everything before any training starts and says which file, which line and what was expected. Pairs are
+`[CLS] a [SEP] b [SEP]` with segments 0 and 1; a row that is too long loses pieces from the end of its longer side.
+Batches hold rows of similar length, so that little of them is padding; their order is a pure function of
+(seed, epoch), and in evaluation every example comes exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from tasks.glue.tasks import Task
+
+_ROWS_TO_SORT = 64
+"""Batches' worth of shuffled rows that are sorted by length together before they are cut into batches."""
+
+
+class Tokenizer(Protocol):
+    """What encoding needs of a tokenizer."""
+
+    cls_id: int
+    sep_id: int
+    pad_id: int
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Pieces of `text` without special tokens."""
+
+
+class GlueDataError(ValueError):
+    """A task's files are not as the official release has them; the message names file, line and expectation."""
+
+
+class Example(NamedTuple):
+    """One labelled row of a file."""
+
+    texts: tuple[str, ...]
+    label: float
+
+
+class TaskData(NamedTuple):
+    """The files of one task, read."""
+
+    task: Task
+    train: list[Example]
+    dev: dict[str, list[Example]]
+    """By the development file's name without its ending, the scoring one first."""
+    digest: str
+    """Changes when any byte of the files changes."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows ready to be padded: piece ids, segment ids, targets; one entry an example, in the file's order."""
+
+    pieces: list[list[int]]
+    segments: list[list[int]]
+    targets: np.ndarray
+    """`[examples]`: class numbers (int64), or floats of a regression."""
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+
+def read_task(task: Task, data_dir: Path) -> TaskData:
+    """Read and check train.tsv and the development files of `data_dir/task.name`.
+
+    Raises:
+        GlueDataError: a file is missing, truncated, empty, not UTF-8, or has a wrong column or label.
+    """
+    folder = data_dir / task.name
+    names = ("train.tsv", *task.dev_files)
+    for name in names:
+        if not (folder / name).is_file():
+            raise GlueDataError(
+                f"{folder / name}: no such file; {task.name} needs {', '.join(names)} of the GLUE release in {folder}"
+            )
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update((folder / name).read_bytes())
+    train = read_examples(task, folder / "train.tsv", task.broken_rows)
+    dev = {Path(name).stem: read_examples(task, folder / name) for name in task.dev_files}
+    return TaskData(task, train, dev, digest.hexdigest())
+
+
+def read_examples(task: Task, path: Path, broken_rows: int = 0) -> list[Example]:
+    """The labelled rows of one file; at most `broken_rows` of them may lack columns and are left out."""
+    lines = _read_lines(path)
+    columns = task.columns
+    first_line = 1
+    if columns is None:
+        header = lines[0].split("\t") if lines else []
+        wanted = [*task.text_columns, task.label_column]
+        if missing := [name for name in wanted if name not in header]:
+            raise GlueDataError(
+                f"{path}, line 1: no column {missing[0]!r} among {header}; expected a tab-separated header line with "
+                + ", ".join(map(repr, wanted))
+            )
+        columns, lines, first_line = tuple(header), lines[1:], 2
+    texts_at = [columns.index(name) for name in task.text_columns]
+    label_at = columns.index(task.label_column)
+
+    examples: list[Example] = []
+    skipped = 0
+    for number, line in enumerate(lines, first_line):
+        cells = line.split("\t")
+        if len(cells) != len(columns):
+            skipped += 1
+            if skipped <= broken_rows:
+                continue
+            raise GlueDataError(
+                f"{path}, line {number}: {len(cells)} columns, expected {len(columns)} ({', '.join(columns)}); "
+                "the file is truncated or not tab-separated"
+            )
+        label = _parse_label(task, cells[label_at], f"{path}, line {number}")
+        examples.append(Example(tuple(cells[index] for index in texts_at), label))
+    if not examples:
+        raise GlueDataError(f"{path}: no examples, expected at least one labelled row")
+    return examples
+
+
+def _read_lines(path: Path) -> list[str]:
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise GlueDataError(f"{path}, line {line}: not valid UTF-8 ({error.reason}), expected UTF-8 text") from None
+    # Not str.splitlines: U+0085, U+2028 and their kin are text.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _parse_label(task: Task, text: str, where: str) -> float:
+    if task.labels:
+        if text not in task.labels:
+            raise GlueDataError(f"{where}: label {text!r}, expected one of {', '.join(task.labels)}")
+        return task.labels.index(text)
+    assert task.label_range is not None
+    lowest, highest = task.label_range
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not lowest <= value <= highest:
+        raise GlueDataError(f"{where}: label {text!r}, expected a number from {lowest:g} to {highest:g}")
+    return value
+
+
+def encode(task: Task, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> Encoded:
+    """Pieces and segments of each example, cut to `max_length` with the special tokens."""
+    pieces: list[list[int]] = []
+    segments: list[list[int]] = []
+    for example in examples:
+        sides = [list(tokenizer.encode(text)) for text in example.texts]
+        truncate(sides, max_length - 1 - len(sides))
+        row, row_segments = [tokenizer.cls_id], [0]
+        for segment, side in enumerate(sides):
+            row += [*side, tokenizer.sep_id]
+            row_segments += [segment] * (len(side) + 1)
+        pieces.append(row)
+        segments.append(row_segments)
+    dtype = np.float64 if task.is_regression else np.int64
+    targets = np.array([example.label for example in examples], dtype=dtype)
+    return Encoded(pieces, segments, targets, tokenizer.pad_id)
+
+
+def truncate(sides: list[list[int]], budget: int) -> None:
+    """Drop last pieces of the longer side (the later one of equals), in place, until `budget` pieces are left."""
+    while sum(map(len, sides)) > budget:
+        longest = max(reversed(sides), key=len)
+        longest.pop()
+
+
+def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Batches of row numbers for one epoch: all rows once, shuffled, rows of similar length together."""
+    random = np.random.default_rng([seed, epoch])
+    lengths = np.array([len(row) for row in encoded.pieces])
+    shuffled = random.permutation(len(encoded))
+    pool = batch_size * _ROWS_TO_SORT
+    pools = [shuffled[start : start + pool] for start in range(0, len(shuffled), pool)]
+    rows = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return [batches[index] for index in random.permutation(len(batches))]
+
+
+def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
+    """Batches of row numbers, every row exactly once, by length."""
+    rows = np.argsort([len(row) for row in encoded.pieces], kind="stable")
+    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+
+
+def batches(encoded: Encoded, order: Sequence[np.ndarray]) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+    """Yield (numpy Batch padded to its longest row, targets `[batch]`, row numbers `[batch]`)."""
+    for rows in order:
+        yield pad_batch(encoded, rows), encoded.targets[rows], rows
+
+
+def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
+    """The named rows as one Batch `[batch, longest row]`; nothing in it is masked."""
+    lengths = np.array([len(encoded.pieces[row]) for row in rows])
+    positions = np.arange(lengths.max())
+    valid = positions < lengths[:, None]  # [batch, seq]
+    shape = valid.shape
+    input_ids = np.full(shape, encoded.pad_id, dtype=np.int64)
+    segment_ids = np.zeros(shape, dtype=np.int64)
+    input_ids[valid] = np.concatenate([encoded.pieces[row] for row in rows])
+    segment_ids[valid] = np.concatenate([encoded.segments[row] for row in rows])
+    return Batch(
+        input_ids=input_ids,
+        labels=np.full(shape, IGNORED_LABEL, dtype=np.int64),
+        document_ids=valid.astype(np.int64),
+        position_ids=np.where(valid, positions, 0),
+        segment_ids=segment_ids,
+        sequence_ids=np.where(valid, np.asarray(rows)[:, None], 0),
+    )

@@ -1,0 +1,74 @@
+"""The GLUE tasks, one row each: files, columns, labels and metric, in the layout of the official TSV release.
+
+Lines are split at tabs and nowhere else: a quotation mark is text. Files have a header line except CoLA's; MRPC's
+begin with a byte-order mark. The first development file gives a task's score. The label order fixes the class numbers
+and is alphabetical, as in the submission format's own list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of the table; `TASKS` holds them by name."""
+
+    name: str
+    """The official name, also the folder below --data-dir."""
+    metric: str
+    """Name in `metrics.METRICS`."""
+    text_columns: tuple[str, ...]
+    """Header names of one sentence or of a pair, in the order in which they are encoded."""
+    label_column: str
+    """Header name of the label."""
+    labels: tuple[str, ...] = ("0", "1")
+    """The labels as they are written; empty for a regression."""
+    label_range: tuple[float, float] | None = None
+    """Lowest and highest target of a regression."""
+    dev_files: tuple[str, ...] = ("dev.tsv",)
+    """Development files; the first one's score is the task's."""
+    columns: tuple[str, ...] | None = None
+    """Names of the columns of a file without a header line; None where the file has one."""
+    broken_rows: int = 0
+    """Rows of train.tsv that may lack columns: the official QQP file has a few, and they are left out, not repaired."""
+    in_average: bool = True
+    """Whether the paper's eight-column average counts the task."""
+
+    @property
+    def is_regression(self) -> bool:
+        """True where the target is a number."""
+        return not self.labels
+
+    @property
+    def num_outputs(self) -> int:
+        """Width of the classifier's last layer."""
+        return max(1, len(self.labels))
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("RTE", "accuracy", ("sentence1", "sentence2"), "label", _ENTAILMENT),
+        Task("STS-B", "pearson", ("sentence1", "sentence2"), "score", labels=(), label_range=(0.0, 5.0)),
+        Task("MRPC", "accuracy", ("#1 String", "#2 String"), "Quality"),
+        Task("CoLA", "matthews", ("sentence",), "label", columns=("source", "label", "star", "sentence")),
+        Task("SST-2", "accuracy", ("sentence",), "label"),
+        Task("QNLI", "accuracy", ("question", "sentence"), "label", _ENTAILMENT),
+        Task("QQP", "accuracy", ("question1", "question2"), "is_duplicate", broken_rows=10),
+        Task(
+            "MNLI",
+            "accuracy",
+            ("sentence1", "sentence2"),
+            "gold_label",
+            ("contradiction", "entailment", "neutral"),
+            dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
+        ),
+        Task("WNLI", "accuracy", ("sentence1", "sentence2"), "label", in_average=False),
+    )
+}
+"""In the order of the paper's tables, WNLI (left out of the averages) last."""
+
+PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_average)

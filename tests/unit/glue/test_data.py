@@ -1,0 +1,161 @@
+"""Reading, encoding and batching of GLUE's files."""
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.data.batch import IGNORED_LABEL
+from tasks.glue.data import GlueDataError, batches, dev_order, encode, read_examples, read_task, train_order, truncate
+from tasks.glue.tasks import TASKS
+
+
+class WordTokenizer:
+    """A piece a word: its length plus 10."""
+
+    pad_id, cls_id, sep_id = 0, 1, 2
+
+    def encode(self, text):
+        return [10 + len(word) for word in text.split()]
+
+
+COLA = 'gj04\t1\t\tHe said "go" and left.\ngj04\t0\t*\tHe said go and left\x85 .\n'
+STSB = "index\tsentence1\tsentence2\tscore\n0\tA plane.\tAn air plane.\t4.750\n1\tA man.\tA dog.\t0.000"
+RTE = "index\tsentence1\tsentence2\tlabel\n0\ta b c\td e\tentailment\n1\tf\tg\tnot_entailment\n"
+
+
+def write(folder, task, **files):
+    (folder / task).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / task / f"{name}.tsv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def test_cola_has_no_header_and_quotes_are_text(tmp_path):
+    data = read_task(TASKS["CoLA"], write(tmp_path, "CoLA", train=COLA, dev=COLA))
+    assert data.train == [(('He said "go" and left.',), 1), (("He said go and left\x85 .",), 0)]
+    assert list(data.dev) == ["dev"]
+
+
+def test_sts_b_labels_stay_floats(tmp_path):
+    data = read_task(TASKS["STS-B"], write(tmp_path, "STS-B", train=STSB, dev=STSB))
+    assert [example.label for example in data.train] == [4.75, 0.0]
+    assert encode(data.task, data.train, WordTokenizer(), 32).targets.dtype == np.float64
+
+
+def test_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
+    text = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t1\t2\ta\tb\r\n"
+    data = read_task(TASKS["MRPC"], write(tmp_path, "MRPC", train=text, dev=text))
+    assert data.train == [(("a", "b"), 1)]
+
+
+def test_mnli_scores_the_matched_file_first(tmp_path):
+    text = "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\tneutral\n"
+    data = read_task(TASKS["MNLI"], write(tmp_path, "MNLI", train=text, dev_matched=text, dev_mismatched=text))
+    assert list(data.dev) == ["dev_matched", "dev_mismatched"]
+
+
+def test_digest_follows_the_bytes(tmp_path):
+    first = read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE, dev=RTE)).digest
+    second = read_task(TASKS["RTE"], write(tmp_path, "RTE", dev=RTE.replace("\tf\t", "\tF\t"))).digest
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RTE.replace("sentence2", "sentence_2"), "line 1: no column 'sentence2'"),
+        (RTE.replace("\tnot_entailment", ""), "line 3: 3 columns, expected 4"),
+        (RTE.replace("\tentailment", "\tyes"), "line 2: label 'yes', expected one of entailment, not_entailment"),
+        (RTE.split("\n")[0], "no examples"),
+        ("", "line 1: no column 'sentence1'"),
+        (RTE.encode().replace(b"\tf\t", b"\t\xff\t"), "line 3: not valid UTF-8"),
+    ],
+)
+def test_errors_name_file_line_and_expectation(tmp_path, text, message):
+    write(tmp_path, "RTE", train=RTE, dev=text)
+    with pytest.raises(GlueDataError) as error:
+        read_task(TASKS["RTE"], tmp_path)
+    assert str(tmp_path / "RTE" / "dev.tsv") in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("label", ["5.2", "nan", "high", ""])
+def test_a_regression_refuses_what_is_no_score(tmp_path, label):
+    write(tmp_path, "STS-B", train=STSB, dev=STSB.replace("4.750", label))
+    with pytest.raises(GlueDataError, match=r"line 2: label .* expected a number from 0 to 5"):
+        read_task(TASKS["STS-B"], tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(GlueDataError, match=r"dev\.tsv: no such file; RTE needs train\.tsv, dev\.tsv"):
+        read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE))
+
+
+def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    text = header + "1\t1\t2\ta\tb\t0\n" + "2\t3\t4\tc\n" + "3\t5\t6\td\te\t1\n"
+    path = write(tmp_path, "QQP", train=text) / "QQP" / "train.tsv"
+    assert [example.texts for example in read_examples(TASKS["QQP"], path, broken_rows=1)] == [("a", "b"), ("d", "e")]
+    with pytest.raises(GlueDataError, match="line 3: 4 columns"):
+        read_examples(TASKS["QQP"], path)
+
+
+def test_pairs_are_cls_a_sep_b_sep(tmp_path):
+    data = read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE, dev=RTE))
+    encoded = encode(data.task, data.train, WordTokenizer(), 32)
+    assert encoded.pieces[0] == [1, 11, 11, 11, 2, 11, 11, 2]
+    assert encoded.segments[0] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert encoded.targets.tolist() == [0, 1]
+
+
+def test_truncation_takes_from_the_longer_side():
+    sides = [[1, 2, 3, 4, 5], [6, 7]]
+    truncate(sides, 5)
+    assert sides == [[1, 2, 3], [6, 7]]
+    truncate(sides, 3)
+    assert sides == [[1, 2], [6]]
+
+
+@pytest.fixture
+def encoded():
+    task = TASKS["SST-2"]
+    rng = np.random.default_rng(0)
+    examples = [((" ".join("x" * rng.integers(1, 30)),), float(index % 2)) for index in range(101)]
+    from tasks.glue.data import Example
+
+    return encode(task, [Example(*example) for example in examples], WordTokenizer(), 24)
+
+
+def test_every_row_comes_exactly_once(encoded):
+    for order in (train_order(encoded, 8, seed=1, epoch=0), dev_order(encoded, 8)):
+        assert sorted(np.concatenate(order)) == list(range(101))
+        assert max(map(len, order)) == 8
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(encoded):
+    def flat(seed, epoch):
+        return np.concatenate(train_order(encoded, 8, seed, epoch)).tolist()
+
+    assert flat(1, 0) == flat(1, 0)
+    assert flat(1, 0) != flat(1, 1)
+    assert flat(1, 0) != flat(2, 0)
+
+
+def test_batches_are_padded_to_their_longest_row_only(encoded):
+    for batch, targets, rows in batches(encoded, dev_order(encoded, 8)):
+        lengths = [len(encoded.pieces[row]) for row in rows]
+        assert batch.input_ids.shape == (len(rows), max(lengths))
+        assert (batch.document_ids.sum(axis=1) == lengths).all()
+        assert (batch.labels == IGNORED_LABEL).all()
+        for index, row in enumerate(rows):
+            assert batch.input_ids[index, : lengths[index]].tolist() == encoded.pieces[row]
+            assert batch.position_ids[index, : lengths[index]].tolist() == list(range(lengths[index]))
+            assert not batch.position_ids[index, lengths[index] :].any()
+            assert targets[index] == row % 2
+
+
+def test_rows_of_similar_length_share_a_batch(encoded):
+    order = train_order(encoded, 8, seed=0, epoch=0)
+    padded = sum(len(rows) * max(len(encoded.pieces[row]) for row in rows) for rows in order)
+    valid = sum(map(len, encoded.pieces))
+    assert valid / padded > 0.85
