@@ -1,0 +1,290 @@
+"""Every setting of a run: one frozen dataclass a concern, from which the command line, `--help` and the YAML keys are derived.
+
+A field made by `option(...)` is a flag; its dataclass names the section of `--help` it stands in. Impossible pairs are
+refused in `__post_init__` of the dataclass that owns them, or in `Config` where two concerns meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.errors import UserError
+
+VOCABULARY_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
+
+POSITION_ENCODINGS = ("absolute", "ddrp")
+OBJECTIVES = ("mlm", "mth")
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that is also a command-line flag; `choices` and `metavar` go to argparse."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def refuse(message: str) -> None:
+    """Stop on an impossible setting: a wrong argument, exit code 2."""
+    raise UserError(message, exit_code=2)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    num_layers: int = option(12, "Transformer layers")
+    hidden_size: int = option(768, "width of the hidden states")
+    num_attention_heads: int = option(12, "attention heads a layer; must divide the hidden size")
+    ffn_hidden_size: int | None = option(None, "width inside the feed-forward block (default: 4 x hidden size)")
+    seq_length: int = option(512, "longest sequence in tokens, [CLS] and [SEP] included")
+    hidden_dropout: float = option(0.1, "dropout on embeddings and on each block's output")
+    attention_dropout: float = option(0.1, "dropout on attention probabilities")
+    layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
+    layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm")
+    init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
+    position_encoding: str = option("ddrp", "how positions enter the model", choices=POSITION_ENCODINGS)
+    relative_distance: int = option(64, "r_s: relative distances from here on share one embedding")
+    relative_table: str = option(
+        "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
+    )
+    attention_backend: str = option(
+        "auto",
+        "eager is the reference; blocked is for CPUs; sdpa is torch's fused attention",
+        choices=("auto", "eager", "blocked", "sdpa"),
+    )
+    vocab_size: int = 30522
+    """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "relative_distance"):
+            if getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.seq_length < 3:
+            refuse(f"--seq-length is {self.seq_length}: it must hold [CLS], one token and [SEP], so at least 3")
+        if self.hidden_size % self.num_attention_heads:
+            refuse(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
+            )
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie in [0, 1)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Objective"""
+
+    objective: str = option("mth", "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's)", choices=OBJECTIVES)
+    tcd_weight: float | None = option(None, "alpha_1 of eq. 19 (default: 1.0 under mth, else 0)")
+    hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)")
+    tcd_tokens: int = option(50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form")
+    hcd_heads: int = option(2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form")
+    mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted")
+
+    def __post_init__(self) -> None:
+        default_tcd, default_hcd = (1.0, 0.01) if self.objective == "mth" else (0.0, 0.0)
+        object.__setattr__(self, "tcd_weight", default_tcd if self.tcd_weight is None else self.tcd_weight)
+        object.__setattr__(self, "hcd_weight", default_hcd if self.hcd_weight is None else self.hcd_weight)
+        for name in ("tcd_tokens", "hcd_heads"):
+            if getattr(self, name) < 0 or getattr(self, name) == 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
+        if not 0 < self.mask_prob < 1:
+            refuse(f"--mask-prob is {self.mask_prob}: it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data"""
+
+    data_path: str | None = option(None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote", metavar="P")
+    vocab_file: str | None = option(None, "WordPiece vocabulary, one piece a line", metavar="FILE")
+    tokenizer_type: str = option(
+        "BertWordPieceLowerCase",
+        "the tokenizer the data were made with",
+        choices=("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace"),
+    )
+    tokenizer_model: str | None = option(None, "SentencePiece model or Hugging Face folder", metavar="FILE")
+    split: str = option("949,50,1", "shares of the documents for training, validation and test")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Training"""
+
+    micro_batch_size: int = option(8, "sequences a rank processes at once")
+    global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks")
+    train_iters: int = option(1_000_000, "optimizer steps of the whole run")
+    seed: int = option(1234, "decides initialisation, order, masks, samples and dropout")
+    bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
+    fp16: bool = option(False, "train in float16 with dynamic loss scaling")
+    num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)")
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "global_batch_size", "train_iters"):
+            if getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.bf16 and self.fp16:
+            refuse("--bf16 and --fp16 exclude each other: give one of them")
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer"""
+
+    lr: float = option(1e-4, "peak learning rate")
+    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = option(
+        "linear",
+        "shape of the decay after the warm-up; wsd holds the peak and decays over the last tenth",
+        choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
+    )
+    lr_warmup_fraction: float = option(0.01, "share of --train-iters over which the rate rises linearly")
+    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms")
+    adam_beta1: float = option(0.9, "decay of the first moment")
+    adam_beta2: float = option(0.999, "decay of the second moment")
+    adam_eps: float = option(1e-6, "added to the root of the second moment")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lr_warmup_fraction <= 1:
+            refuse(f"--lr-warmup-fraction is {self.lr_warmup_fraction}: it must lie in [0, 1]")
+        if self.min_lr > self.lr:
+            refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: the decay goes down to it")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Scale"""
+
+    zero_stage: int = option(1, "what ZeRO shards: 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3))
+    deepspeed_config: str | None = option(
+        None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
+    )
+    checkpoint_activations: bool = option(False, "recompute each layer in the backward pass: less memory, a third slower")
+    distributed_timeout_minutes: float = option(10.0, "how long a rank waits for the others before it gives up")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints"""
+
+    save: str | None = option(None, "folder for checkpoints, metrics.jsonl, config.json and the tokenizer", metavar="DIR")
+    load: str | None = option(None, "folder to resume from; without a checkpoint in it the run starts afresh", metavar="DIR")
+    save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end")
+    keep_last: int = option(0, "how many checkpoints to keep; 0 = all")
+    exit_interval: int | None = option(None, "save and exit 0 at the first step that this divides")
+
+    def __post_init__(self) -> None:
+        if self.save_interval < 1:
+            refuse(f"--save-interval is {self.save_interval}: it must be at least 1")
+        if self.keep_last < 0:
+            refuse(f"--keep-last is {self.keep_last}: give how many to keep, or 0 for all")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Logging"""
+
+    log_interval: int = option(100, "steps between rows of metrics.jsonl and progress lines")
+    eval_interval: int = option(1000, "steps between validations on the held-out split; 0 = never")
+    eval_iters: int = option(10, "global batches a validation covers")
+    tensorboard_dir: str | None = option(None, "also write the metrics for TensorBoard", metavar="DIR")
+    wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            refuse(f"--log-interval is {self.log_interval}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All concerns of a run. `Config()` is the paper's base model and hyper-parameters (appendix A)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if self.training.precision != "fp32" and self.parallel.zero_stage == 0:
+            refuse(
+                f"--{self.training.precision} with --zero-stage 0 trains wrongly (DeepSpeed keeps no fp32 master "
+                "weights there): use --zero-stage 1 or higher"
+            )
+        if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
+            refuse(
+                f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
+                "give at most the heads there are, or 0 for all"
+            )
+
+    def replace(self, **changes: dict[str, Any]) -> Config:
+        """A copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""
+        return dataclasses.replace(
+            self, **{concern: dataclasses.replace(getattr(self, concern), **new) for concern, new in changes.items()}
+        )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, dict[str, Any]]) -> Config:
+        """The inverse of `to_dict`; keys of another version of the project are refused by name."""
+        sections = {}
+        for concern, section in concerns().items():
+            given = values.get(concern, {})
+            known = {f.name for f in dataclasses.fields(section)}
+            unknown = sorted(set(given) - known)
+            if unknown:
+                raise UserError(f"config.json holds the unknown {concern} setting {unknown[0]!r}: another version wrote it")
+            sections[concern] = section(**given)
+        return cls(**sections)
+
+
+def concerns() -> dict[str, Any]:
+    """Name of each section of `Config` → its dataclass, in the order of `--help`."""
+    return {f.name: f.default_factory for f in dataclasses.fields(Config)}
+
+
+def flag(field_name: str) -> str:
+    """`num_layers` → `--num-layers`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write DIR/config.json, the resolved configuration."""
+    temporary = folder / "config.json.tmp"
+    temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / "config.json")
+
+
+def load_config(folder: Path) -> Config:
+    """Read DIR/config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} not found: expected a folder that pretrain_bert.py --save wrote")
+    return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,5 @@
+"""Plain modules on one device: no DeepSpeed, no torch.distributed, no files."""
+
+from megatron_ddrp.model.bert import Bert, build_model, count_parameters, on_meta_device
+
+__all__ = ["Bert", "build_model", "count_parameters", "on_meta_device"]

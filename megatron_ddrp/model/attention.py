@@ -1,0 +1,138 @@
+"""The one attention: content, position terms, mask, softmax, dropout, value, for every encoding.
+
+    A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[h,i,j]
+
+`attention_logits` materialises A and is the reference. Backends: `eager` uses A as it is; `sdpa` hands everything but
+Q·K to torch's fused attention as a dense bias; `blocked` (megatron_ddrp.model.blocked) works in cache-sized blocks and
+recomputes A in the backward pass, the fastest on CPUs. HCD (eq. 18) compares the logits of some heads, so each backend
+returns their mean pairwise cosine as well, by the cheapest way it has.
+
+Names: b = batch, h = heads, s = sequence, d = head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp.model.blocked import blocked_attention
+from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.relative import spread
+from megatron_ddrp.objectives import mth
+
+
+def allowed_pairs(document_ids: Tensor) -> Tensor:
+    """bool `[b, 1, s, s]`: both ends carry the same non-zero document id. `document_ids` `[b, s]`."""
+    same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
+    return (same & (document_ids > 0).unsqueeze(-1)).unsqueeze(1)
+
+
+def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor | None:
+    """Everything in A but Q·K·scale: `[b, h, s, s]`, or None where the encoding adds nothing. No `[s, s, d]` arises."""
+    logits = None
+    if terms.query_table is not None:
+        per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, s, num_relative]
+        logits = spread(per_offset, terms.lowest, terms.highest) * terms.scale
+    if terms.key_table is not None:
+        # Row j of this matrix holds K_j·T^k by i − j, so its own "row − column" is j − i: bounds swap sign and place.
+        per_offset = (key @ terms.key_table.transpose(-1, -2)).flip(-1)
+        by_key = spread(per_offset, -terms.highest, -terms.lowest).transpose(-1, -2) * terms.scale
+        logits = by_key if logits is None else logits + by_key
+    if terms.bias is not None:
+        logits = terms.bias if logits is None else logits + terms.bias
+    return logits
+
+
+def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
+    """A, before the padding mask: `query`, `key` `[b, h, s, d]` → `[b, h, s, s]`."""
+    content = (query * terms.scale) @ key.transpose(-1, -2)
+    position = position_logits(query, key, terms)
+    return content if position is None else content + position
+
+
+def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
+    """The terms of some heads only; what all heads share stays."""
+
+    def pick(tensor: Tensor | None, dim: int) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, heads)
+
+    return PositionTerms(
+        terms.scale, pick(terms.query_table, 0), pick(terms.key_table, 0), pick(terms.bias, 1), terms.lowest, terms.highest
+    )
+
+
+def head_cosine(query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor) -> Tensor:
+    """Mean pairwise cosine of the logits of `heads` `[m′]`, for backends that never hold A: → `[b]`."""
+    if query.dtype.itemsize < 4:
+        query, key = query.float(), key.float()
+    takes_all = heads.shape[0] == query.shape[1]
+    if not takes_all:
+        query, key, terms = query.index_select(1, heads), key.index_select(1, heads), choose_heads(terms, heads)
+    if terms.content_only:
+        valid = document_ids > 0
+        if takes_all:
+            return mth.content_cosine_of_all(query, key, valid)
+        return mth.cosine_of_gram(mth.content_gram(query, key, valid, terms.scale))
+    return mth.logits_cosine(attention_logits(query, key, _in_dtype(terms, query.dtype)), allowed_pairs(document_ids))
+
+
+def _in_dtype(terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None else tensor.to(dtype)
+
+    return PositionTerms(
+        terms.scale, cast(terms.query_table), cast(terms.key_table), cast(terms.bias), terms.lowest, terms.highest
+    )
+
+
+def eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The reference: A is materialised, masked with a finite value, normalised in fp32 at least."""
+    logits = attention_logits(query, key, terms)
+    allowed = allowed_pairs(document_ids)
+    masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+    dtype = torch.float32 if logits.dtype.itemsize < 4 else logits.dtype
+    probabilities = F.dropout(masked.softmax(-1, dtype=dtype).to(value.dtype), dropout)
+    cosine = None
+    if heads.shape[0]:
+        chosen = logits.index_select(1, heads)
+        cosine = mth.logits_cosine(chosen.to(dtype), allowed)
+    return probabilities @ value, cosine
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:
+    """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
+    allowed = allowed_pairs(document_ids)
+    position = position_logits(query, key, terms)
+    mask = allowed if position is None else position.masked_fill(~allowed, torch.finfo(query.dtype).min)
+    if position is None:
+        # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
+        mask = allowed | ~allowed.any(-1, keepdim=True)
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
+    return context, head_cosine(query, key, terms, document_ids, heads) if heads.shape[0] else None
+
+
+BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": blocked_attention}
+
+
+def resolve_backend(name: str, device: torch.device) -> str:
+    """What `auto` means on a device: `blocked` on CPUs, `sdpa` on GPUs."""
+    if name != "auto":
+        return name
+    return "blocked" if device.type == "cpu" else "sdpa"

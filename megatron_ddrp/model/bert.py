@@ -1,0 +1,105 @@
+"""The encoder as a list of stages: embeddings, layer × L, head. One definition for every layout.
+
+One process runs the list in order; a pipeline is given the same list. Nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.model.embeddings import Embeddings
+from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.heads import MaskedLMHead
+from megatron_ddrp.model.positions import PositionEncoding
+from megatron_ddrp.model.stages import StageState
+from megatron_ddrp.objectives.mth import Draws
+
+
+class Bert(nn.Module):
+    """A BERT-class encoder with its masked-LM head. Call it for loss sums, `encode` for hidden states."""
+
+    def __init__(self, config: ModelConfig, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
+        self.head = MaskedLMHead(config, self.embeddings.token)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """BERT's: normal(0, `init_method_std`) matrices, zero biases, unit LayerNorms. Encodings draw their own."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(std=self.config.init_method_std)
+        if isinstance(module, nn.Linear):
+            module.bias.data.zero_()
+
+    def stages(self) -> list[nn.Module]:
+        """The model as stages, each mapping a tuple of tensors to the next one's."""
+        return [self.embeddings, *self.layers, self.head]
+
+    def forward(self, batch: Batch, draws: Draws) -> Tensor:
+        """Sums `[3]` over this micro-batch of −log p (LM), TCD and HCD; the caller divides by the global counts."""
+        return self.head(self._run(batch, batch.labels, draws))
+
+    def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The last hidden states, `[batch, seq, hidden]`; all arguments int64 `[batch, seq]`, see `Batch`."""
+        draws = Draws.none(len(input_ids), self.config.num_layers, input_ids.device)
+        batch = Batch(input_ids, draws.token_mask, document_ids, position_ids, segment_ids, document_ids)
+        return self.head.last_hidden(StageState.unpack(self._run(batch, batch.labels, draws)).hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, padding cut off."""
+        return self.head.logits(hidden)[..., : self.config.vocab_size]
+
+    def _run(self, batch: Batch, labels: Tensor, draws: Draws) -> tuple[Tensor, ...]:
+        tensors = self.embeddings(
+            (
+                batch.input_ids,
+                batch.segment_ids,
+                batch.document_ids,
+                batch.position_ids,
+                labels,
+                draws.token_mask,
+                draws.heads,
+            )
+        )
+        for layer in self.layers:
+            if self.checkpoint_activations and self.training:
+                tensors = checkpoint(layer, tensors, use_reentrant=False)
+            else:
+                tensors = layer(tensors)
+        return tensors
+
+
+def build_model(config: ModelConfig, checkpoint_activations: bool = False) -> Bert:
+    """The model of a configuration, freshly initialised from torch's random state, on the CPU, without DeepSpeed."""
+    return Bert(config, checkpoint_activations)
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(all parameters without the vocabulary's padding, those of the position encoding)."""
+    position = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, PositionEncoding)
+        for parameter in module.parameters()
+    }
+    if isinstance(model, Bert) and model.embeddings.absolute is not None:
+        position.add(id(model.embeddings.absolute.weight))
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    padding = 0
+    if isinstance(model, Bert):
+        rows = model.config.padded_vocab_size - model.config.vocab_size
+        padding = rows * (model.config.hidden_size + 1)
+    return sum(sizes.values()) - padding, sum(size for key, size in sizes.items() if key in position)
+
+
+def on_meta_device(config: ModelConfig) -> Bert:
+    """The model's shapes without its memory."""
+    with torch.device("meta"):
+        return Bert(config)

@@ -1,0 +1,18 @@
+"""BERT's learned absolute positions (Devlin et al., arXiv:1810.04805; eq. 1–2 of the DDRP paper).
+
+    A[i,j] = Q_i·K_j / √d,    the position embedding of i being added to the input of the first layer.
+
+No departure from the paper.
+"""
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.positions.contract import PositionEncoding
+
+
+class Absolute(PositionEncoding):
+    """Nothing in the logits; the embedding stage adds one learned vector a position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    adds_absolute_embedding = True

@@ -1,0 +1,63 @@
+"""What a position encoding hands to the one attention: data, not a code path.
+
+    A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[h,i,j]        i = query, j = key
+
+Every relative encoding in scope uses `r(i,j) = clip(i − j, lowest, highest) − lowest`, so two integers say which table
+row serves which pair. Attention never asks which encoding it serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class PositionTerms:
+    """The position part of the attention logits for one forward pass."""
+
+    scale: float
+    """Factor on the content and table terms."""
+    query_table: Tensor | None = None
+    """T^q `[1 or heads, num_relative, head_dim]`; 1 = shared by the heads."""
+    key_table: Tensor | None = None
+    """T^k, shaped as T^q."""
+    bias: Tensor | None = None
+    """B `[1 or batch, heads, seq, seq]`, added unscaled."""
+    lowest: int = 0
+    """Smallest i − j with a row of its own; it serves everything below as well."""
+    highest: int = 0
+    """Largest i − j with a row of its own; it serves everything above as well."""
+
+    @property
+    def content_only(self) -> bool:
+        return self.query_table is None and self.key_table is None and self.bias is None
+
+
+class PositionEncoding(nn.Module):
+    """Base of the encodings in `positions.REGISTRY`.
+
+    `forward` computes the tensors that depend on parameters, once a pass for a shared table or once a layer; `terms`
+    says what they mean. The two are apart because the tensors travel between pipeline stages and the meaning need not.
+    """
+
+    adds_absolute_embedding = False
+    """Whether a learned absolute position embedding joins the input."""
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """`position_ids` int64 `[batch, seq]` → the tensors of `terms`, all floating point."""
+        return ()
+
+    @staticmethod
+    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+        """Name the tensors that `forward` gave."""
+        return PositionTerms(scale=config.head_dim**-0.5)
+
+
+def initialise_table(rows: int, config: ModelConfig) -> nn.Parameter:
+    """A table of `rows` learned vectors of the head size, normal(0, `init_method_std`)."""
+    return nn.Parameter(torch.empty(rows, config.head_dim).normal_(std=config.init_method_std))

@@ -1,0 +1,44 @@
+"""Decoupled directional relative position encoding ("Better Pre-Training by Reducing Representation Confusion").
+
+    A[i,j]  = Q_i · (K_j + D[ρ(i,j)] ⊙ K^rd[δ(i,j)]) / √d                                     (eq. 9, 10)
+    ρ(i,j)  = 0 for i = j, 1 for i < j (the key is to the right), 2 for i > j                  (eq. 11)
+    δ(i,j)  = |clip(i − j, −(r_s−1), r_s−1)|                                                   (eq. 12)
+
+i = query, j = key. `D` is `[3, d]`, `K^rd` is `[r_s, d]`; both are shared by the heads, and by all layers unless
+`--relative-table per-layer`. That is 3·d + r_s·d parameters, 4,288 for a base model, as section 5.4 counts.
+
+Closed gaps: eq. 12 leaves the clip's bounds open; r_s − 1 makes δ use exactly the r_s rows that the paper counts. The
+initialisation is not given: `D` and `K^rd` are drawn as every embedding is (`DIRECTION_INIT_MEAN`).
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
+
+DIRECTION_INIT_MEAN = 0.0
+"""Mean of the initial `D`. 1 would let `K^rd` act at full size from the start, a departure from the paper's silence."""
+
+
+class Ddrp(PositionEncoding):
+    """`direction` is D, `distance` is K^rd."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.direction = initialise_table(3, config)
+        self.direction.data.add_(DIRECTION_INIT_MEAN)
+        self.distance = initialise_table(config.relative_distance, config)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """→ (T^q `[1, 2·r_s − 1, d]`,): row c + r_s − 1 serves the clipped offset c = i − j."""
+        reach = self.distance.shape[0] - 1
+        offset = torch.arange(-reach, reach + 1, device=self.distance.device)
+        direction = torch.where(offset < 0, 1, torch.where(offset > 0, 2, 0))  # ρ
+        table = self.direction[direction] * self.distance[offset.abs()]  # [2·r_s − 1, d]
+        return (table.unsqueeze(0),)
+
+    @staticmethod
+    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+        reach = config.relative_distance - 1
+        return PositionTerms(config.head_dim**-0.5, query_table=tensors[0], lowest=-reach, highest=reach)

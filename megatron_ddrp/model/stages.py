@@ -1,0 +1,49 @@
+"""The tuple that travels from stage to stage: floats first, then integers, tensors only.
+
+One process hands it on in memory; a pipeline sends it between ranks, where every float must require a gradient and must
+come before the integers. Auxiliary losses travel in it as one small tensor to which each stage adds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+LM, TCD, HCD = 0, 1, 2
+"""Places in the tensor of loss sums."""
+
+NUM_LOSSES = 3
+
+_NUM_INTEGERS = 5
+
+
+class StageState(NamedTuple):
+    """What every encoder layer reads and writes."""
+
+    hidden: Tensor
+    """`[batch, seq, hidden]`."""
+    losses: Tensor
+    """fp32 `[3]`: sums so far of the LM, TCD and HCD terms."""
+    position: tuple[Tensor, ...]
+    """The position encoding's tensors, where one set serves all layers."""
+    document_ids: Tensor
+    """`[batch, seq]`, see `Batch`."""
+    position_ids: Tensor
+    """`[batch, seq]`, see `Batch`."""
+    labels: Tensor
+    """`[batch, seq]`, or `[batch, 0]` where nothing is predicted."""
+    token_mask: Tensor
+    """`[batch, seq]` tokens of TCD, or `[batch, 0]`."""
+    heads: Tensor
+    """`[layers, m′]` heads of HCD, or `[layers, 0]`."""
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """As a flat tuple of tensors."""
+        return (self.hidden, self.losses, *self.position, *self[-_NUM_INTEGERS:])  # type: ignore[arg-type]
+
+    @classmethod
+    def unpack(cls, tensors: tuple[Tensor, ...]) -> StageState:
+        """The inverse of `pack`."""
+        hidden, losses, *position = tensors[:-_NUM_INTEGERS]
+        return cls(hidden, losses, tuple(position), *tensors[-_NUM_INTEGERS:])
