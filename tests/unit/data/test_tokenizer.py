@@ -1,0 +1,217 @@
+"""Tokenizers: BERT's own ids on any Unicode, special tokens that text cannot produce, word starts, save and load."""
+
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ddrp.data.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
+from megatron_ddrp.errors import UserError
+
+SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCXYZ0123456789éñöşα中文한\u0301'.,-[]#@ß"
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "mask", "MASK", "the", "un", "##aff", "##able", "cafe", "##s"]
+VOCAB += list(dict.fromkeys(LETTERS)) + [f"##{letter}" for letter in dict.fromkeys(LETTERS)]
+
+
+@pytest.fixture(scope="module")
+def vocab_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("".join(f"{piece}\n" for piece in VOCAB), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    if not SHARED_ASSETS.exists():
+        pytest.skip("no SentencePiece model at hand")
+    path = tmp_path_factory.mktemp("sp") / "test.model"
+    with tarfile.open(SHARED_ASSETS) as archive:
+        name = next(name for name in archive.getnames() if name.endswith("test_model.model"))
+        path.write_bytes(archive.extractfile(name).read())
+    return path
+
+
+TRICKY = st.text(
+    st.one_of(
+        st.sampled_from(
+            LETTERS + " \t\n\r\x00\x0b\x1c\x7f\u00a0\u2028\u200b\u200d\ufffd\u0338\u0345\u1e9e\u0130\u03a3\ufb01_!~"
+        ),
+        st.characters(exclude_categories=("Cs",)),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("case", ["Lower", "Cased"])
+@settings(max_examples=150, deadline=None)
+@given(text=TRICKY)
+@example(text="UnAffable CAFÉ cafe\u0301s e\u0301.\u0301e =\u0338 a\x00b c\x1cd 中文a [MASK] [mask] ##s don't")
+@example(text="a" * 100 + " " + "a" * 101 + " " + "中" * 150)
+def test_ids_are_berts_own(vocab_file, case, text):
+    from tokenizers.implementations import BertWordPieceTokenizer
+
+    lower = case == "Lower"
+    ours = _wordpiece(vocab_file, lower)
+    vocab = {piece: i for i, piece in enumerate(VOCAB)}
+    theirs = BertWordPieceTokenizer(vocab, lowercase=lower, strip_accents=lower)
+    theirs._tokenizer.encode_special_tokens = True  # ours never makes [MASK] of text
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text) == expected
+    assert ours.encode(text) == expected, "the second look-up comes from the cache"
+    assert ours.encode_batch([text, text]) == [expected, expected]
+
+
+_built = {}
+
+
+def _wordpiece(vocab_file, lower):
+    if lower not in _built:
+        _built[lower] = build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file)
+    return _built[lower]
+
+
+def test_ids_equal_transformers(vocab_file):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file)
+    theirs = transformers.BertTokenizer(vocab_file=str(vocab_file), vocab=str(vocab_file), do_lower_case=True)
+    text = "The Unaffable CAFÉS, naïvely 中文 don't (2013–14) \u00a0 ﬁ İstanbul ΑΣ 한글"
+    assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(tokenizer.encode("the unaffable cafes")) == "the unaffable cafes"
+
+
+def test_wordpiece_attributes(vocab_file):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file)
+    assert tokenizer.vocab_size == len(VOCAB) == len(tokenizer.pieces)
+    assert (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (
+        0,
+        1,
+        2,
+        3,
+        4,
+    )
+    assert tokenizer.special_ids.tolist() == [0, 1, 2, 3, 4]
+    assert tokenizer.word_starts.dtype == bool
+    assert [bool(flag) for flag in tokenizer.word_starts] == [not piece.startswith("##") for piece in VOCAB]
+    assert tokenizer.fingerprint != build_tokenizer("BertWordPieceCase", vocab_file).fingerprint
+
+
+def test_windows_line_ends_and_a_missing_last_newline_change_nothing(tmp_path, vocab_file):
+    (tmp_path / "v.txt").write_bytes(vocab_file.read_bytes().replace(b"\n", b"\r\n")[:-2])
+    other, tokenizer = (
+        build_tokenizer("BertWordPieceCase", tmp_path / "v.txt"),
+        build_tokenizer("BertWordPieceCase", vocab_file),
+    )
+    assert other.fingerprint == tokenizer.fingerprint and other.pieces == VOCAB
+
+
+def test_sentencepiece_appends_what_the_model_lacks(sentencepiece_model):
+    tokenizer = build_tokenizer("SentencePiece", tokenizer_model=sentencepiece_model)
+    assert tokenizer.pieces[tokenizer.cls_id] == "<s>" and tokenizer.pieces[tokenizer.sep_id] == "</s>"
+    assert tokenizer.pieces[1000:] == ["[PAD]", "[MASK]"] and tokenizer.vocab_size == 1002
+    ids = tokenizer.encode("I saw a girl\nwith <s> [MASK] </s>")
+    assert not set(ids) & {tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id}
+    assert tokenizer.word_starts[ids[0]] and not tokenizer.word_starts.all()
+    assert tokenizer.decode(tokenizer.encode("I saw a girl")) == "I saw a girl"
+    assert isinstance(tokenizer.decode([tokenizer.cls_id, *ids, tokenizer.mask_id]), str)
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("I saw") == tokenizer.encode("I saw")
+
+
+def huggingface_file(folder, model, pre_tokenizer=None, specials=("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")):
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer(model)
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    backend.add_special_tokens(list(specials))
+    backend.enable_truncation(3)
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_huggingface_reads_roles_and_ignores_specials_in_text(tmp_path):
+    from tokenizers import models, pre_tokenizers
+
+    specials = ["<go>", "<end>", "<pad>", "<mask>", "<unk>"]
+    words = {word: i for i, word in enumerate([*specials, "a", "b", "c", "d"])}
+    model = models.WordLevel(words, unk_token="<unk>")
+    folder = huggingface_file(tmp_path / "hf", model, pre_tokenizers.WhitespaceSplit(), specials)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"cls_token": "<go>", "sep_token": {"content": "<end>"}}))
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=folder)
+    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (0, 1, 3)
+    assert tokenizer.encode("a b c d") == [5, 6, 7, 8], "the file's truncation is not ours"
+    assert tokenizer.encode_batch(["a <mask> b <go>"]) == [tokenizer.encode("a <mask> b <go>")] == [[5, 4, 6, 4]]
+    assert tokenizer.word_starts.all()
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again.cls_id == 0 and again.fingerprint == tokenizer.fingerprint
+
+
+def test_huggingface_word_starts(tmp_path):
+    from tokenizers import models, pre_tokenizers
+
+    named = [name for names in SPECIAL_PIECES.values() for name in names[:1]]
+    vocab = {piece: i for i, piece in enumerate([*named, "Ġa", "a", "##a", "▁a"])}
+    expected = {
+        "byte": (
+            models.BPE(vocab, []),
+            pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()]),
+            [True, False, False, False],
+        ),
+        "meta": (models.BPE(vocab, []), pre_tokenizers.Metaspace(), [False, False, False, True]),
+        "wordpiece": (models.WordPiece(vocab, unk_token="[UNK]"), None, [True, True, False, True]),
+    }
+    for name, (model, pre_tokenizer, starts) in expected.items():
+        tokenizer = build_tokenizer(
+            "HuggingFace", tokenizer_model=huggingface_file(tmp_path / name, model, pre_tokenizer)
+        )
+        assert tokenizer.word_starts[5:].tolist() == starts, name
+        assert np.all(tokenizer.word_starts[tokenizer.special_ids])
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece"])
+def test_save_and_load_give_an_equal_tokenizer(tmp_path, vocab_file, kind, request):
+    model = request.getfixturevalue("sentencepiece_model") if kind == "SentencePiece" else None
+    tokenizer = build_tokenizer(kind, vocab_file, model)
+    tokenizer.save(tmp_path / "a" / "b")
+    again = load_tokenizer(tmp_path / "a" / "b")
+    assert again.fingerprint == tokenizer.fingerprint and again.pieces == tokenizer.pieces
+    assert again.encode("The unaffable café") == tokenizer.encode("The unaffable café")
+
+
+def test_a_changed_vocabulary_is_noticed(tmp_path, vocab_file):
+    build_tokenizer("BertWordPieceCase", vocab_file).save(tmp_path)
+    with (tmp_path / "vocab.txt").open("a") as stream:
+        stream.write("more\n")
+    with pytest.raises(UserError, match="fingerprint differs"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "megatron_tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="not a tokenizer description"):
+        load_tokenizer(tmp_path)
+
+
+def test_mistakes_are_one_line(tmp_path, vocab_file):
+    def complaint(kind, content=None, **paths):
+        if content is not None:
+            (tmp_path / "file").write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            build_tokenizer(kind, **paths)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    file = tmp_path / "file"
+    assert "lacks [CLS], [MASK];" in complaint("BertWordPieceCase", b"[PAD]\n[UNK]\n[SEP]\na\n", vocab_file=file)
+    assert "file:2: not UTF-8" in complaint("BertWordPieceCase", b"a\n\xff\n", vocab_file=file)
+    assert "empty" in complaint("BertWordPieceCase", b"", vocab_file=file)
+    assert "No such file" in complaint("BertWordPieceCase", vocab_file=tmp_path / "none")
+    assert "needs --vocab-file" in complaint("BertWordPieceCase", tokenizer_model=vocab_file)
+    assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)
+    assert "not a SentencePiece model" in complaint("SentencePiece", b"junk", tokenizer_model=file)
+    assert "not a tokenizer.json" in complaint("HuggingFace", b"{}", tokenizer_model=file)
+    assert "use --tokenizer-type BertWordPiece" in complaint("HuggingFace", tokenizer_model=vocab_file.parent)
