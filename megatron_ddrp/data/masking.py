@@ -39,6 +39,8 @@ _CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
 class WholeWordMasker:
     """`masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
 
+    For a tokenizer `t`: `WholeWordMasker(t.word_starts, t.special_ids, t.mask_id, t.vocab_size, unk_id=t.unk_id)`.
+
     `word_starts` is bool `[vocab_size]`: the piece starts a word. `special_ids` are never drawn as random pieces, and
     never selected but for `unk_id`. `mask_share` and `random_share` are the shares of the selected pieces that become
     [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0).
@@ -79,7 +81,9 @@ class WholeWordMasker:
             self._selectable[unk_id] = True
         self._random_pieces = np.flatnonzero(ordinary)
         if not self._random_pieces.size:
-            raise ValueError(f"all {vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from")
+            raise ValueError(
+                f"all {vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"
+            )
 
     def __call__(
         self, input_ids: NDArray[np.int64], document_ids: NDArray[np.int64], epochs: ArrayLike, sample_ids: ArrayLike

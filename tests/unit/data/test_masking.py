@@ -51,7 +51,9 @@ def twin_masks(ids, documents, epoch, sample, mask_prob):
 def assert_equals_twin(ids, documents, epochs, samples, mask_prob=0.15):
     masked, labels = make_masker(mask_prob=mask_prob)(ids, documents, epochs, samples)
     for row in range(len(ids)):
-        expected = twin_masks(ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row]), mask_prob)
+        expected = twin_masks(
+            ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row]), mask_prob
+        )
         assert (masked[row].tolist(), labels[row].tolist()) == expected
 
 

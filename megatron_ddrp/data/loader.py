@@ -1,0 +1,177 @@
+"""Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and costs nothing.
+
+Training reads an endless stream: epoch after epoch of the samples, each epoch in its own order. Position p of the
+stream is sample `permute(p % num_samples)` of epoch `p // num_samples`, with the masks of (epoch, sample); nothing is
+stored. A global batch is `global_batch_size` consecutive positions: the same samples with the same masks for every
+number of ranks, micro-batch size and resume point.
+
+Within the global batch the samples are sorted by length and dealt so that all ranks hold rows of similar length at the
+same time, and each micro-batch is cut to its longest row. Order and cut are free: the losses are sums over the global
+batch, divided by its counts.
+
+Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.masking import WholeWordMasker
+from megatron_ddrp.data.randomness import permute
+from megatron_ddrp.data.samples import Samples
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+
+ROW_MULTIPLE = 8
+"""Cut rows are a multiple of this long, as tensor cores like them."""
+_STEPS_AHEAD = 2
+
+
+class BatchLoader:
+    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there.
+
+    `rank` and `world_size` are those of data parallelism. Raises `UserError` (exit code 2) where the global batch does
+    not divide into micro-batches.
+
+    Attributes:
+        num_micro_batches: micro-batches a rank and step, the gradient accumulation steps.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        masker: WholeWordMasker,
+        *,
+        cls_id: int,
+        sep_id: int,
+        pad_id: int,
+        seq_length: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+        cut_padding: bool = True,
+    ) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        self.num_micro_batches = count_micro_batches(global_batch_size, micro_batch_size, world_size)
+        self.samples = samples
+        self.masker = masker
+        self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
+        self.seq_length = seq_length
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.cut_padding = cut_padding
+
+    def step(self, consumed_samples: int) -> list[Batch]:
+        """`num_micro_batches` batches of int64 `[micro_batch_size, seq]`, of the samples from `consumed_samples` on.
+
+        `sequence_ids` are positions in the stream, the same in every layout. Raises `UserError` for a token id that the
+        vocabulary does not have.
+        """
+        positions = consumed_samples + np.arange(self.global_batch_size)
+        epochs, indices = np.divmod(positions, len(self.samples))
+        if self.shuffle:
+            indices = permute(indices, len(self.samples), self.seed, "shuffle", epochs)
+        lengths = self.samples.lengths(indices)  # [global_batch]
+        by_length = np.argsort(lengths, kind="stable")
+        dealt = by_length.reshape(self.num_micro_batches, self.world_size, self.micro_batch_size)
+        mine = dealt[:, self.rank].reshape(-1)  # [rows]: this rank's, micro-batch after micro-batch
+        return self._batches(positions[mine], epochs[mine], indices[mine], lengths[mine])
+
+    def _batches(
+        self,
+        positions: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> list[Batch]:
+        """Read, mask and cut the given rows; all arguments `[rows]`."""
+        width = self._row_length(lengths)
+        columns = np.arange(width)
+        valid = columns < lengths[:, None]  # [rows, width]
+        input_ids = np.full(valid.shape, self.pad_id, np.int64)
+        input_ids[:, 0] = self.cls_id
+        for row, (index, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
+            input_ids[row, 1 : length - 1] = self.samples.tokens(index)
+            input_ids[row, length - 1] = self.sep_id
+        self._check_vocabulary(input_ids, indices)
+        document_ids = valid.astype(np.int64)
+        masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)
+        rows = Batch(
+            input_ids=masked_ids,
+            labels=labels,
+            document_ids=document_ids,
+            position_ids=document_ids * columns,
+            segment_ids=np.zeros_like(document_ids),
+            sequence_ids=document_ids * positions[:, None],
+        )
+        batches = []
+        for begin in range(0, len(lengths), self.micro_batch_size):
+            chosen = slice(begin, begin + self.micro_batch_size)
+            width = self._row_length(lengths[chosen])
+            batches.append(Batch(*(np.ascontiguousarray(field[chosen, :width]) for field in rows)))
+        return batches
+
+    def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+        """Refuse ids `[rows, seq]` outside the vocabulary, naming the dataset of the first."""
+        vocab_size = self.masker.vocab_size
+        if not input_ids.size or (input_ids.min() >= 0 and input_ids.max() < vocab_size):
+            return
+        row, column = np.argwhere((input_ids < 0) | (input_ids >= vocab_size))[0]
+        raise UserError(
+            f"{self.samples.source(int(indices[row]))}: token id {input_ids[row, column]}, but the vocabulary has "
+            f"{vocab_size} pieces (ids from 0 to {vocab_size - 1}); give the vocabulary that the dataset was "
+            "preprocessed with, or preprocess again",
+            FAILURE,
+        )
+
+    def _row_length(self, lengths: NDArray[np.int64]) -> int:
+        """Common length of rows with these many tokens."""
+        if not self.cut_padding:
+            return self.seq_length
+        return min(-(-int(lengths.max()) // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
+
+
+def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Micro-batches a rank and step; `UserError` with the nearest legal sizes where the division leaves a rest."""
+    at_once = micro_batch_size * world_size
+    if global_batch_size > 0 and global_batch_size % at_once == 0:
+        return global_batch_size // at_once
+    below = global_batch_size // at_once * at_once
+    nearest = f"{below} or {below + at_once}" if below > 0 else f"{at_once}"
+    raise UserError(
+        f"--global-batch-size is {global_batch_size}: expected a multiple of --micro-batch-size {micro_batch_size} x "
+        f"{world_size} data-parallel ranks = {at_once}; nearest: {nearest}",
+        WRONG_ARGUMENTS,
+    )
+
+
+def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Iterator[list[Batch]]:
+    """The micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
+
+    What fails in the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the
+    step in the making and drops it.
+    """
+    begins = (consumed_samples + step * loader.global_batch_size for step in range(steps))
+    pending: deque[Future[list[Batch]]] = deque()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader") as worker:
+        try:
+            for begin in begins:
+                pending.append(worker.submit(loader.step, begin))
+                if len(pending) > _STEPS_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
