@@ -15,7 +15,7 @@ Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -156,7 +156,7 @@ def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_siz
     )
 
 
-def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Iterator[list[Batch]]:
+def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Generator[list[Batch], None, None]:
     """The micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
 
     What fails in the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the

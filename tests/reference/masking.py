@@ -7,7 +7,7 @@ given the same ones and must then agree exactly.
 
 def units_of(ids, selectable, starts_word):
     """Lists of columns that are masked together: words, and the single pieces of words of more than four pieces."""
-    words = []
+    words: list[list[int]] = []
     previous_selectable = False
     for column, token in enumerate(ids):
         if selectable[column]:
@@ -27,7 +27,7 @@ def select(ids, selectable, starts_word, order_numbers, mask_prob):
     if not units:
         return []
     budget = max(1, round(mask_prob * sum(selectable)))
-    selected = []
+    selected: list[int] = []
     for unit in units:
         if len(selected) + len(unit) <= budget:
             selected.extend(unit)

@@ -1,5 +1,7 @@
 """The same rows with the same masks in every layout and after every resume; cutting; prefetching; clear refusals."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -202,3 +204,9 @@ def test_iterate_stays_two_steps_ahead_and_closes_when_the_consumer_stops():
     stream.close()
     assert set(loader.asked) <= {0, 16, 32} and loader.asked[0] == 0
     assert not worker_threads()
+
+
+def test_the_data_path_does_not_import_torch():
+    program = "import sys, megatron_ddrp.data.loader; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
