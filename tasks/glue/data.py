@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.errors import UserError
 from tasks.glue.tasks import Task
 
 _ROWS_TO_SORT = 64
@@ -30,11 +31,15 @@ class Tokenizer(Protocol):
     sep_id: int
     pad_id: int
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Pieces of `text` without special tokens."""
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Pieces of each text without special tokens."""
 
 
-class GlueDataError(ValueError):
+class GlueDataError(UserError):
     """A task's files are not as the official release has them; the message names file, line and expectation."""
 
 
@@ -159,8 +164,11 @@ def encode(task: Task, examples: Sequence[Example], tokenizer: Tokenizer, max_le
     """Pieces and segments of each example, cut to `max_length` with the special tokens."""
     pieces: list[list[int]] = []
     segments: list[list[int]] = []
-    for example in examples:
-        sides = [list(tokenizer.encode(text)) for text in example.texts]
+    encoded_sides = [
+        tokenizer.encode_batch(texts) for texts in zip(*(example.texts for example in examples), strict=True)
+    ]
+    for row_sides in zip(*encoded_sides, strict=True):
+        sides = [list(side) for side in row_sides]
         truncate(sides, max_length - 1 - len(sides))
         row, row_segments = [tokenizer.cls_id], [0]
         for segment, side in enumerate(sides):

@@ -12,9 +12,10 @@ class WordTokenizer:
     """A piece a word: its length plus 10."""
 
     pad_id, cls_id, sep_id = 0, 1, 2
+    vocab_size = 100
 
-    def encode(self, text):
-        return [10 + len(word) for word in text.split()]
+    def encode_batch(self, texts):
+        return [[10 + len(word) for word in text.split()] for text in texts]
 
 
 COLA = 'gj04\t1\t\tHe said "go" and left.\ngj04\t0\t*\tHe said go and left\x85 .\n'

@@ -1,0 +1,169 @@
+"""The encoder to be fine-tuned, from a training checkpoint of this project or a Hugging Face folder.
+
+Both end as a module that maps a Batch to hidden states, beside the tokenizer that belongs to it. Everything comes from
+the folder that was named; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
+from tasks.glue.data import Tokenizer
+
+OWN_MODEL_TYPE = "megatron_ddrp"
+"""`model_type` of the folders that tools/convert_checkpoint.py writes with model code of their own."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A loaded encoder; `fresh` gives each run its own copy."""
+
+    name: str
+    """What tables call it."""
+    module: nn.Module
+    """Maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+    tokenizer: Tokenizer
+    hidden_size: int
+    max_length: int
+    """Longest sequence that it knows positions for."""
+    fingerprint: str
+    """Changes when any weight does."""
+    rebuild: Callable[[], nn.Module] | None = None
+    """Makes the same architecture with new random weights; set where these are wanted."""
+
+    def fresh(self, seed: int, device: torch.device) -> nn.Module:
+        """A copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
+        if self.rebuild is None:
+            return copy.deepcopy(self.module).to(device)
+        torch.manual_seed(seed)
+        return self.rebuild().to(device)
+
+
+class TrainedEncoder(nn.Module):
+    """A model of this project as an encoder."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states `[batch, seq, hidden]`."""
+        return self.model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+
+
+class HuggingFaceEncoder(nn.Module):
+    """A BERT-class model of transformers as an encoder."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states `[batch, seq, hidden]`."""
+        segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
+        output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
+        return output.last_hidden_state
+
+
+def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
+    """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
+
+    Raises:
+        UserError: the folder is neither kind, cannot be loaded, or its tokenizer has more pieces than its model.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"--load {folder}: no readable config.json in it; expected a folder written by pretrain_bert.py --save, "
+            "or a Hugging Face folder"
+        ) from None
+    load = _load_hugging_face if "model_type" in config else _load_checkpoint
+    return load(folder, config, random_init)
+
+
+def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Encoder:
+    from megatron_ddrp.checkpoint import load_model
+    from megatron_ddrp.model import build_model
+
+    model, tokenizer, config = load_model(folder)
+    _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size)
+    return Encoder(
+        _name(folder, random_init),
+        TrainedEncoder(model),
+        tokenizer,
+        config.model.hidden_size,
+        config.model.seq_length,
+        _fingerprint(model, random_init),
+        (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
+    )
+
+
+def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool) -> Encoder:
+    try:
+        from transformers import AutoConfig, AutoModel, logging
+    except ImportError:
+        raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
+    logging.set_verbosity_error()  # its list of unused weights is about a head that we do not use
+    # Only folders whose model code we wrote ourselves may run code of theirs.
+    trust = raw_config["model_type"] == OWN_MODEL_TYPE
+    options = {"local_files_only": True, "trust_remote_code": trust}
+    try:
+        config = AutoConfig.from_pretrained(folder, **options)
+        model = AutoModel.from_pretrained(folder, torch_dtype=torch.float32, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--load {folder}: transformers cannot load it: {error}") from None
+    tokenizer = _hugging_face_tokenizer(folder)
+    _refuse_foreign_tokenizer(folder, tokenizer, config.vocab_size)
+    return Encoder(
+        _name(folder, random_init),
+        HuggingFaceEncoder(model),
+        tokenizer,
+        config.hidden_size,
+        getattr(config, "max_position_embeddings", 512),
+        _fingerprint(model, random_init),
+        (lambda: HuggingFaceEncoder(AutoModel.from_config(config, trust_remote_code=trust))) if random_init else None,
+    )
+
+
+def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
+    if (folder / "tokenizer.json").is_file() or not (folder / "vocab.txt").is_file():
+        return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    settings = folder / "tokenizer_config.json"
+    lower = json.loads(settings.read_text(encoding="utf-8")).get("do_lower_case", True) if settings.is_file() else True
+    kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
+    return build_tokenizer(kind, vocab_file=folder / "vocab.txt")
+
+
+def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> None:
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"--load {folder}: its tokenizer has {tokenizer.vocab_size} pieces and its model embeds {rows}; "
+            "put the vocabulary there that the model was trained with"
+        )
+
+
+def _name(folder: Path, random_init: bool) -> str:
+    return f"{folder}, random weights" if random_init else str(folder)
+
+
+def _fingerprint(model: nn.Module, random_init: bool) -> str:
+    digest = hashlib.sha256(b"random weights" if random_init else b"")
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if not random_init:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,52 @@
+"""A tiny task and a tiny Hugging Face encoder, made on the spot."""
+
+import json
+
+import numpy as np
+import pytest
+
+WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
+
+
+def sentences(count, seed):
+    """Random sentences of three words; the label says whether the first word is a colour."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        words = [WORDS[index] for index in rng.choice(len(WORDS), 3)]
+        rows.append((" ".join(words), int(WORDS.index(words[0]) < 3)))
+    return rows
+
+
+@pytest.fixture
+def glue_dir(tmp_path):
+    folder = tmp_path / "glue" / "CoLA"
+    folder.mkdir(parents=True)
+    for name, count, seed in (("train", 64, 0), ("dev", 21, 1)):
+        lines = [f"made\t{label}\t\t{text}" for text, label in sentences(count, seed)]
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    return tmp_path / "glue"
+
+
+@pytest.fixture
+def bert_folder(tmp_path):
+    """A BERT of transformers with random weights, and its vocabulary."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    torch.manual_seed(0)
+    folder = tmp_path / "bert"
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    config = transformers.BertConfig(
+        vocab_size=len(pieces),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        initializer_range=0.2,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
+    return folder
