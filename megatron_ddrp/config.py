@@ -113,7 +113,9 @@ class ObjectiveConfig:
 class DataConfig:
     """Data"""
 
-    data_path: str | None = option(None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote", metavar="P")
+    data_path: str | None = option(
+        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote", metavar="P"
+    )
     vocab_file: str | None = option(None, "WordPiece vocabulary, one piece a line", metavar="FILE")
     tokenizer_type: str = option(
         "BertWordPieceLowerCase",
@@ -181,7 +183,9 @@ class ParallelConfig:
     deepspeed_config: str | None = option(
         None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
     )
-    checkpoint_activations: bool = option(False, "recompute each layer in the backward pass: less memory, a third slower")
+    checkpoint_activations: bool = option(
+        False, "recompute each layer in the backward pass: less memory, a third slower"
+    )
     distributed_timeout_minutes: float = option(10.0, "how long a rank waits for the others before it gives up")
 
 
@@ -189,8 +193,12 @@ class ParallelConfig:
 class CheckpointConfig:
     """Checkpoints"""
 
-    save: str | None = option(None, "folder for checkpoints, metrics.jsonl, config.json and the tokenizer", metavar="DIR")
-    load: str | None = option(None, "folder to resume from; without a checkpoint in it the run starts afresh", metavar="DIR")
+    save: str | None = option(
+        None, "folder for checkpoints, metrics.jsonl, config.json and the tokenizer", metavar="DIR"
+    )
+    load: str | None = option(
+        None, "folder to resume from; without a checkpoint in it the run starts afresh", metavar="DIR"
+    )
     save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end")
     keep_last: int = option(0, "how many checkpoints to keep; 0 = all")
     exit_interval: int | None = option(None, "save and exit 0 at the first step that this divides")
@@ -260,7 +268,9 @@ class Config:
             known = {f.name for f in dataclasses.fields(section)}
             unknown = sorted(set(given) - known)
             if unknown:
-                raise UserError(f"config.json holds the unknown {concern} setting {unknown[0]!r}: another version wrote it")
+                raise UserError(
+                    f"config.json holds the unknown {concern} setting {unknown[0]!r}: another version wrote it"
+                )
             sections[concern] = section(**given)
         return cls(**sections)
 

@@ -35,7 +35,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({error})") from None
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # "[MASK]" in a text is text
+        self._read_specials_as_text()
         if getattr(self._backend.model, "dropout", None):
             self._backend.model.dropout = None  # the same text must always give the same ids
         ids = self._backend.get_vocab(with_added_tokens=True)
@@ -63,6 +63,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def _read_specials_as_text(self) -> None:
+        self._backend.encode_special_tokens = True  # "[MASK]" in a text is text
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._read_specials_as_text()  # which the library forgets when pickled
 
 
 def _named_specials(folder: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -192,13 +193,19 @@ class IndexedDatasetWriter:
         limits = np.iinfo(self.dtype)
         if tokens.size and not limits.min <= int(tokens.min()) <= int(tokens.max()) <= limits.max:
             raise ValueError(f"{self.prefix}: ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
-        self.append_many(tokens.astype(self.dtype), [tokens.size])
+        self._write(tokens.astype(self.dtype), [tokens.size])
 
-    def append_many(self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray) -> None:
-        """Append several sequences of one document: their ids end to end `[sum(sizes)]`, already of `dtype`."""
-        assert tokens.dtype == self.dtype and len(tokens) == sum(sizes)
-        self._bin.write(np.ascontiguousarray(tokens).tobytes())
-        self._sizes.extend(int(size) for size in sizes)
+    def append_documents(self, tokens: np.ndarray, sizes: Sequence[int], sequences: Sequence[int]) -> None:
+        """Append whole documents: their ids end to end `[sum(sizes)]`, already of `dtype`; the tokens of each sequence
+        `[sum(sequences)]`; the sequences of each document `[documents]`."""
+        assert tokens.dtype == self.dtype and len(tokens) == sum(sizes) and len(sizes) == sum(sequences)
+        first = len(self._sizes)
+        self._write(tokens, sizes)
+        self._document_indices.extend(first + end for end in accumulate(sequences))
+
+    def _write(self, tokens: np.ndarray, sizes: Sequence[int]) -> None:
+        self._bin.write(tokens.tobytes())
+        self._sizes.extend(sizes)
         self.num_tokens += len(tokens)
 
     def end_document(self) -> None:

@@ -58,7 +58,12 @@ def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
         return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, heads)
 
     return PositionTerms(
-        terms.scale, pick(terms.query_table, 0), pick(terms.key_table, 0), pick(terms.bias, 1), terms.lowest, terms.highest
+        terms.scale,
+        pick(terms.query_table, 0),
+        pick(terms.key_table, 0),
+        pick(terms.bias, 1),
+        terms.lowest,
+        terms.highest,
     )
 
 

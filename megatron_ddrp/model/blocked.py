@@ -149,7 +149,13 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _table_backward(
-    d_logits: Tensor, vectors: Tensor, table: Tensor, table_gradient: Tensor, highest: int, scale: float, flip: bool = False
+    d_logits: Tensor,
+    vectors: Tensor,
+    table: Tensor,
+    table_gradient: Tensor,
+    highest: int,
+    scale: float,
+    flip: bool = False,
 ) -> Tensor:
     """Add to the table's gradient; return that of the vectors `[b, h, n, d]`, still without `scale`."""
     d_offsets = collect_values(d_logits, table.shape[-2], highest)  # [b, h, n, num_relative]

@@ -18,7 +18,9 @@ from torch import Tensor
 def _band(padded: Tensor, num_relative: int) -> Tensor:
     """View `[.., n, num_relative]` of a contiguous `[.., n, n + num_relative − 1]`, largest offset first."""
     *leading, n, width = padded.shape
-    return padded.as_strided((*leading, n, num_relative), (*padded.stride()[:-2], width + 1, 1), padded.storage_offset())
+    return padded.as_strided(
+        (*leading, n, num_relative), (*padded.stride()[:-2], width + 1, 1), padded.storage_offset()
+    )
 
 
 def _left_of_band(n: int, num_relative: int, device: torch.device) -> Tensor:

@@ -1,0 +1,157 @@
+"""The command line of `pretrain_bert.py`, derived from the dataclasses of `megatron_ddrp.config`.
+
+Order of precedence: defaults, then `--config FILE.yaml`, then flags. The YAML is flat: its keys are the flags' names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+DESCRIPTION = """\
+Pre-train a BERT-class encoder. Start it with `deepspeed pretrain_bert.py …` (one or many ranks), `torchrun` or plain
+`python` (one rank). The defaults are the base model and hyper-parameters of "Better Pre-Training by Reducing
+Representation Confusion" (appendix A)."""
+
+EPILOG = """\
+example:
+  deepspeed pretrain_bert.py --data-path corpus_text_document --vocab-file vocab.txt --save run --load run \\
+      --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 \\
+      --train-iters 5000 --lr 1e-3
+
+The same command with --load run goes on where it stopped. --dry-run shows what a run would be and touches nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a command line asks for."""
+
+    config: Config
+    dry_run: bool
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
+    """Parse a command line (default: this process's). Wrong arguments end the process with one line and exit code 2."""
+    parser = build_parser()
+    given = vars(parser.parse_args(words))
+    from_file = read_yaml(given.pop("config")) if "config" in given else {}
+    dry_run = given.pop("dry_run", False)
+    for launcher_flag in ("local_rank", "deepspeed"):
+        given.pop(launcher_flag, None)
+    values = from_file | given
+    sections = {
+        concern: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
+        for concern, section in concerns().items()
+    }
+    return Arguments(Config(**sections), dry_run)
+
+
+def build_parser() -> ArgumentParser:
+    """One argument group a dataclass, one flag a field made by `option`."""
+    parser = ArgumentParser(prog="pretrain_bert.py", description=DESCRIPTION, epilog=EPILOG)
+    run = parser.add_argument_group("Run")
+    run.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML with flag names as keys; flags win"
+    )
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="print the resolved configuration, parameters, memory and steps; touch nothing",
+    )
+    for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
+        parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for section in concerns().values():
+        group = parser.add_argument_group(section.__doc__)
+        hints = typing.get_type_hints(section)
+        for f in dataclasses.fields(section):
+            if "help" in f.metadata:
+                _add_flag(group, f, _plain_type(hints[f.name]))
+    return parser
+
+
+def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
+    text = f.metadata["help"]
+    if kind is bool:
+        group.add_argument(flag(f.name), action="store_true", default=argparse.SUPPRESS, help=text)
+        return
+    if f.default is not None and "default" not in text:
+        text += f" (default: {f.default})"
+    metavar = f.metadata.get("metavar") or (None if "choices" in f.metadata else "N" if kind is int else "X")
+    group.add_argument(
+        flag(f.name),
+        type=kind,
+        default=argparse.SUPPRESS,
+        choices=f.metadata.get("choices"),
+        metavar=metavar,
+        help=text.replace("%", "%%"),
+    )
+
+
+def _plain_type(hint: Any) -> type:
+    """`int | None` → `int`."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return next(member for member in typing.get_args(hint) if member is not type(None))
+    return hint
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Settings from a flat YAML file, keys with dashes or underscores, values checked as the flags' are."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"--config {path}: cannot be read: {reason}", exit_code=WRONG_ARGUMENTS) from error
+    if not isinstance(loaded, dict):
+        raise UserError(
+            f"--config {path}: expected lines like `num-layers: 12`, got a {type(loaded).__name__}", WRONG_ARGUMENTS
+        )
+    fields = {
+        f.name: (f, _plain_type(typing.get_type_hints(section)[f.name]))
+        for section in concerns().values()
+        for f in dataclasses.fields(section)
+        if "help" in f.metadata
+    }
+    values = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+            raise UserError(f"--config {path}: unknown setting {key!r}{hint}", exit_code=WRONG_ARGUMENTS)
+        values[name] = _checked(path, str(key), value, *fields[name])
+    return values
+
+
+def _checked(path: str, key: str, value: Any, f: dataclasses.Field, kind: type) -> Any:
+    """A YAML value as its flag would have it; `1e-4`, which YAML reads as text, counts as a number."""
+    expected: Any = f.metadata.get("choices") or {int: "a whole number", float: "a number", bool: "true or false"}.get(
+        kind
+    )
+    try:
+        if value is None and f.default is None:
+            return None
+        if kind is bool and not isinstance(value, bool) or isinstance(value, (bool, list, dict)) and kind is not bool:
+            raise ValueError
+        converted = value if kind is bool else kind(value)
+        if kind is int and converted != float(value):
+            raise ValueError
+        if "choices" in f.metadata and converted not in f.metadata["choices"]:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"--config {path}: {key}: got {value!r}, expected {expected or 'text'}", exit_code=WRONG_ARGUMENTS
+        ) from None
+    return converted

@@ -1,0 +1,102 @@
+"""What a `--save` folder holds, and how to read a model out of it without DeepSpeed and without unpickling.
+
+    DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row a log or evaluation
+    DIR/tokenizer/           the tokenizer of the run        DIR/latest          name of the newest complete checkpoint
+    DIR/iter_0001000/        model.safetensors (fp32 weights, names as in the model), state.json (step, counts,
+                             configuration, layout), and DeepSpeed's own files: pickles, needed to go on training only
+
+A checkpoint is written under a temporary name and renamed when complete; `latest` is replaced last.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_ddrp.errors import UserError
+
+LATEST, WEIGHTS, STATE, TOKENIZER = "latest", "model.safetensors", "state.json", "tokenizer"
+
+
+def tag(iteration: int) -> str:
+    """Folder name of a step's checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def newest(folder: Path) -> Path | None:
+    """Path of the newest complete checkpoint of a `--save` folder; None where there is none."""
+    pointer = folder / LATEST
+    if not pointer.is_file():
+        return None
+    path = folder / pointer.read_text(encoding="utf-8").strip()
+    if not (path / STATE).is_file():
+        raise UserError(
+            f"{pointer} names {path.name}, which is missing or incomplete: write an older tag into {pointer}"
+        )
+    return path
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json of one checkpoint: iteration, consumed_samples, consumed_tokens, config, world_size."""
+    return json.loads((path / STATE).read_text(encoding="utf-8"))
+
+
+def mark_latest(folder: Path, name: str) -> None:
+    """Make `name` the newest checkpoint, in one step."""
+    temporary = folder / (LATEST + ".tmp")
+    temporary.write_text(name + "\n", encoding="utf-8")
+    temporary.replace(folder / LATEST)
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints; 0 keeps all. Leftovers of killed saves go in any case."""
+    for leftover in folder.glob("iter_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep_last:
+        for old in sorted(folder.glob("iter_*"))[:-keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def load_model(folder: str | Path) -> tuple[Any, Tokenizer, Config]:
+    """(model on the CPU in fp32 and eval mode, tokenizer, configuration) of a `--save` folder's newest checkpoint.
+
+    `folder` may also name one checkpoint, DIR/iter_0001000.
+    """
+    from megatron_ddrp.model import build_model
+
+    folder = Path(folder)
+    path = folder if (folder / STATE).is_file() else newest(folder)
+    if path is None:
+        raise UserError(f"{folder} holds no checkpoint: expected a folder that pretrain_bert.py --save wrote")
+    config = Config.from_dict(read_state(path)["config"])
+    model = build_model(config.model)
+    load_weights(model, path)
+    return model.eval(), load_tokenizer(path.parent / TOKENIZER), config
+
+
+def save_weights(weights: dict[str, Any], path: Path) -> None:
+    """Write named CPU tensors as model.safetensors."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(path / WEIGHTS), {"format": "pt"})
+
+
+def load_weights(model: Any, path: Path) -> None:
+    """Fill a model from model.safetensors; every weight must be there and fit."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(str(path / WEIGHTS))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path / WEIGHTS} cannot be read: {error}") from None
+    own = dict(model.named_parameters())
+    wrong = sorted(own.keys() ^ weights.keys()) or [n for n in own if own[n].shape != weights[n].shape]
+    if wrong:
+        raise UserError(f"{path / WEIGHTS} is of another architecture: {wrong[0]} does not fit the configuration")
+    for name, parameter in own.items():
+        parameter.data.copy_(weights[name])

@@ -1,0 +1,30 @@
+"""Sentences of a text by Punkt (Kiss and Strunk, 2006) from NLTK, which is imported only when sentences are asked for.
+
+Punkt's trained English parameters are used where NLTK's data have them (`punkt_tab`), else its untrained defaults, so
+that nothing is ever downloaded. A line break always ends a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ddrp.errors import UserError
+
+Splitter = Callable[[str], list[str]]
+
+
+def sentence_splitter() -> tuple[str, Splitter]:
+    """(name of the parameters, function text → its sentences). Raises `UserError` when NLTK is not installed."""
+    try:
+        from nltk.tokenize import punkt
+    except ImportError:
+        raise UserError("--split-sentences needs NLTK, which is not installed; pip install nltk") from None
+    try:
+        name, split = "punkt-english", punkt.PunktTokenizer("english").tokenize
+    except (LookupError, AttributeError):  # AttributeError: NLTK before 3.8.2 has no PunktTokenizer
+        name, split = "punkt-untrained", punkt.PunktSentenceTokenizer().tokenize
+
+    def sentences(text: str) -> list[str]:
+        return [sentence for line in text.splitlines() for sentence in split(line)]
+
+    return name, sentences

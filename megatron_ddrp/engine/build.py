@@ -1,0 +1,132 @@
+"""Model + optimizer + configuration → DeepSpeed engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.parallel.process_group import Ranks
+
+RESERVED_SETTINGS = {
+    "train_batch_size": "--global-batch-size",
+    "train_micro_batch_size_per_gpu": "--micro-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size and --micro-batch-size",
+    "gradient_clipping": "--clip-grad",
+    "optimizer": "--lr and its kin",
+    "scheduler": "--lr-decay-style",
+    "bf16.enabled": "--bf16",
+    "fp16.enabled": "--fp16",
+    "zero_optimization.stage": "--zero-stage",
+}
+"""DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
+
+
+def build_engine(model: nn.Module, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
+    """The DeepSpeed engine around a freshly initialised model."""
+    quiet_deepspeed()
+    if ranks.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for a GPU
+    import deepspeed
+
+    if ranks.device.type == "cpu":
+        # DeepSpeed would compile a shared-memory helper at start: 40 s, a compiler, and a lock that a killed build leaves.
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    optimizer = build_optimizer(model, config.optimizer, ranks.device)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=deepspeed_settings(config, num_micro_batches, ranks.world_size),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def quiet_deepspeed() -> None:
+    """Leave the progress line readable: DeepSpeed's warnings and errors stay, its chatter goes."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)\b")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; biases and LayerNorms do not decay. apex's fused kernel is used on GPUs where importable."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if decays(name)], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
+    ]
+    betas = (config.adam_beta1, config.adam_beta2)
+    if device.type == "cuda":
+        try:
+            from apex.optimizers import FusedAdam
+        except ImportError:
+            pass
+        else:
+            return FusedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, adam_w_mode=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+
+
+def decays(parameter_name: str) -> bool:
+    """Whether weight decay acts on a parameter: not on biases, not on LayerNorms."""
+    return not (parameter_name.endswith(".bias") or "norm." in parameter_name)
+
+
+def deepspeed_settings(config: Config, num_micro_batches: int, world_size: int) -> dict[str, Any]:
+    """The flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it."""
+    settings: dict[str, Any] = {
+        "train_batch_size": config.training.micro_batch_size * num_micro_batches * world_size,
+        "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": config.optimizer.clip_grad,
+        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "bf16": {"enabled": config.training.bf16},
+        "fp16": {"enabled": config.training.fp16},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**62,
+    }
+    if config.parallel.deepspeed_config:
+        settings = lay_over(
+            settings, _read_settings(config.parallel.deepspeed_config), config.parallel.deepspeed_config
+        )
+    return settings
+
+
+def _read_settings(path: str) -> dict[str, Any]:
+    try:
+        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"--deepspeed-config {path}: cannot be read: {reason}", WRONG_ARGUMENTS) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"--deepspeed-config {path}: expected a JSON object", WRONG_ARGUMENTS)
+    return loaded
+
+
+def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
+    """Merge two nested settings; `above` wins except over what a flag decides (`RESERVED_SETTINGS`), which it must equal."""
+    merged = dict(below)
+    for key, value in above.items():
+        name = prefix + key
+        if value == "auto":
+            continue
+        if name in RESERVED_SETTINGS and value != below.get(key):
+            raise UserError(
+                f"--deepspeed-config {path}: {name} is {value!r} but the flags say {below.get(key)!r}: "
+                f"set it by {RESERVED_SETTINGS[name]} and leave it out of the file",
+                WRONG_ARGUMENTS,
+            )
+        nested = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
+    return merged

@@ -1,0 +1,168 @@
+"""One readable progress line, and the same numbers in metrics.jsonl, TensorBoard and Weights & Biases. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.errors import UserError
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Rows of numbers. `rows(...)` appends one; a row's `iteration` counts from 1."""
+
+    def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
+        self.config = config
+        self.active = active
+        self._file: TextIO | None = None
+        self._writers: list[Any] = []
+        if not active:
+            return
+        if config.checkpoint.save:
+            path = Path(config.checkpoint.save) / METRICS
+            drop_rows_after(path, start_iteration)
+            self._file = path.open("a", encoding="utf-8")
+        if config.logging.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers.append(
+                _TensorBoard(SummaryWriter(config.logging.tensorboard_dir, purge_step=start_iteration + 1))
+            )
+        if config.logging.wandb_project:
+            import wandb
+
+            self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row everywhere; at once, so that a killed run keeps it."""
+        if not self.active:
+            return
+        if self._file:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        for writer in self._writers:
+            writer.log({k: v for k, v in row.items() if k != "iteration"}, step=row["iteration"])
+
+    def say(self, line: str) -> None:
+        """Print a line for people."""
+        if self.active:
+            print(line, flush=True)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file:
+            self._file.close()
+        for writer in self._writers:
+            writer.finish()
+
+
+class _TensorBoard:
+    """TensorBoard behind the two methods of a wandb run that we use."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def check_writers(config: Config) -> None:
+    """Refuse a missing optional package on every rank, before training, rather than on rank 0 alone later."""
+    for wanted, module, extra in (
+        (config.logging.tensorboard_dir, "tensorboard", "tensorboard"),
+        (config.logging.wandb_project, "wandb", "wandb"),
+    ):
+        if wanted:
+            try:
+                __import__(module)
+            except ImportError:
+                raise UserError(f"--{extra} needs the package {module}: pip install {module}", exit_code=2) from None
+
+
+def drop_rows_after(path: Path, iteration: int) -> None:
+    """Cut metrics.jsonl back to the checkpoint that a run goes on from, so that no step stands in it twice."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["iteration"] <= iteration:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # the half-written last line of a killed run
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+class Clock:
+    """Rates since the last reading, and the time to the end at the rate of the whole run."""
+
+    def __init__(self, start_iteration: int, train_iters: int) -> None:
+        self.begin = self.last = time.perf_counter()
+        self.start_iteration, self.train_iters = start_iteration, train_iters
+        self.steps = self.tokens = 0
+
+    def count(self, tokens: int) -> None:
+        """One more step with so many non-padding tokens."""
+        self.steps += 1
+        self.tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """`tokens_per_second` and `step_time` (s) since the last reading."""
+        now = time.perf_counter()
+        elapsed = max(now - self.last, 1e-9)
+        rates = {"tokens_per_second": self.tokens / elapsed, "step_time": elapsed / max(1, self.steps)}
+        self.last, self.steps, self.tokens = now, 0, 0
+        return rates
+
+    def pause(self) -> None:
+        """Leave what happened since `read` (a validation, a checkpoint) out of the next rates."""
+        self.last = time.perf_counter()
+
+    def eta(self, iteration: int) -> str:
+        """Time to the last step, as 9h12m."""
+        done = iteration - self.start_iteration
+        seconds = (time.perf_counter() - self.begin) / max(1, done) * (self.train_iters - iteration)
+        return duration(seconds)
+
+
+def duration(seconds: float) -> str:
+    """45s, 12m05s, 9h12m, 3d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def progress_line(row: dict[str, Any], train_iters: int, eta: str) -> str:
+    """`step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | eta 9h12m`."""
+    terms = " ".join(
+        f"{label} {row[key]:.3f}"
+        for label, key in (("mlm", "lm_loss"), ("tcd", "tcd_loss"), ("hcd", "hcd_loss"))
+        if key in row
+    )
+    rate = row["tokens_per_second"]
+    speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
+    return (
+        f"step {row['iteration']}/{train_iters} | loss {row['loss']:.3f} ({terms}) | lr {row['lr']:.2e} | "
+        f"gnorm {row['grad_norm']:.2f} | {speed} tok/s | eta {eta}"
+    )
