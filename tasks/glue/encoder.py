@@ -68,6 +68,8 @@ class HuggingFaceEncoder(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = None  # every run has a new one, see finetune.py
         self.model = model
         self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
 
@@ -128,13 +130,14 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         raise UserError(f"--load {folder}: transformers cannot load it: {error}") from None
     tokenizer = _hugging_face_tokenizer(folder)
     _refuse_foreign_tokenizer(folder, tokenizer, config.vocab_size)
+    encoder = HuggingFaceEncoder(model)
     return Encoder(
         _name(folder, random_init),
-        HuggingFaceEncoder(model),
+        encoder,
         tokenizer,
         config.hidden_size,
         getattr(config, "max_position_embeddings", 512),
-        _fingerprint(model, random_init),
+        _fingerprint(encoder, random_init),
         (lambda: HuggingFaceEncoder(AutoModel.from_config(config, trust_remote_code=trust))) if random_init else None,
     )
 
