@@ -159,7 +159,7 @@ def _read_counter(path: str, raw: BinaryIO) -> Callable[[int], int]:
 def _lines(path: str, stream: BinaryIO) -> Iterator[bytes]:
     number = 0
     try:
-        for number, line in enumerate(stream, 1):  # noqa: B007 (told in the error below)
+        for number, line in enumerate(stream, 1):
             yield line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
     except DAMAGED as error:
         raise UserError(f"{path}: damaged or cut off after line {number} ({error}); copy it again") from None
@@ -243,9 +243,9 @@ FORMATS: dict[str, Callable[[Iterable[bytes]], Iterator[tuple[int, bytes]]]] = {
 
 PACKINGS: dict[str, Callable[[BinaryIO], Any]] = {
     "": lambda raw: raw,
-    ".gz": lambda raw: gzip.open(raw, "rb"),
-    ".xz": lambda raw: lzma.open(raw, "rb"),
-    ".bz2": lambda raw: bz2.open(raw, "rb"),
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
     ".zst": open_zstd,
 }
 """Ending → a stream of the unpacked bytes."""

@@ -11,7 +11,7 @@ import functools
 import multiprocessing
 import os
 import signal
-import sys
+import threading
 import time
 from array import array
 from collections import deque
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import megatron_ddrp
-from megatron_ddrp.data.documents import Chunk, check_inputs, iter_chunks, parse_chunk, reading_progress
+from megatron_ddrp.data.documents import STANDARD_INPUT, Chunk, check_inputs, iter_chunks, parse_chunk, reading_progress
 from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter, dataset_path, token_dtype
-from megatron_ddrp.data.sentences import sentence_splitter
+from megatron_ddrp.data.sentences import Splitter, sentence_splitter
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -105,7 +105,10 @@ class ChunkTokenizer:
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
         self.dtype = np.dtype(token_dtype(self.tokenizer.vocab_size))
-        self.splitter_name, self._split = sentence_splitter() if config.split_sentences else (None, None)
+        self.splitter_name: str | None = None
+        self._split: Splitter = lambda text: [text]
+        if config.split_sentences:
+            self.splitter_name, self._split = sentence_splitter()
 
     def __call__(self, chunk: Chunk) -> TokenizedChunk:
         texts, skipped = parse_chunk(chunk, self._config.json_keys, self._config.on_error)
@@ -113,7 +116,7 @@ class ChunkTokenizer:
         return TokenizedChunk(by_key, skipped, chunk.read, sum(len(data) for _, data in chunk.records))
 
     def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
-        documents = [self._split(text) for text in texts] if self._split else [[text] for text in texts]
+        documents = [self._split(text) for text in texts]
         encoded = iter(self.tokenizer.encode_batch([sequence for document in documents for sequence in document]))
         tokens = array("H" if self.dtype == np.uint16 else "i")
         sizes: list[int] = []
@@ -140,7 +143,8 @@ class PreprocessResult:
     documents: int = 0
     tokens: int = 0
     empty: int = 0
-    skipped: list[str] = field(default_factory=list)
+    skipped: int = 0
+    first_skipped: str = ""
     text_bytes: int = 0
     seconds: float = 0.0
 
@@ -150,7 +154,7 @@ class PreprocessResult:
         files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
         left_out = f", {self.empty:,} empty documents left out" if self.empty else ""
         if self.skipped:
-            left_out += f", {len(self.skipped):,} unreadable records skipped (first: {self.skipped[0]})"
+            left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
         return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {speed:.1f} MB/s → {files}"
 
 
@@ -172,13 +176,15 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             for k, documents in enumerate(chunk.by_key):
                 writers[k].append_documents(documents.tokens, documents.sizes, documents.sequences)
                 empty[k] += documents.empty
-            result.skipped += chunk.skipped
+            result.skipped += len(chunk.skipped)
+            result.first_skipped = result.first_skipped or next(iter(chunk.skipped), "")
             result.text_bytes += chunk.text_bytes
             progress.update(chunk.read)
-        for writer, key in zip(writers, config.json_keys, strict=True):
+        for k, writer in enumerate(writers):
             if writer.num_tokens == 0:
-                left_out = f"{empty[0]} empty documents, {len(result.skipped)} records skipped"
-                raise UserError(f"no tokens under key {key!r} in {', '.join(config.input)} ({left_out}); nothing written")
+                left_out = f"{empty[k]} empty documents, {result.skipped} records skipped"
+                where = f"{', '.join(config.input)} (key {config.json_keys[k]!r}; {left_out})"
+                raise UserError(f"no text to tokenize in {where}; nothing written, give files that hold some")
         for k, writer in enumerate(writers):
             writer.finalize(_manifest(config, tokenize, writer, config.json_keys[k], empty[k], result))
             result.documents += writer.num_documents
@@ -210,13 +216,13 @@ def _manifest(
         "sequences": writer.num_sequences,
         "tokens": writer.num_tokens,
         "empty_documents": empty,
-        "skipped": len(result.skipped),
+        "skipped": result.skipped,
         "dtype": writer.dtype.name,
         "tokenizer": describe_tokenizer(tokenize.tokenizer),
         "json_key": key,
         "append_eod": config.append_eod,
         "sentence_splitter": tokenize.splitter_name,
-        "inputs": [_describe_input(path, result.text_bytes) for path in config.input],
+        "inputs": [_describe_input(path) for path in config.input],
         "version": megatron_ddrp.__version__,
     }
 
@@ -230,9 +236,9 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _describe_input(path: str, text_bytes: int) -> dict[str, Any]:
-    if path == "-":
-        return {"name": "-", "bytes": None}
+def _describe_input(path: str) -> dict[str, Any]:
+    if path == STANDARD_INPUT:
+        return {"name": path, "bytes": None}
     return {"name": os.path.basename(path), "bytes": os.path.getsize(path)}
 
 
@@ -243,11 +249,11 @@ def _tokenized_chunks(config: PreprocessConfig, tokenize: ChunkTokenizer) -> Ite
         yield from map(tokenize, chunks)
         return
     context = multiprocessing.get_context("spawn")  # safe beside threads, and the same on every platform
-    pool = ProcessPoolExecutor(config.workers, context, _start_worker, (config,))
+    pool = ProcessPoolExecutor(config.workers, context, _start_worker)
     pending: deque[Future[TokenizedChunk]] = deque()
     try:
         for chunk in chunks:
-            pending.append(pool.submit(_tokenize_in_worker, chunk))
+            pending.append(pool.submit(_tokenize_in_worker, config, chunk))
             if len(pending) >= CHUNKS_AHEAD * config.workers:
                 yield pending.popleft().result()
         while pending:
@@ -258,16 +264,23 @@ def _tokenized_chunks(config: PreprocessConfig, tokenize: ChunkTokenizer) -> Ite
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker(config: PreprocessConfig) -> None:
+def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-    _worker_tokenizer(config)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-@functools.cache
-def _worker_tokenizer(config: PreprocessConfig | None = None) -> ChunkTokenizer:
-    assert config is not None
+def _end_with_parent() -> None:
+    """A main process that was killed cannot stop its workers: they see it end, and go."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _worker_tokenizer(config: PreprocessConfig) -> ChunkTokenizer:
     return ChunkTokenizer(config)
 
 
-def _tokenize_in_worker(chunk: Chunk) -> TokenizedChunk:
-    return _worker_tokenizer()(chunk)
+def _tokenize_in_worker(config: PreprocessConfig, chunk: Chunk) -> TokenizedChunk:
+    return _worker_tokenizer(config)(chunk)

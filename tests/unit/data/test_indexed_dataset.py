@@ -41,6 +41,17 @@ def test_round_trip(tmp_path, documents, dtype):
     assert dataset.document_indices.tolist() == ends.tolist()
 
 
+def test_whole_documents_at_once_equal_one_sequence_at_a_time(tmp_path):
+    write(tmp_path / "a", [[[1], [2, 3]], [[]], [[4]]])
+    with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
+        writer.append_documents(np.array([1, 2, 3], np.uint16), [1, 2, 0], [2, 1])
+        writer.append_documents(np.array([4], np.uint16), [1], [1])
+        assert (writer.num_documents, writer.num_sequences, writer.num_tokens) == (3, 4, 4)
+        writer.finalize()
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+
+
 def test_slices_are_read_only_views_and_pickle_keeps_the_prefix(tmp_path):
     dataset = write(tmp_path / "a", [[[5, 6, 7, 8]], [[9]]], manifest={"tokens": 5})
     assert dataset.get(0, 1, 2).tolist() == [6, 7] and dataset.get(0, 3).tolist() == [8]

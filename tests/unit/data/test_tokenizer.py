@@ -147,6 +147,7 @@ def test_huggingface_reads_roles_and_ignores_specials_in_text(tmp_path):
     assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == (0, 1, 3)
     assert tokenizer.encode("a b c d") == [5, 6, 7, 8], "the file's truncation is not ours"
     assert tokenizer.encode_batch(["a <mask> b <go>"]) == [tokenizer.encode("a <mask> b <go>")] == [[5, 4, 6, 4]]
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("a <mask> b <go>") == [5, 4, 6, 4]
     assert tokenizer.word_starts.all()
     tokenizer.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
