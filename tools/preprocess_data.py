@@ -37,7 +37,9 @@ def build_parser() -> ArgumentParser:
         help=".jsonl or .json (one object a line) or .txt (a blank line between documents), each also as .gz, .xz, "
         ".zst or .bz2; - is standard input, JSON lines if it starts with { and plain text otherwise",
     )
-    data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take; one dataset each")
+    data.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take, one dataset each (default: text)"
+    )
     data.add_argument(
         "--split-sentences",
         action="store_true",

@@ -1,0 +1,201 @@
+"""Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megatron_ddrp
+from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data import documents as documents_module
+from megatron_ddrp.data import preprocess as preprocess_module
+from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+TOOL = ROOT / "tools" / "preprocess_data.py"
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCAB = [*SPECIALS, "the", "cat", "sat", "##s", ".", "on", "mat", "a"]
+TEXTS = ["The cats sat.", "", "cat", "\u200b \n", "On the mat.\nA cat sat. The mat."]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in VOCAB))
+    lines = [json.dumps({"text": text, "title": "a mat"}) + "\n" for text in TEXTS]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def config(folder, **changes):
+    options = {
+        "input": (str(folder / "in.jsonl"),),
+        "output_prefix": str(folder / "out" / "p"),
+        "tokenizer_type": "BertWordPieceLowerCase",
+        "vocab_file": str(folder / "vocab.txt"),
+    }
+    return PreprocessConfig(**(options | changes))
+
+
+def sequences(prefix):
+    return [" ".join(VOCAB[i] for i in ids) for ids in IndexedDataset(prefix)]
+
+
+def outputs(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir())}
+
+
+def test_one_document_one_sequence_without_specials(folder):
+    result = preprocess(config(folder))
+    [prefix] = result.prefixes
+    assert prefix.endswith("/out/p_text_document")
+    assert sequences(prefix) == ["the cat ##s sat .", "cat", "on the mat . a cat sat . the mat ."]
+    dataset = IndexedDataset(prefix)
+    assert dataset.document_indices.tolist() == [0, 1, 2, 3] and dataset.dtype == np.uint16
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt")
+    assert dataset.manifest == {
+        "documents": 3,
+        "sequences": 3,
+        "tokens": 17,
+        "empty_documents": 2,
+        "skipped": 0,
+        "dtype": "uint16",
+        "tokenizer": {"type": "BertWordPieceLowerCase", "fingerprint": tokenizer.fingerprint, "vocab_size": len(VOCAB)},
+        "json_key": "text",
+        "append_eod": False,
+        "sentence_splitter": None,
+        "inputs": [{"name": "in.jsonl", "bytes": (folder / "in.jsonl").stat().st_size}],
+        "version": megatron_ddrp.__version__,
+    }
+    assert result.summary().startswith("3 documents, 17 tokens, 2 empty documents left out, ")
+
+
+def test_end_of_document_and_several_keys(folder):
+    result = preprocess(config(folder, append_eod=True, json_keys=("text", "title")))
+    text, title = result.prefixes
+    assert sequences(text)[1] == "cat [SEP]" and len(IndexedDataset(text)) == 3
+    assert sequences(title) == ["a mat [SEP]"] * 5
+
+
+def test_sentences_are_sequences_grouped_into_documents(folder):
+    pytest.importorskip("nltk")
+    [prefix] = preprocess(config(folder, split_sentences=True, append_eod=True)).prefixes
+    assert prefix.endswith("p_text_sentence")
+    expected = ["the cat ##s sat . [SEP]", "cat [SEP]", "on the mat .", "a cat sat .", "the mat . [SEP]"]
+    assert sequences(prefix) == expected
+    dataset = IndexedDataset(prefix)
+    assert dataset.document_indices.tolist() == [0, 1, 2, 5]
+    assert dataset.manifest["sentence_splitter"].startswith("punkt-")
+
+
+def test_a_large_vocabulary_is_stored_in_int32(folder):
+    with (folder / "vocab.txt").open("a") as stream:
+        stream.writelines(f"w{i}\n" for i in range(len(VOCAB), 65_500))
+    (folder / "in.jsonl").write_text('{"text": "w65499 cat"}\n')
+    [prefix] = preprocess(config(folder)).prefixes
+    assert IndexedDataset(prefix).dtype == np.int32 and IndexedDataset(prefix)[0].tolist() == [65_499, 6]
+
+
+def test_bytes_depend_on_neither_workers_nor_chunks(folder, monkeypatch):
+    (folder / "in.jsonl").write_text("".join(json.dumps({"text": TEXTS[i % 5] * (i % 7)}) + "\n" for i in range(300)))
+    preprocess(config(folder))
+    one = outputs(folder)
+    monkeypatch.setattr(
+        preprocess_module, "iter_chunks", lambda paths: documents_module.iter_chunks(paths, chunk_bytes=500)
+    )
+    preprocess(config(folder, overwrite=True))
+    assert outputs(folder) == one
+    preprocess(config(folder, workers=2, overwrite=True))
+    assert outputs(folder) == one and len(one) == 3
+
+
+def test_a_fault_in_a_worker_stops_with_its_line_and_leaves_nothing(folder):
+    with (folder / "in.jsonl").open("a") as stream:
+        stream.write("{bad\n")
+    with pytest.raises(UserError, match=r"in\.jsonl:6: not JSON"):
+        preprocess(config(folder, workers=2))
+    assert outputs(folder) == {}
+    result = preprocess(config(folder, on_error="skip"))
+    assert result.skipped == 1 and IndexedDataset(result.prefixes[0]).manifest["skipped"] == 1
+    assert "1 unreadable records skipped (first: " in result.summary()
+
+
+def test_existing_output_stays_unless_overwrite(folder):
+    preprocess(config(folder))
+    before = outputs(folder)
+    with pytest.raises(UserError, match=r"p_text_document\.bin: exists already; give --overwrite"):
+        preprocess(config(folder))
+    (folder / "in.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match="no text to tokenize.*1 empty documents, 0 records skipped"):
+        preprocess(config(folder, overwrite=True))
+    assert outputs(folder) == before
+
+
+def test_impossible_settings_are_refused(folder):
+    for changes, complaint in (
+        ({"workers": 0}, "--workers 0: expected at least 1"),
+        ({"on_error": "ignore"}, "expected stop or skip"),
+        ({"json_keys": ("a", "a")}, "given twice"),
+    ):
+        with pytest.raises(UserError, match=complaint) as caught:
+            config(folder, **changes)
+        assert caught.value.exit_code == 2
+
+
+def run(*arguments, **options):
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": ""}
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False, **options)
+
+
+def test_command_reads_standard_input_from_any_folder(folder):
+    flags = ("--input", "-", "--output_prefix", "out/p", "--vocab_file", "vocab.txt")
+    done = run(*flags, input=(folder / "in.jsonl").read_bytes(), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().startswith("3 documents, 17 tokens") and done.stderr == b""
+    piped = outputs(folder)
+    preprocess(config(folder, overwrite=True))
+    del piped["p_text_document.json"]  # which names the input
+    assert {name: data for name, data in outputs(folder).items() if name in piped} == piped
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "complaint"),
+    [
+        (["--input", "none.jsonl", "--vocab-file", "vocab.txt"], 1, "none.jsonl: No such file"),
+        (["--input", "empty.jsonl", "--vocab-file", "vocab.txt"], 1, "no text to tokenize in empty.jsonl"),
+        (["--input", "in.jsonl"], 2, "--tokenizer-type BertWordPieceLowerCase needs --vocab-file"),
+        (["--input", "in.jsonl", "--wrokers", "2"], 2, "did you mean --workers?"),
+    ],
+)
+def test_command_mistakes_are_one_line(folder, flags, code, complaint):
+    (folder / "empty.jsonl").touch()
+    done = run("--output-prefix", "p", *flags, cwd=folder)
+    printed = done.stderr.decode()
+    assert done.returncode == code and complaint in printed
+    assert printed.startswith("preprocess_data.py: error: ") and printed.count("\n") == 1
+    assert not list(folder.glob("p_*"))
+
+
+def test_a_stopped_command_takes_its_unfinished_files_away(folder):
+    command = [sys.executable, str(TOOL), "--input", "-", "--output-prefix", "out/p", "--vocab-file", "vocab.txt"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=folder) as process:
+        unfinished = folder / "out" / "p_text_document.bin.tmp"
+        deadline = time.monotonic() + 30
+        while not unfinished.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+    assert outputs(folder) == {}
+
+
+def test_command_starts_without_torch():
+    program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

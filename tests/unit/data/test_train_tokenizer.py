@@ -1,0 +1,104 @@
+"""Learned vocabularies: size, special pieces, determinism, and one line for what cannot be done."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.errors import UserError
+
+TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    """Texts over 400 made-up words, some with accents and capitals."""
+    noise = random.Random(1)
+    syllables = ["ba", "Do", "ki", "lé", "mu", "ra", "st", "en", "ing", "or"]
+    words = ["".join(noise.choices(syllables, k=noise.randint(1, 4))) for _ in range(400)]
+    return [" ".join(noise.choices(words, k=40)) + "." for _ in range(200)]
+
+
+def run(*arguments):
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_wordpiece_has_the_size_the_specials_and_no_duplicates(corpus):
+    pieces = train_wordpiece(corpus, 150)
+    assert len(pieces) == len(set(pieces)) == 150 and pieces[:5] == SPECIALS
+    assert not any(piece != piece.lower() or "é" in piece for piece in pieces[5:])
+    cased = train_wordpiece(corpus, 150, lower=False)
+    assert any("D" in piece for piece in cased) and any("é" in piece for piece in cased)
+
+
+def test_every_word_of_the_text_is_covered(corpus, tmp_path):
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in train_wordpiece(corpus, 150)))
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
+    ids = [i for text in corpus for i in tokenizer.encode(text)]
+    assert tokenizer.unk_id not in ids and len(ids) < sum(map(len, corpus)) / 2
+
+
+def test_merges_stop_where_no_pair_repeats():
+    assert train_wordpiece(["aa ab"], 1000) == [*SPECIALS, "a", "b", "##a", "##b"]
+    assert "aa" in train_wordpiece(["aa ab aa"], 1000)
+
+
+def test_rare_characters_give_way_in_a_small_vocabulary(corpus):
+    rare = "".join(chr(0x4E00 + i) for i in range(8))
+    assert not set(rare) & set(train_wordpiece([*corpus * 3, rare], 80))
+    assert set(rare) <= set(train_wordpiece([*corpus * 3, rare], 400))
+
+
+def test_sentencepiece_has_berts_ids_for_the_specials(corpus, tmp_path):
+    model, size = train_sentencepiece(corpus, 120)
+    (tmp_path / "a.model").write_bytes(model)
+    tokenizer = build_tokenizer("SentencePiece", tokenizer_model=tmp_path / "a.model")
+    assert tokenizer.pieces[:5] == SPECIALS and tokenizer.vocab_size == size == 120
+    ids = tokenizer.encode("[CLS] Badoki [MASK]")
+    assert not {tokenizer.cls_id, tokenizer.mask_id} & set(ids)
+    assert tokenizer.encode("BADOKI") == tokenizer.encode("badoki")
+
+
+@pytest.mark.parametrize("train", [train_wordpiece, train_sentencepiece])
+def test_mistakes_are_told(train, corpus):
+    with pytest.raises(UserError, match="no text to learn"):
+        train(["", " \n "], 100)
+    with pytest.raises(UserError, match="--vocab-size 8") as caught:
+        train(corpus, 8)
+    assert caught.value.exit_code == 2
+
+
+def test_command_is_deterministic_and_refuses_what_it_must(corpus, tmp_path):
+    """Separate processes, because the order of the trainer's hash tables differs from one to the next."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus))
+    output = tmp_path / "vocab.txt"
+    flags = ("--input", tmp_path / "in.jsonl", "--vocab_size", 200, "--output", output)
+    done = run(*flags)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == f"200 pieces → {output}\n"
+    first = output.read_bytes()
+    refused = run(*flags)
+    assert refused.returncode == 1 and "exists already; give --overwrite" in refused.stderr
+    assert run(*flags, "--overwrite").returncode == 0 and output.read_bytes() == first
+    small = run("--input", tmp_path / "in.jsonl", "--vocab-size", 9, "--output", tmp_path / "none" / "v.txt")
+    assert small.returncode == 2 and small.stderr.count("\n") == 1 and "is too small" in small.stderr
+    assert not list((tmp_path / "none").iterdir())
+    bad = run("--input", tmp_path / "no.jsonl", "--vocab-size", 99, "--output", tmp_path / "v.txt")
+    assert bad.returncode == 1 and "no.jsonl: No such file" in bad.stderr and not (tmp_path / "v.txt").exists()
+
+
+def test_command_stops_at_a_bad_line_for_sentencepiece_too(corpus, tmp_path):
+    lines = [json.dumps({"text": text}) for text in corpus[:20]] + ["{bad"]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    flags = ("--input", tmp_path / "in.jsonl", "--vocab-size", 60, "--type", "sentencepiece", "--output")
+    stopped = run(*flags, tmp_path / "a.model")
+    assert stopped.returncode == 1 and "in.jsonl:21: not JSON" in stopped.stderr and stopped.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("a.model*"))
+    skipped = run(*flags, tmp_path / "a.model", "--on-error", "skip")
+    assert skipped.returncode == 0, skipped.stderr
+    assert "1 unreadable records skipped" in skipped.stdout and (tmp_path / "a.model").exists()

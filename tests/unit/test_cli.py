@@ -1,0 +1,54 @@
+"""Flags: underscores for dashes either way round, one line for wrong arguments, defaults in the help."""
+
+import pytest
+
+from megatron_ddrp.cli import ArgumentParser
+
+
+def parser():
+    made = ArgumentParser(prog="tool")
+    made.add_argument("--vocab-file", help="vocabulary")
+    made.add_argument("--deepspeed_config", help="file")
+    made.add_argument("--steps", type=int, default=7, help="how many")
+    made.add_argument("--fast", action="store_true", help="hurry")
+    made.add_argument("words", nargs="*")
+    return made
+
+
+@pytest.mark.parametrize("flag", ["--vocab-file", "--vocab_file"])
+@pytest.mark.parametrize("other", ["--deepspeed_config", "--deepspeed-config"])
+def test_both_spellings_with_and_without_equals(flag, other):
+    parsed = parser().parse_args([flag, "a_b-c", f"{other}=d_e-f"])
+    assert (parsed.vocab_file, parsed.deepspeed_config) == ("a_b-c", "d_e-f")
+
+
+def test_words_after_a_double_dash_stay_as_they_are():
+    assert parser().parse_args(["--", "--vocab_file"]).words == ["--vocab_file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--vocab-fil", "x"], "tool: error: unrecognized arguments: --vocab-fil; did you mean --vocab-file?"),
+        (["--steps", "many"], "tool: error: argument --steps: invalid int value: 'many'"),
+        (["--vocab-file"], "tool: error: argument --vocab-file: expected one argument"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_2(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(arguments)
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert printed == f"{complaint} (see tool --help)\n"
+
+
+def test_help_shows_the_defaults_that_say_something():
+    text = parser().format_help()
+    assert "how many (default: 7)" in text
+    assert "None" not in text and "False" not in text
+
+
+def test_subcommands_share_the_rules():
+    made = ArgumentParser(prog="tool")
+    made.add_subparsers(dest="command").add_parser("merge").add_argument("--output-prefix")
+    assert made.parse_args(["merge", "--output_prefix", "a"]).output_prefix == "a"

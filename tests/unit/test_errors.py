@@ -1,0 +1,41 @@
+"""A mistake is one line and an exit code; a bug keeps its traceback."""
+
+import errno
+import pickle
+
+import pytest
+
+from megatron_ddrp.errors import UserError, run_command
+
+
+def outcome(main, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_command(main, "tool")
+    return caught.value.code, capsys.readouterr().err
+
+
+def fail(error):
+    raise error
+
+
+def test_mistakes_are_one_line(capsys):
+    assert outcome(lambda: fail(UserError("two\n lines")), capsys) == (1, "tool: error: two lines\n")
+    assert outcome(lambda: fail(UserError("wrong", exit_code=2)), capsys) == (2, "tool: error: wrong\n")
+    assert outcome(lambda: fail(KeyboardInterrupt()), capsys) == (130, "tool: error: interrupted\n")
+    full = OSError(errno.ENOSPC, "No space left on device", "out.bin")
+    assert outcome(lambda: fail(full), capsys) == (1, "tool: error: out.bin: No space left on device\n")
+
+
+def test_success_and_result_become_the_exit_code(capsys):
+    assert outcome(lambda: None, capsys) == (0, "")
+    assert outcome(lambda: 3, capsys) == (3, "")
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError(), OSError(errno.EBADF, "Bad file descriptor")])
+def test_bugs_keep_their_traceback(bug):
+    with pytest.raises(type(bug)):
+        run_command(lambda: fail(bug), "tool")
+
+
+def test_the_exit_code_crosses_processes():
+    assert pickle.loads(pickle.dumps(UserError("x", exit_code=2))).exit_code == 2
