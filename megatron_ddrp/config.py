@@ -63,6 +63,8 @@ class ModelConfig:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "relative_distance"):
             if getattr(self, name) < 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
+            refuse(f"--ffn-hidden-size is {self.ffn_hidden_size}: it must be at least 1")
         if self.seq_length < 3:
             refuse(f"--seq-length is {self.seq_length}: it must hold [CLS], one token and [SEP], so at least 3")
         if self.hidden_size % self.num_attention_heads:
@@ -142,6 +144,8 @@ class TrainingConfig:
         for name in ("micro_batch_size", "global_batch_size", "train_iters"):
             if getattr(self, name) < 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.num_threads is not None and self.num_threads < 1:
+            refuse(f"--num-threads is {self.num_threads}: it must be at least 1")
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: give one of them")
 
@@ -249,6 +253,8 @@ class Config:
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
                 "give at most the heads there are, or 0 for all"
             )
+        if self.objective.hcd_weight and self.model.num_attention_heads < 2:
+            refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
 
     def replace(self, **changes: dict[str, Any]) -> Config:
         """A copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""

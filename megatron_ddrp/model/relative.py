@@ -33,7 +33,8 @@ def spread_values(per_offset: Tensor, highest: int) -> Tensor:
     """`[.., n, num_relative]` → `[.., n, n]` (a view with longer rows), without autograd."""
     n, num_relative = per_offset.shape[-2:]
     left = _left_of_band(n, num_relative, per_offset.device)
-    padded = torch.where(left, per_offset[..., -1:], per_offset[..., :1])  # [.., n, n + num_relative − 1]
+    # `where` keeps the strides of a transposed input; the band's strides hold for a contiguous buffer only.
+    padded = torch.where(left, per_offset[..., -1:], per_offset[..., :1]).contiguous()  # [.., n, n + num_relative − 1]
     _band(padded, num_relative).copy_(per_offset.flip(-1))
     return padded[..., highest : highest + n]
 
@@ -45,8 +46,9 @@ def collect_values(per_pair: Tensor, num_relative: int, highest: int) -> Tensor:
     padded[..., highest : highest + n] = per_pair
     per_offset = _band(padded, num_relative).flip(-1)
     left = _left_of_band(n, num_relative, per_pair.device)
-    before = padded.masked_fill(~left, 0).sum(-1)  # [.., n]
-    after = per_pair.sum(-1) - per_offset.sum(-1) - before
+    dtype = torch.promote_types(per_pair.dtype, torch.float32)  # `after` is a difference: half precision would cancel
+    before = padded.masked_fill(~left, 0).sum(-1, dtype=dtype)  # [.., n]
+    after = per_pair.sum(-1, dtype=dtype) - per_offset.sum(-1, dtype=dtype) - before
     per_offset[..., -1] += before
     per_offset[..., 0] += after
     return per_offset
@@ -65,5 +67,6 @@ class _Spread(torch.autograd.Function):
 
 def spread(per_offset: Tensor, lowest: int, highest: int) -> Tensor:
     """`[.., n, highest − lowest + 1]` → `[.., n, n]`: entry (i, j) is column clip(i − j, lowest, highest) − lowest."""
+    assert lowest <= 0 <= highest, f"offset 0 needs a row of its own, got {lowest} … {highest}"
     assert per_offset.shape[-1] == highest - lowest + 1, (per_offset.shape, lowest, highest)
     return _Spread.apply(per_offset, highest)

@@ -33,6 +33,9 @@ class PositionTerms:
     highest: int = 0
     """Largest i − j with a row of its own; it serves everything above as well."""
 
+    def __post_init__(self) -> None:
+        assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
+
     @property
     def content_only(self) -> bool:
         return self.query_table is None and self.key_table is None and self.bias is None
