@@ -1,0 +1,62 @@
+"""A tiny corpus of real text, the same wherever Python is: the language reference that pydoc carries."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pydoc_data.topics import topics
+
+from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+
+NUM_DOCUMENTS = 600
+NUM_WORDS = 500
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+class TinyCorpus(NamedTuple):
+    """One corpus in the three forms that commands take."""
+
+    text_file: Path
+    """JSON lines, documents of 8 to some hundred tokens."""
+    vocab_file: Path
+    """WordPiece: special tokens, characters, the most frequent words."""
+    prefix: Path
+    """The preprocessed dataset, for `--data-path`."""
+
+
+def documents() -> list[str]:
+    """Paragraphs of prose in a fixed order: short and long ones, so that rows need padding and cutting."""
+    paragraphs = (" ".join(p.split()) for name in sorted(topics) for p in topics[name].split("\n\n"))
+    return [p for p in paragraphs if len(p.split()) >= 10][:NUM_DOCUMENTS]
+
+
+def write_vocabulary(texts: list[str], path: Path, num_words: int = NUM_WORDS) -> Path:
+    """A WordPiece vocabulary that spells every word: characters, their continuations, frequent words."""
+    words = Counter(re.findall(r"[a-z]{2,}", " ".join(texts).lower()))
+    characters = sorted({c for text in texts for c in text.lower() if not c.isspace()})
+    frequent = sorted(words, key=lambda word: (-words[word], word))[:num_words]
+    pieces = [*SPECIAL_TOKENS, *characters, *(f"##{c}" for c in characters), *frequent]
+    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
+    """Written once a test process; treat it as read-only."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = documents()
+    text_file = folder / "corpus.jsonl"
+    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    vocab_file = write_vocabulary(texts, folder / "vocab.txt")
+    config = PreprocessConfig(
+        input=(str(text_file),),
+        output_prefix=str(folder / "corpus"),
+        tokenizer_type="BertWordPieceLowerCase",
+        vocab_file=str(vocab_file),
+    )
+    return TinyCorpus(text_file, vocab_file, Path(preprocess(config).prefixes[0]))

@@ -1,0 +1,46 @@
+"""The flags of a model that trains in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import TinyCorpus
+
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "relative_distance": 8,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tcd_tokens": 6,
+    "micro_batch_size": 4,
+    "global_batch_size": 8,
+    "train_iters": 5,
+    "lr": 1e-3,
+    "lr_warmup_fraction": 0.2,
+    "log_interval": 1,
+    "eval_interval": 0,
+    "split": "90,10,0",
+}
+
+
+def command_line(flags: dict[str, Any]) -> list[str]:
+    """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out."""
+    words = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        words += ["--" + name.replace("_", "-")] + ([] if value is True else [str(value)])
+    return words
+
+
+@pytest.fixture(scope="session")
+def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
+    """`flags(train_iters=9, bf16=True)`: the command line of a tiny run with some settings changed."""
+    data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
+    return lambda **changes: command_line(TINY | data | changes)

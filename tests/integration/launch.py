@@ -1,0 +1,142 @@
+"""Start `pretrain_bert.py` for tests: its own processes, its own ports, its real engine, and files as the result.
+
+A fork server holds the slow imports, so that a rank starts in milliseconds; each rank runs the script itself as
+`__main__`, with the variables that a launcher would set. The real launchers have their own smoke tests.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "pretrain_bert.py"
+TIMEOUT = 180.0
+"""Seconds until a test gives up on its ranks: many times what they need on a busy machine."""
+
+PRELOADED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "megatron_ddrp.train",
+    "megatron_ddrp.arguments",
+    "tests.integration.launch",
+]
+"""What DeepSpeed and torch.optim import on first use as well: without these, 2 s a rank."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ended processes leave."""
+
+    exit_codes: list[int | None]
+    """One a rank; None for a rank that had to be killed."""
+    stdout: list[str]
+    stderr: list[str]
+    seconds: float
+
+    def check(self) -> Result:
+        """This result, if every rank ended well."""
+        assert set(self.exit_codes) == {0}, f"exit codes {self.exit_codes}\n" + "\n".join(self.stderr)
+        return self
+
+
+def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callable[[], None] | None = None) -> Result:
+    """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them."""
+    context = _fork_server()
+    words, port = [str(word) for word in arguments], free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, port, words, folder, before))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0.1, began + TIMEOUT - time.monotonic()))
+        seconds = time.monotonic() - began
+        exit_codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        stdout, stderr = (
+            [(Path(folder) / f"{stream}{rank}").read_text(encoding="utf-8") for rank in range(world_size)]
+            for stream in ("stdout", "stderr")
+        )
+    return Result(exit_codes, stdout, stderr, seconds)
+
+
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, environment(), clear=True):  # its children see what it was started with
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _rank(
+    rank: int, world_size: int, port: int, words: list[str], folder: str, before: Callable[[], None] | None
+) -> None:
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{stream}{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    torch.set_num_threads(1)
+    if before:
+        before()
+    sys.argv = [str(SCRIPT), *words]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def run_command(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as a user would, from another folder than the project's."""
+    words = [str(word) for word in command]
+    surroundings = environment() | variables
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=surroundings, cwd=folder)
+
+
+def environment() -> dict[str, str]:
+    """Ours, without what a launcher above us may have set; on the CPU, one thread a rank."""
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return kept | own | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of DIR/metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def training_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of training steps, without what depends on the clock."""
+    rows = [row for row in read_rows(folder) if "loss" in row]
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "step_time")} for row in rows]

@@ -1,0 +1,149 @@
+"""A run that was stopped or killed and started again by the same command is the run that never stopped, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ddrp.checkpoint import load_model, newest, read_state
+from tests.integration.launch import read_rows, start_ranks, training_rows
+
+Flags = Callable[..., list[str]]
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+STEPS = 6
+
+
+def arguments(flags: Flags, folder: Path, **changes: Any) -> list[str]:
+    """A run with dropout that both saves to and resumes from a folder."""
+    return flags(**{"train_iters": STEPS, "save": folder, "load": folder, **DROPOUT, **changes})
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    """Equal rows, none missing or twice, and equal weights, to the last bit."""
+    assert [row["iteration"] for row in training_rows(folder)] == list(range(1, STEPS + 1))
+    assert training_rows(folder) == training_rows(reference)
+    assert newest(folder).name == newest(reference).name == f"iter_{STEPS:07d}"
+    (ours, _, _), (theirs, _, _) = load_model(folder), load_model(reference)
+    for name, weight in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), weight), name
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_stopped_and_restarted(zero_stage: int, flags: Flags, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_ranks(arguments(flags, whole, zero_stage=zero_stage)).check()
+    command = arguments(flags, parts, zero_stage=zero_stage, exit_interval=STEPS // 2)
+    first = start_ranks(command).check()
+    assert "holds no checkpoint: starting afresh" in first.stdout[0]
+    assert [row["iteration"] for row in training_rows(parts)] == list(range(1, STEPS // 2 + 1))
+    second = start_ranks(command).check()
+    assert f"resumed from {parts} at step {STEPS // 2}" in second.stdout[0]
+    assert_same_run(parts, whole)
+
+
+@pytest.mark.slow
+def test_stopped_and_restarted_on_two_ranks(flags: Flags, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_ranks(arguments(flags, whole), world_size=2).check()
+    for _ in range(2):
+        start_ranks(arguments(flags, parts, exit_interval=STEPS // 2), world_size=2).check()
+    assert_same_run(parts, whole)
+
+
+def test_dropout_is_on_and_differs_between_steps_and_ranks(flags: Flags, tmp_path: Path) -> None:
+    """Else the tests above would prove nothing about it."""
+    start_ranks(arguments(flags, tmp_path / "with")).check()
+    start_ranks(arguments(flags, tmp_path / "without", hidden_dropout=0.0, attention_dropout=0.0)).check()
+    for ours, theirs in zip(training_rows(tmp_path / "with"), training_rows(tmp_path / "without"), strict=True):
+        assert ours["lm_loss"] != theirs["lm_loss"]
+
+
+def test_validation_and_saving_leave_the_course_alone(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(arguments(flags, tmp_path / "plain")).check()
+    busy = arguments(flags, tmp_path / "busy", eval_interval=1, eval_iters=2, save_interval=2)
+    start_ranks(busy).check()
+    assert_same_run(tmp_path / "busy", tmp_path / "plain")
+    assert sum("valid_lm_loss" in row for row in read_rows(tmp_path / "busy")) == STEPS
+
+
+def killed_at_step_five() -> None:
+    """As by the system: no clean-up, right after the step's row was written."""
+    from megatron_ddrp import train
+
+    log_step = train.log_step
+
+    def log_and_die(log, clock, result, progress, config):  # type: ignore[no-untyped-def]
+        log_step(log, clock, result, progress, config)
+        if progress.iteration == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train.log_step = log_and_die
+
+
+def killed_while_saving_step_four() -> None:
+    """DeepSpeed's files are there, ours are not."""
+    from megatron_ddrp import checkpoint
+
+    save_weights = checkpoint.save_weights
+
+    def save_or_die(weights: dict[str, Any], path: Path) -> None:
+        if "0000004" in path.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_weights(weights, path)
+
+    checkpoint.save_weights = save_or_die
+
+
+def test_killed_after_a_checkpoint(flags: Flags, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start_ranks(arguments(flags, whole, save_interval=4)).check()
+    command = arguments(flags, killed, save_interval=4)
+    assert start_ranks(command, before=killed_at_step_five).exit_codes == [-signal.SIGKILL]
+    assert [row["iteration"] for row in training_rows(killed)] == [1, 2, 3, 4, 5]
+    with (killed / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write('{"iteration": 6, "lo')  # the row that the kill cut off
+    assert "at step 4" in start_ranks(command).check().stdout[0]
+    assert_same_run(killed, whole)
+
+
+def test_killed_while_saving(flags: Flags, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start_ranks(arguments(flags, whole, save_interval=2)).check()
+    command = arguments(flags, killed, save_interval=2)
+    assert start_ranks(command, before=killed_while_saving_step_four).exit_codes == [-signal.SIGKILL]
+    assert newest(killed).name == "iter_0000002"
+    assert list(killed.glob("iter_*.tmp"))
+    assert "at step 2" in start_ranks(command).check().stdout[0]
+    assert_same_run(killed, whole)
+    assert not list(killed.glob("*.tmp")), "leftovers of the killed run stay for ever"
+
+
+def test_a_finished_run_started_again_changes_nothing(flags: Flags, tmp_path: Path) -> None:
+    command = arguments(flags, tmp_path)
+    start_ranks(command).check()
+    rows, state = read_rows(tmp_path), read_state(newest(tmp_path))
+    start_ranks(command).check()
+    assert read_rows(tmp_path) == rows
+    assert read_state(newest(tmp_path)) == state
+
+
+def test_a_finished_run_goes_on_under_more_steps(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(arguments(flags, tmp_path, train_iters=3)).check()
+    start_ranks(arguments(flags, tmp_path, train_iters=5)).check()
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert read_state(newest(tmp_path))["consumed_samples"] == 5 * 8
+
+
+def test_loading_from_another_folder_leaves_it_alone(flags: Flags, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    start_ranks(arguments(flags, source, train_iters=3)).check()
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    start_ranks(arguments(flags, target, load=source, train_iters=5)).check()
+    assert [row["iteration"] for row in training_rows(target)] == [4, 5]
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
