@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import sys
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.errors import run_command
+from megatron_ddrp.errors import UserError, run_command
+from megatron_ddrp.launch import first_rank_speaks, launched_rank
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    with first_rank_speaks():
+        arguments = parse_arguments()
     if arguments.dry_run:
         from megatron_ddrp.dry_run import dry_run
 
@@ -20,5 +23,15 @@ def main() -> None:
     train(arguments.config)
 
 
+def main_of_rank() -> None:
+    """`main`, with an error that every rank raises alike told once, by rank 0."""
+    try:
+        main()
+    except UserError as error:
+        if launched_rank() == 0 or not error.agreed:
+            raise
+        sys.exit(error.exit_code)
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main_of_rank)

@@ -60,7 +60,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
 
 def build_parser() -> ArgumentParser:
     """One argument group a dataclass, one flag a field made by `option`."""
-    parser = ArgumentParser(prog="pretrain_bert.py", description=DESCRIPTION, epilog=EPILOG)
+    parser = ArgumentParser(
+        prog="pretrain_bert.py",
+        usage="deepspeed pretrain_bert.py --data-path P --vocab-file FILE [flags]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
     run = parser.add_argument_group("Run")
     run.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML with flag names as keys; flags win"
@@ -152,6 +157,6 @@ def _checked(path: str, key: str, value: Any, f: dataclasses.Field, kind: type) 
             raise ValueError
     except (TypeError, ValueError):
         raise UserError(
-            f"--config {path}: {key}: got {value!r}, expected {expected or 'text'}", exit_code=WRONG_ARGUMENTS
+            f"--config {path}: {key}: got {value!r}, expected {expected}", exit_code=WRONG_ARGUMENTS
         ) from None
     return converted

@@ -34,9 +34,7 @@ def newest(folder: Path) -> Path | None:
         return None
     path = folder / pointer.read_text(encoding="utf-8").strip()
     if not (path / STATE).is_file():
-        raise UserError(
-            f"{pointer} names {path.name}, which is missing or incomplete: write an older tag into {pointer}"
-        )
+        raise UserError(f"{pointer} names {path.name}, missing or incomplete: write an older tag into {pointer}")
     return path
 
 

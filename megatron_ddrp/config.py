@@ -1,4 +1,4 @@
-"""Every setting of a run: one frozen dataclass a concern, from which the command line, `--help` and the YAML keys are derived.
+"""Every setting of a run: one frozen dataclass a concern, from which command line, help and YAML are derived.
 
 A field made by `option(...)` is a flag; its dataclass names the section of `--help` it stands in. Impossible pairs are
 refused in `__post_init__` of the dataclass that owns them, or in `Config` where two concerns meet.
@@ -110,6 +110,11 @@ class ObjectiveConfig:
         if not 0 < self.mask_prob < 1:
             refuse(f"--mask-prob is {self.mask_prob}: it must lie between 0 and 1")
 
+    @property
+    def weights(self) -> tuple[float, float, float]:
+        """Factors of the LM, TCD and HCD terms in the loss (eq. 19)."""
+        return 1.0, self.tcd_weight or 0.0, self.hcd_weight or 0.0
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -210,6 +215,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.save_interval < 1:
             refuse(f"--save-interval is {self.save_interval}: it must be at least 1")
+        if self.exit_interval is not None and self.exit_interval < 1:
+            refuse(f"--exit-interval is {self.exit_interval}: it must be at least 1")
         if self.keep_last < 0:
             refuse(f"--keep-last is {self.keep_last}: give how many to keep, or 0 for all")
 

@@ -32,12 +32,14 @@ _REFUSALS = {
 class UserError(Exception):
     """What the user got wrong, in one line: what was got, what is allowed, how to fix it.
 
-    `exit_code` is 1 for a failure and 2 for wrong arguments.
+    `exit_code` is 1 for a failure and 2 for wrong arguments. `agreed` says that every rank of a run raises this same
+    error, so that one of them may speak for all; wrong arguments are read alike everywhere.
     """
 
     def __init__(self, message: str, exit_code: int = FAILURE):
         super().__init__(" ".join(str(message).split()))
         self.exit_code = exit_code
+        self.agreed = exit_code == WRONG_ARGUMENTS
 
 
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:

@@ -92,7 +92,8 @@ def due(iteration: int, interval: int, config: Config) -> bool:
 
 def exits(iteration: int, config: Config) -> bool:
     """Whether `--exit-interval` ends the run here."""
-    return bool(config.checkpoint.exit_interval) and iteration % config.checkpoint.exit_interval == 0
+    interval = config.checkpoint.exit_interval
+    return interval is not None and iteration % interval == 0
 
 
 def log_step(log: MetricsLog, clock: Clock, result: StepResult, progress: Progress, config: Config) -> None:

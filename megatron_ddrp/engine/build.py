@@ -38,7 +38,7 @@ def build_engine(model: nn.Module, config: Config, ranks: Ranks, num_micro_batch
     import deepspeed
 
     if ranks.device.type == "cpu":
-        # DeepSpeed would compile a shared-memory helper at start: 40 s, a compiler, and a lock that a killed build leaves.
+        # DeepSpeed would compile a shared-memory helper now: 40 s, a compiler, and a lock that a killed build leaves.
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -115,7 +115,7 @@ def _read_settings(path: str) -> dict[str, Any]:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
-    """Merge two nested settings; `above` wins except over what a flag decides (`RESERVED_SETTINGS`), which it must equal."""
+    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`RESERVED_SETTINGS`)."""
     merged = dict(below)
     for key, value in above.items():
         name = prefix + key

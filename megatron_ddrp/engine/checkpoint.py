@@ -1,7 +1,7 @@
 """Saving and resuming through DeepSpeed: complete or not at all, and exact.
 
-DeepSpeed keeps parameters and optimizer state in files of its own (pickles: load only what you trust). Everything else a
-run needs is a pure function of the step, so resuming means reading the step.
+DeepSpeed keeps parameters and optimizer state in files of its own (pickles: load only what you trust). Everything else
+a run needs is a pure function of the step, so resuming means reading the step.
 """
 
 from __future__ import annotations

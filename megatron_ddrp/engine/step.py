@@ -41,28 +41,23 @@ class StepResult:
     def losses(self, config: Config) -> dict[str, float]:
         """The step's own losses over all ranks; a collective call."""
         sums = sum_over_ranks(self.loss_sums.double()).tolist()
-        terms = {"lm_loss": sums[LM] / max(1, self.predicted)}
-        total = terms["lm_loss"]
-        for name, place, weight in (
-            ("tcd_loss", TCD, config.objective.tcd_weight),
-            ("hcd_loss", HCD, config.objective.hcd_weight),
-        ):
-            if weight:
-                terms[name] = sums[place] / max(1, self.sequences)
-                total += weight * terms[name]
-        return {"loss": total, **terms}
+        means = {
+            "lm_loss": sums[LM] / max(1, self.predicted),
+            "tcd_loss": sums[TCD] / max(1, self.sequences),
+            "hcd_loss": sums[HCD] / max(1, self.sequences),
+        }
+        weights = dict(zip(means, config.objective.weights, strict=True))
+        total = sum(weights[name] * mean for name, mean in means.items())
+        return {"loss": total, **{name: mean for name, mean in means.items() if weights[name]}}
 
 
 def train_step(engine: Any, micro_batches: list[Batch], config: Config, ranks: Ranks, step: int) -> StepResult:
     """Forward, backward and update over this rank's `micro_batches` of step 1, 2, …"""
     predicted, sequences, tokens = _global_counts(micro_batches, ranks)
     share = ranks.world_size * len(micro_batches)  # DeepSpeed averages over both; our sums want neither
+    counts = (predicted, sequences, sequences)
     weights = torch.tensor(
-        [
-            share / max(1, predicted),
-            share * config.objective.tcd_weight / max(1, sequences),
-            share * config.objective.hcd_weight / max(1, sequences),
-        ],
+        [share * weight / max(1, count) for weight, count in zip(config.objective.weights, counts, strict=True)],
         dtype=torch.float32,
         device=ranks.device,
     )

@@ -134,13 +134,13 @@ class _BlockedAttention(torch.autograd.Function):
                 d_logits.index_add_(1, heads, (both_ways @ chosen).view(len(q), len(heads), n, n))
             d_logits_narrow = d_logits.to(q.dtype)
             d_query, d_key = d_logits_narrow @ k, d_logits_narrow.transpose(-1, -2) @ q
-            if query_table is not None:
+            if query_table is not None and table_gradients[0] is not None:
                 d_query += _table_backward(d_logits_narrow, q, query_table, table_gradients[0], terms.highest, scale)
-            if key_table is not None:
+            if key_table is not None and table_gradients[1] is not None:
                 d_key += _table_backward(
                     d_logits_narrow.transpose(-1, -2), k, key_table, table_gradients[1], -terms.lowest, scale, flip=True
                 )
-            if bias is not None:
+            if bias is not None and table_gradients[2] is not None:
                 into = table_gradients[2] if len(bias) == 1 else table_gradients[2][rows]
                 into[..., :n, :n] += d_logits_narrow.sum(0, keepdim=True) if len(bias) == 1 else d_logits_narrow
             for whole, part in zip(gradients, (d_query.mul_(scale), d_key.mul_(scale), d_value), strict=True):

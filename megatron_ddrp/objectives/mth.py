@@ -37,8 +37,10 @@ class Draws:
     @classmethod
     def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
         """Neither term."""
-        empty = {"dtype": torch.long, "device": device}
-        return cls(torch.empty(batch_size, 0, **empty), torch.empty(num_layers, 0, **empty))  # type: ignore[call-overload]
+        return cls(
+            torch.empty(batch_size, 0, dtype=torch.long, device=device),
+            torch.empty(num_layers, 0, dtype=torch.long, device=device),
+        )
 
 
 def draw(

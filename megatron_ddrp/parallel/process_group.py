@@ -25,16 +25,6 @@ class Ranks(NamedTuple):
     device: torch.device
 
 
-def launched_world_size() -> int:
-    """Ranks that the launcher announced; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
-
-
-def launched_rank() -> int:
-    """Our rank as the launcher announced it; 0 without one."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-
-
 def _complete_environment() -> None:
     """Give torch the variables that `deepspeed` and `torchrun` set: under plain `python` and under `srun` as well."""
     if "RANK" in os.environ:
@@ -96,9 +86,7 @@ def agree(action: Callable[[], T]) -> T:
     dist.all_gather_object(messages, message)
     failures = [m for m in messages if m is not None]
     if failures:
-        raise AgreedError(*failures[0])
+        of_all = UserError(*failures[0])
+        of_all.agreed = True
+        raise of_all
     return result  # type: ignore[return-value]
-
-
-class AgreedError(UserError):
-    """A `UserError` that every rank raises at once, so that one of them may speak for all."""

@@ -1,13 +1,10 @@
 """Position encodings: the contract and the registry. A new encoding is one file, one line here, one test."""
 
-from collections.abc import Callable
-
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.absolute import Absolute
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
 from megatron_ddrp.model.positions.ddrp import Ddrp
 
-REGISTRY: dict[str, Callable[[ModelConfig], PositionEncoding]] = {
+REGISTRY: dict[str, type[PositionEncoding]] = {
     "absolute": Absolute,
     "ddrp": Ddrp,
 }

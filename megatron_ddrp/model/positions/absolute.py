@@ -5,14 +5,10 @@
 No departure from the paper.
 """
 
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.contract import PositionEncoding
 
 
 class Absolute(PositionEncoding):
     """Nothing in the logits; the embedding stage adds one learned vector a position."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
 
     adds_absolute_embedding = True

@@ -51,6 +51,9 @@ class PositionEncoding(nn.Module):
     adds_absolute_embedding = False
     """Whether a learned absolute position embedding joins the input."""
 
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """`position_ids` int64 `[batch, seq]` → the tensors of `terms`, all floating point."""
         return ()

@@ -25,20 +25,25 @@ class Ddrp(PositionEncoding):
     """`direction` is D, `distance` is K^rd."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.direction = initialise_table(3, config)
         self.direction.data.add_(DIRECTION_INIT_MEAN)
         self.distance = initialise_table(config.relative_distance, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """→ (T^q `[1, 2·r_s − 1, d]`,): row c + r_s − 1 serves the clipped offset c = i − j."""
-        reach = self.distance.shape[0] - 1
+        """→ (T^q `[1, 2·reach + 1, d]`,): row c + reach serves the clipped offset c = i − j."""
+        reach = _reach(len(self.distance))
         offset = torch.arange(-reach, reach + 1, device=self.distance.device)
         direction = torch.where(offset < 0, 1, torch.where(offset > 0, 2, 0))  # ρ
-        table = self.direction[direction] * self.distance[offset.abs()]  # [2·r_s − 1, d]
+        table = self.direction[direction] * self.distance[offset.abs().clamp_max(len(self.distance) - 1)]
         return (table.unsqueeze(0),)
 
     @staticmethod
     def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
-        reach = config.relative_distance - 1
+        reach = _reach(config.relative_distance)
         return PositionTerms(config.head_dim**-0.5, query_table=tensors[0], lowest=-reach, highest=reach)
+
+
+def _reach(relative_distance: int) -> int:
+    """Largest |i − j| with a row of its own: r_s − 1, but 1 for r_s = 1, where ρ alone tells the offsets apart."""
+    return max(relative_distance - 1, 1)

@@ -1,0 +1,109 @@
+"""`--dry-run`: what a run would be, from its flags alone; nothing is written, no process group is formed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_ddrp.config import Config, flag
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.loader import count_micro_batches
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.engine.build import deepspeed_settings
+from megatron_ddrp.launch import launched_rank, launched_world_size
+from megatron_ddrp.model import count_parameters, on_meta_device
+
+ADAM_MOMENTS = 2
+FP32 = 4
+
+
+def dry_run(config: Config) -> None:
+    """Print the resolved configuration, parameters, memory and steps; the last line is one JSON object."""
+    if launched_rank() != 0:
+        return
+    facts: dict[str, Any] = {}
+    if config.data.data_path:
+        corpus = Corpus.open(config)
+        config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+        samples = len(corpus.samples("train"))
+        facts["training_sequences"] = samples
+        facts["epochs"] = config.training.train_iters * config.training.global_batch_size / samples
+    elif config.data.vocab_file or config.data.tokenizer_model:
+        data = config.data
+        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
+        config = config.replace(model={"vocab_size": tokenizer.vocab_size})
+    world_size = launched_world_size()
+    training = config.training
+    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, world_size)
+    deepspeed_settings(config, micro_batches, world_size)
+    parameters, position_parameters = count_parameters(on_meta_device(config.model))
+    memory = memory_per_rank(config, parameters, world_size)
+    facts = {
+        "parameters": parameters,
+        "position_parameters": position_parameters,
+        "tokens_per_step": training.global_batch_size * config.model.seq_length,
+        "memory_per_rank_bytes": sum(memory.values()),
+        "memory_per_rank": memory,
+        "world_size": world_size,
+        "micro_batches_per_step": micro_batches,
+        "train_iters": training.train_iters,
+        **facts,
+    }
+    print(describe(config))
+    print(summary(config, facts))
+    print(json.dumps(facts))
+
+
+def memory_per_rank(config: Config, parameters: int, world_size: int) -> dict[str, int]:
+    """Bytes a rank holds of weights, gradients, optimizer state and (roughly) activations.
+
+    ZeRO 1 shards the optimizer state over the ranks, 2 the gradients too, 3 the weights too. 16-bit training keeps
+    fp32 master weights beside Adam's two moments.
+    """
+    stage = config.parallel.zero_stage
+    half = config.training.precision != "fp32"
+    width = FP32 // 2 if half else FP32
+    weights, gradients = parameters * width, parameters * width
+    optimizer = parameters * FP32 * (ADAM_MOMENTS + half)
+    return {
+        "weights": weights // (world_size if stage >= 3 else 1),
+        "gradients": gradients // (world_size if stage >= 2 else 1),
+        "optimizer": optimizer // (world_size if stage >= 1 else 1),
+        "activations": activation_bytes(config, width),
+    }
+
+
+def activation_bytes(config: Config, width: int) -> int:
+    """What a micro-batch keeps for the backward pass: about 16 hidden-sized tensors and two FFN-sized ones a layer,
+    the predicted tokens' logits in fp32, and one layer's attention logits at a time."""
+    model, tokens = config.model, config.training.micro_batch_size * config.model.seq_length
+    layer = tokens * (16 * model.hidden_size + 2 * model.ffn_size) * width
+    kept_layers = 1 if config.parallel.checkpoint_activations else model.num_layers
+    boundaries = model.num_layers * tokens * model.hidden_size * width
+    logits = int(tokens * config.objective.mask_prob) * model.padded_vocab_size * FP32 * 2
+    attention = tokens * model.seq_length * model.num_attention_heads * width
+    return layer * kept_layers + boundaries + logits + attention
+
+
+def describe(config: Config) -> str:
+    """The resolved configuration, one setting a line under its concern."""
+    lines = []
+    for concern, settings in config.to_dict().items():
+        lines.append(f"{concern}:")
+        lines += [f"  {flag(name)} {value}" for name, value in settings.items()]
+    return "\n".join(lines)
+
+
+def summary(config: Config, facts: dict[str, Any]) -> str:
+    """The same as the JSON, for people."""
+    memory = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in facts["memory_per_rank"].items())
+    lines = [
+        f"parameters: {facts['parameters']:,}, of which positions {facts['position_parameters']:,}",
+        f"memory a rank, MiB: {memory}; together {facts['memory_per_rank_bytes'] / 2**20:,.0f}",
+        f"steps: {facts['train_iters']:,} of {config.training.global_batch_size} sequences, up to "
+        f"{facts['tokens_per_step']:,} tokens each; {facts['world_size']} rank(s) x {facts['micro_batches_per_step']} "
+        f"micro-batch(es) of {config.training.micro_batch_size}",
+    ]
+    if "epochs" in facts:
+        lines.append(f"data: {facts['training_sequences']:,} training sequences, {facts['epochs']:.2f} epochs")
+    return "\n".join(lines)
