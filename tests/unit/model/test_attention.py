@@ -1,0 +1,261 @@
+"""The one attention against the loop twins, and each backend against the eager one, in values and in every gradient.
+
+The synthetic terms use all that the contract allows (tables a head, key tables, biases, lopsided bounds), though no
+encoding of today asks for it.
+"""
+
+import pytest
+import torch
+
+from megatron_ddrp.model import blocked
+from megatron_ddrp.model.attention import BACKENDS, allowed_pairs, attention_logits, resolve_backend
+from megatron_ddrp.model.positions import REGISTRY, PositionTerms
+from tests.reference import mth, positions
+from tests.reference.attention import attend
+from tests.reference.positions import clip, dot
+from tests.unit.model.tiny import tiny_config
+
+BATCH, HEADS, SEQ, DIM = 4, 3, 7, 4
+DOCUMENT_IDS = torch.tensor(
+    [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0]]
+)
+LOWEST, HIGHEST = -4, 3
+TERMS = ["content", "query-shared", "query-per-head", "key-shared", "key-per-head", "bias-1", "bias-batch", "all"]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def make_terms(kind):
+    rows = HIGHEST - LOWEST + 1
+    tables = {
+        "content": {},
+        "query-shared": {"query_table": random(1, rows, DIM)},
+        "query-per-head": {"query_table": random(HEADS, rows, DIM)},
+        "key-shared": {"key_table": random(1, rows, DIM)},
+        "key-per-head": {"key_table": random(HEADS, rows, DIM)},
+        "bias-1": {"bias": random(1, HEADS, SEQ, SEQ)},
+        "bias-batch": {"bias": random(BATCH, HEADS, SEQ, SEQ)},
+        "all": {
+            "query_table": random(HEADS, rows, DIM),
+            "key_table": random(1, rows, DIM),
+            "bias": random(BATCH, HEADS, SEQ, SEQ),
+        },
+    }[kind]
+    return PositionTerms(0.6, **tables, lowest=LOWEST, highest=HIGHEST)
+
+
+def tensors_of(terms):
+    return [x for x in (terms.query_table, terms.key_table, terms.bias) if x is not None]
+
+
+def loop_logits(query, key, terms):
+    """The contract's formula, pair by pair: query, key `[b, h, s, d]` → `[b, h, s, s]`."""
+    entries = []
+    for b in range(BATCH):
+        for h in range(HEADS):
+            for i in range(SEQ):
+                for j in range(SEQ):
+                    row = clip(i - j, terms.lowest, terms.highest) - terms.lowest
+                    entry = dot(query[b, h, i], key[b, h, j])
+                    for vector, table in ((query[b, h, i], terms.query_table), (key[b, h, j], terms.key_table)):
+                        if table is not None:
+                            entry = entry + dot(vector, table[h if len(table) > 1 else 0, row])
+                    entry = entry * terms.scale
+                    if terms.bias is not None:
+                        entry = entry + terms.bias[b if len(terms.bias) > 1 else 0, h, i, j]
+                    entries.append(entry)
+    return torch.stack(entries).reshape(BATCH, HEADS, SEQ, SEQ)
+
+
+def assert_same(fast, slow, inputs, atol=1e-11):
+    """Equal values and equal gradients of a random weighted sum, for each of `inputs`."""
+    torch.testing.assert_close(fast, slow, rtol=0, atol=atol)
+    weight = torch.randn_like(slow)
+    fast_gradients = torch.autograd.grad((fast * weight).sum(), inputs, retain_graph=True)
+    slow_gradients = torch.autograd.grad((slow * weight).sum(), inputs, retain_graph=True)
+    for got, expected in zip(fast_gradients, slow_gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("relative_distance", [1, 3, SEQ, 12])
+def test_ddrp_logits_equal_the_twin(relative_distance):
+    config = tiny_config(relative_distance=relative_distance, position_encoding="ddrp")
+    encoding = REGISTRY["ddrp"](config).double()
+    query, key = random(2, HEADS, SEQ, DIM), random(2, HEADS, SEQ, DIM)
+    place = torch.arange(SEQ).expand(2, SEQ)
+    fast = attention_logits(query, key, encoding.terms(config, encoding(place)))
+    table = encoding.direction, encoding.distance
+    slow = torch.stack([positions.ddrp_scores(q, k, *table, list(range(SEQ))) for q, k in zip(query, key)])
+    assert_same(fast, slow, [query, key, *table])
+
+
+def test_absolute_logits_equal_the_twin():
+    config = tiny_config(position_encoding="absolute")
+    query, key = random(2, HEADS, SEQ, DIM), random(2, HEADS, SEQ, DIM)
+    fast = attention_logits(query, key, REGISTRY["absolute"](config).terms(config, ()))
+    assert_same(fast, torch.stack([positions.absolute_scores(q, k) for q, k in zip(query, key)]), [query, key])
+
+
+@pytest.mark.parametrize("kind", TERMS)
+def test_logits_equal_the_contract_formula(kind):
+    query, key, terms = random(BATCH, HEADS, SEQ, DIM), random(BATCH, HEADS, SEQ, DIM), make_terms(kind)
+    assert_same(
+        attention_logits(query, key, terms), loop_logits(query, key, terms), [query, key, *tensors_of(terms)]
+    )
+
+
+def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS):
+    """Context of the valid tokens, cosine of the rows that count, and the gradients of both together."""
+    context, cosine = BACKENDS[name](query, key, value, terms, document_ids, heads, 0.0)
+    context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
+    generator = torch.Generator().manual_seed(1)
+    loss = (context * torch.randn(context.shape, generator=generator).to(context.dtype)).sum()
+    if cosine is not None:
+        loss = loss + (cosine * torch.randn(cosine.shape, generator=generator)).sum()
+    return context, cosine, torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("heads", [[], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("kind", TERMS)
+@pytest.mark.parametrize("backend, block_elements", [("blocked", 1), ("blocked", 2 * HEADS * SEQ**2), ("sdpa", None)])
+def test_backends_equal_eager(backend, block_elements, kind, heads, monkeypatch):
+    if block_elements:
+        monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", block_elements)
+        assert len(list(blocked._blocks(DOCUMENT_IDS, HEADS))) == (4 if block_elements == 1 else 2)
+    # Heads side by side in memory, as the projections leave them.
+    query, key, value = (random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3))
+    terms = make_terms(kind)
+    # sdpa's closed form of HCD for content alone takes a row for one document.
+    document_ids = DOCUMENT_IDS[:3] if backend == "sdpa" and kind == "content" else DOCUMENT_IDS
+    query, key, value = (x[: len(document_ids)] for x in (query, key, value))
+    inputs = [query, key, value, *tensors_of(terms)]
+    arguments = query, key, value, terms, torch.tensor(heads, dtype=torch.long), inputs, document_ids
+    context, cosine, gradients = run_backend(backend, *arguments)
+    expected_context, expected_cosine, expected_gradients = run_backend("eager", *arguments)
+    torch.testing.assert_close(context, expected_context, rtol=0, atol=1e-11)
+    if heads:
+        torch.testing.assert_close(cosine, expected_cosine, rtol=0, atol=1e-11)
+    else:
+        assert cosine is None and expected_cosine is None
+    for got, expected in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["content", "all"])
+def test_context_and_cosine_equal_the_twins(backend, kind):
+    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
+    terms = make_terms(kind)
+    heads = torch.tensor([0, 2])
+    inputs = [query, key, value, *tensors_of(terms)]
+    context, cosine = BACKENDS[backend](query, key, value, terms, DOCUMENT_IDS, heads, 0.0)
+    context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
+    logits = loop_logits(query, key, terms)
+    slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS)])
+    assert_same(context, slow, inputs)
+    slow = torch.stack([mth.hcd([logits[b]], [[0, 2]], (DOCUMENT_IDS[b] > 0).tolist()) for b in range(3)])
+    assert_same(cosine[:3], slow, [x for x in inputs if x is not value])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("encoding_name", REGISTRY)
+def test_packed_documents_attend_as_if_alone(backend, encoding_name):
+    config = tiny_config(position_encoding=encoding_name)
+    encoding = REGISTRY[encoding_name](config).double()
+    query, key, value = (random(1, HEADS, 6, DIM) for _ in range(3))
+    none = torch.empty(0, dtype=torch.long)
+
+    def context(part, document_ids, position_ids):
+        terms = encoding.terms(config, encoding(torch.tensor([position_ids])))
+        q, k, v = (x[:, :, part] for x in (query, key, value))
+        return BACKENDS[backend](q, k, v, terms, torch.tensor([document_ids]), none, 0.0)[0]
+
+    packed = context(slice(0, 6), [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0])
+    alone = torch.cat((context(slice(0, 3), [1] * 3, [0, 1, 2]), context(slice(3, 5), [1] * 2, [0, 1])), 2)
+    torch.testing.assert_close(packed[:, :, :5], alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["content", "all"])
+def test_padding_is_neither_read_nor_given_a_gradient(backend, kind):
+    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
+    terms, heads = make_terms(kind), torch.tensor([0, 1])
+    document_ids = DOCUMENT_IDS.clamp_max(1) if kind == "content" else DOCUMENT_IDS
+    inputs = [query, key, value]
+    context, cosine, gradients = run_backend(backend, *inputs, terms, heads, inputs, document_ids)
+    padding = (document_ids == 0)[:, None, :, None].expand_as(query)
+    for gradient in gradients:
+        assert gradient[padding].eq(0).all()
+    with torch.no_grad():
+        for x in inputs:
+            x[padding] = 1e6
+    again_context, again_cosine, _ = run_backend(backend, *inputs, terms, heads, inputs, document_ids)
+    torch.testing.assert_close(again_context, context, rtol=0, atol=1e-12)
+    torch.testing.assert_close(again_cosine, cosine, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["content", "all"])
+def test_rows_without_a_token_and_holes_stay_finite(backend, kind):
+    document_ids = torch.tensor([[0] * SEQ, [1] + [0] * 6, [0, 1, 1, 0, 1, 1, 0], [2] * SEQ])
+    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
+    terms = make_terms(kind)
+    inputs = [query, key, value, *tensors_of(terms)]
+    arguments = query, key, value, terms, torch.tensor([1, 2]), inputs, document_ids
+    context, cosine, gradients = run_backend(backend, *arguments)
+    assert context.isfinite().all() and cosine.isfinite().all() and all(g.isfinite().all() for g in gradients)
+    expected_context, expected_cosine, _ = run_backend("eager", *arguments)
+    torch.testing.assert_close(context, expected_context, rtol=0, atol=1e-11)
+    torch.testing.assert_close(cosine[1:], expected_cosine[1:], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_lower_precision_stays_near_float64(backend, dtype, tolerance):
+    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
+    terms, heads = make_terms("query-shared"), torch.tensor([0, 2])
+    inputs = [query, key, value, terms.query_table]
+    for x in inputs:
+        x.data = x.data.to(torch.bfloat16).double()  # the same numbers in every precision
+    exact = run_backend("eager", *inputs[:3], terms, heads, inputs)
+    low = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    low_terms = PositionTerms(0.6, query_table=low[3], lowest=LOWEST, highest=HIGHEST)
+    context, cosine, gradients = run_backend(backend, *low[:3], low_terms, heads, low)
+    assert context.dtype == dtype and cosine.dtype == torch.float32
+    for got, expected in zip((context, cosine, *gradients), (*exact[:2], *exact[2]), strict=True):
+        assert (got.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_extreme_logits_do_not_overflow():
+    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
+    with torch.no_grad():
+        query *= 1e4
+        key *= 1e4
+    inputs = [query, key, value]
+    for backend in BACKENDS:
+        results = run_backend(backend, *inputs, make_terms("content"), torch.tensor([0, 1]), inputs)
+        assert all(x.isfinite().all() for x in (*results[:2], *results[2]))
+
+
+def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 3 * 2 * 16)
+    document_ids = (torch.arange(8) < torch.tensor([4, 2, 4, 8, 1, 0, 3])[:, None]).long()
+    blocks = list(blocked._blocks(document_ids, 2))
+    assert [(b.rows.start, b.rows.stop, b.length) for b in blocks] == [(0, 3, 4), (3, 4, 8), (4, 7, 3)]
+    assert blocks[1].allowed is None  # one full document needs no mask
+    for block in (blocks[0], blocks[2]):
+        ids = document_ids[block.rows, : block.length]
+        assert torch.equal(block.allowed, allowed_pairs(ids))
+
+
+def test_auto_means_blocked_on_cpus_and_sdpa_on_gpus():
+    assert resolve_backend("auto", torch.device("cpu")) == "blocked"
+    assert resolve_backend("auto", torch.device("cuda")) == "sdpa"
+    assert resolve_backend("eager", torch.device("cpu")) == "eager"
