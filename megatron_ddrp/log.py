@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +45,7 @@ class MetricsLog:
         if not self.active:
             return
         if self._file:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps({name: finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()
         for writer in self._writers:
             writer.log({k: v for k, v in row.items() if k != "iteration"}, step=row["iteration"])
@@ -64,6 +65,11 @@ class MetricsLog:
             self._file.close()
         for writer in self._writers:
             writer.finish()
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON has it: None for inf and nan, such as the norm of a step whose fp16 gradients overflowed."""
+    return value if math.isfinite(value) else None
 
 
 class _TensorBoard:

@@ -6,10 +6,10 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import pytest
-from pydoc_data.topics import topics
 
 from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
 

@@ -1,4 +1,4 @@
-"""A run that was stopped or killed and started again by the same command is the run that never stopped, to the last bit."""
+"""A run that was stopped or killed, started again by the same command, is the run never stopped, to the last bit."""
 
 from __future__ import annotations
 
