@@ -1,0 +1,1 @@
+"""Between training checkpoints and Hugging Face folders."""

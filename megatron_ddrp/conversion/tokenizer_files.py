@@ -1,0 +1,97 @@
+"""The tokenizer of a run as the files that AutoTokenizer reads: tokenizer.json and its settings, beside the vocabulary.
+
+One difference is transformers' own: "[MASK]" written in a text becomes the mask token there, which filling masks needs;
+in training the name of a special token (or of a byte, "<0x41>") inside a text is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as RustTokenizer
+
+from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
+from megatron_ddrp.data.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, Tokenizer
+
+BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+PROBED_PIECES = 2000
+"""Pieces whose text both tokenizers must cut up alike before the files count as equal."""
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> str:
+    """Write the files; returns one line that says which, or why none were written."""
+    tokenizer.save(folder)  # the vocabulary's own file
+    (folder / DESCRIPTION_FILE).unlink()
+    converted = _rust_tokenizer(tokenizer, folder)
+    if converted is None or not _agree(tokenizer, converted):
+        return (
+            f"{tokenizer.tokenizer_type}: {tokenizer.file_name} only; transformers has no equal of this model, "
+            "so AutoTokenizer cannot load it"
+        )
+    names = {f"{role}_token": tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in SPECIAL_PIECES}
+    _add_specials(tokenizer, converted, names)
+    is_wordpiece = tokenizer.tokenizer_type.startswith("BertWordPiece")
+    settings = {
+        "tokenizer_class": "BertTokenizer" if is_wordpiece else "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
+    if is_wordpiece:
+        lower = tokenizer.tokenizer_type == "BertWordPieceLowerCase"
+        settings |= {"do_lower_case": lower, "strip_accents": lower, "tokenize_chinese_chars": True}
+    converted.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", settings)
+    _write_json(folder / "special_tokens_map.json", names)
+    written = dict.fromkeys([tokenizer.file_name, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+    return f"{tokenizer.tokenizer_type}: {', '.join(written)}"
+
+
+def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
+    """The same vocabulary and rules in the `tokenizers` library; None where it cannot express them."""
+    content = (folder / tokenizer.file_name).read_bytes()
+    if tokenizer.tokenizer_type == "HuggingFace":
+        copied = RustTokenizer.from_buffer(content)
+        copied.no_truncation()
+        copied.no_padding()
+        return copied
+    if tokenizer.tokenizer_type == "SentencePiece":
+        return unigram_tokenizer(content, tokenizer.pieces, tokenizer.unk_id)
+    lower = tokenizer.tokenizer_type == "BertWordPieceLowerCase"
+    ids = {piece: i for i, piece in enumerate(tokenizer.pieces)}
+    made = RustTokenizer(models.WordPiece(ids, unk_token=tokenizer.pieces[tokenizer.unk_id]))
+    made.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
+    """Whether both cut the text of the vocabulary's first pieces into the same ids."""
+    special = set(tokenizer.special_ids.tolist())
+    pieces = [piece for i, piece in enumerate(tokenizer.pieces) if i not in special]
+    words = [piece for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:PROBED_PIECES]
+    texts = [" ".join(words[start : start + 50]) for start in range(0, len(words), 50)]
+    ours = tokenizer.encode_batch(texts)
+    return ours == [encoding.ids for encoding in converted.encode_batch(texts, add_special_tokens=False)]
+
+
+def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer, names: dict[str, str]) -> None:
+    """Mark the special pieces, and put [CLS] and [SEP] around texts as in training."""
+    known = converted.get_added_tokens_decoder()  # a copied tokenizer has its own settings for them
+    missing = [tokenizer.pieces[i] for i in tokenizer.special_ids.tolist() if i not in known]
+    converted.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in missing])
+    cls, sep = names["cls_token"], names["sep_token"]
+    converted.post_processor = processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, tokenizer.cls_id), (sep, tokenizer.sep_id)],
+    )
+
+
+def _write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,59 @@
+"""Tiny checkpoint folders with random weights, written as training writes them."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.config import Config
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.model import build_model
+
+WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##ing", "é", "Cat", "the", ",", "."]
+SEQ_LENGTH = 24
+
+
+def write_checkpoint(folder, tokenizer, **model_settings):
+    """A `--save` folder with one checkpoint of a random tiny model."""
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": SEQ_LENGTH,
+        "relative_distance": 4,
+        "vocab_size": tokenizer.vocab_size,
+        **model_settings,
+    }
+    config = Config().replace(model=settings)
+    torch.manual_seed(1)
+    model = build_model(config.model)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.3)  # biases, LayerNorms and tables must all act
+    path = folder / checkpoint.tag(3)
+    path.mkdir(parents=True)
+    checkpoint.save_weights(dict(model.named_parameters()), path)
+    (path / checkpoint.STATE).write_text(json.dumps({"iteration": 3, "config": config.to_dict()}))
+    tokenizer.save(folder / checkpoint.TOKENIZER)
+    checkpoint.mark_latest(folder, path.name)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    return build_tokenizer("BertWordPieceLowerCase", vocab)
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """transformers without network, its cache of model code in this test's own folder."""
+    pytest.importorskip("transformers")
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    modules = str(tmp_path / "hf_modules")
+    monkeypatch.setenv("HF_MODULES_CACHE", modules)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
