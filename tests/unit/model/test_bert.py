@@ -1,0 +1,167 @@
+"""Positions act, every parameter learns, and the model's names, shapes and counts are the known ones.
+
+The golden files name every parameter: a rename is a reviewed change of a file here, never a lost checkpoint.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model import build_model, count_parameters, on_meta_device
+from megatron_ddrp.model.attention import attention_logits
+from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.objectives.mth import Draws
+from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+VARIANTS = {
+    "absolute": {"position_encoding": "absolute"},
+    "ddrp": {"position_encoding": "ddrp"},
+    "ddrp_per_layer": {"position_encoding": "ddrp", "relative_table": "per-layer"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_names_and_shapes_are_the_golden_ones(variant):
+    model = build_model(tiny_config(**VARIANTS[variant]))
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes == json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
+
+
+def test_pre_norm_adds_one_last_norm():
+    names = {order: {n for n, _ in tiny_model(layernorm_position=order).named_parameters()} for order in ("post", "pre")}
+    assert names["pre"] - names["post"] == {"head.final_norm.weight", "head.final_norm.bias"}
+    assert names["post"] < names["pre"]
+
+
+@pytest.mark.parametrize("variant, expected", [("absolute", 393_216), ("ddrp", 4_288), ("ddrp_per_layer", 51_456)])
+def test_position_parameters_of_the_base_model(variant, expected):
+    assert count_parameters(on_meta_device(ModelConfig(**VARIANTS[variant])))[1] == expected
+
+
+def test_parameters_of_bert_base():
+    hidden, ffn, layers, vocab, positions, segments = 768, 3072, 12, 30522, 512, 2
+    norm = 2 * hidden
+    embeddings = (vocab + positions + segments) * hidden + norm
+    layer = 4 * (hidden * hidden + hidden) + norm + (hidden * ffn + ffn) + (ffn * hidden + hidden) + norm
+    head = (hidden * hidden + hidden) + norm + vocab  # the output matrix is the token embedding
+    total = embeddings + layers * layer + head
+    assert total == 109_514_298  # BERT-base with its masked-LM head, without pooler and next-sentence head
+    absolute = on_meta_device(ModelConfig(position_encoding="absolute"))
+    assert count_parameters(absolute)[0] == total
+    assert count_parameters(on_meta_device(ModelConfig()))[0] == total - positions * hidden + 4_288
+    assert absolute.embeddings.token.weight.shape == (30592, hidden)  # padded to a multiple of 128
+
+
+def test_initialisation_is_berts():
+    torch.manual_seed(0)
+    config = ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=4, relative_distance=512, vocab_size=2000)
+    model = build_model(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
+        elif name.endswith("bias"):
+            assert parameter.eq(0).all(), name
+        else:
+            count = parameter.numel()
+            assert abs(parameter.mean()) < 5 * 0.02 / count**0.5, name
+            assert abs(parameter.std() - 0.02) < 5 * 0.02 / (2 * count) ** 0.5, name
+    assert not torch.equal(build_model(config).head.decoder.weight, model.head.decoder.weight)
+
+
+@pytest.mark.parametrize("name", ["direction", "distance"])
+def test_each_row_of_the_ddrp_tables_moves_the_logits(name):
+    config = tiny_config(position_encoding="ddrp")
+    encoding = REGISTRY["ddrp"](config).double()
+    query, key = (torch.randn(1, 3, 7, 4, dtype=torch.float64) for _ in range(2))
+
+    def logits():
+        return attention_logits(query, key, encoding.terms(config, encoding(torch.arange(7)[None])))
+
+    before = logits()
+    parameter = getattr(encoding, name)
+    place = torch.arange(7)
+    offset = place[:, None] - place
+    for row in range(len(parameter)):
+        with torch.no_grad():
+            parameter[row] += 0.5
+            moved = (logits() - before).abs().amax((0, 1)) > 1e-9
+            parameter[row] -= 0.5
+        # Exactly the pairs of this row move: ρ for the directions, the clipped distance for the others.
+        of_row = [offset == 0, offset < 0, offset > 0][row] if name == "direction" else offset.abs().clamp_max(3) == row
+        assert torch.equal(moved, of_row)
+
+
+def encode(model, batch):
+    return model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+
+
+def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
+    model, batch = tiny_model(position_encoding="absolute"), tiny_batch(lengths=(7,))
+    batch = batch._replace(segment_ids=torch.zeros_like(batch.segment_ids))
+    embed = model.embeddings.embed
+    before = embed(batch.input_ids, batch.segment_ids, batch.position_ids).detach().clone()
+    before_hidden = encode(model, batch)
+    for row in range(7):
+        with torch.no_grad():
+            model.embeddings.absolute.weight[row, 0] += 0.5
+            moved = (embed(batch.input_ids, batch.segment_ids, batch.position_ids) - before).abs().sum(-1)[0] > 1e-9
+            assert (encode(model, batch) - before_hidden).abs().sum(-1).gt(1e-9).all()  # through attention, all move
+            model.embeddings.absolute.weight[row, 0] -= 0.5
+        assert moved.nonzero().flatten().tolist() == [row]
+
+
+@pytest.mark.parametrize("encoding", REGISTRY)
+def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
+    model, batch = tiny_model(position_encoding=encoding), tiny_batch(lengths=(7,))
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    permuted = batch._replace(input_ids=batch.input_ids[:, order], segment_ids=batch.segment_ids[:, order])
+    difference = (encode(model, permuted) - encode(model, batch)[:, order]).abs().max()
+    assert difference > 1e-2
+    with torch.no_grad():  # without its position parameters the model sees a bag of tokens
+        tables = [model.embeddings.absolute.weight] if encoding == "absolute" else model.embeddings.position.parameters()
+        for parameter in tables:
+            parameter.zero_()
+    torch.testing.assert_close(encode(model, permuted), encode(model, batch)[:, order], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("order", ["post", "pre"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_learns_under_mth(variant, order):
+    model = tiny_model(layernorm_position=order, **VARIANTS[variant])
+    batch = tiny_batch()
+    model(batch, some_draws(batch)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 1e-6, name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_under_mlm_only_key_biases_do_not_learn(variant):
+    """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that and does see it."""
+    model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
+    model(batch, Draws.none(3, 2))[0].backward()
+    still = {name for name, parameter in model.named_parameters() if parameter.grad.abs().max() < 1e-12}
+    assert still == {f"layers.{number}.attention.key.bias" for number in range(2)}
+
+
+def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own():
+    batch = tiny_batch()
+    shared = tiny_model(relative_table="shared")
+    assert all(layer.position is None for layer in shared.layers)
+    apart = tiny_model(relative_table="per-layer")
+    assert apart.embeddings.position is None
+    for number in range(2):
+        apart.layers[number].position.load_state_dict(shared.embeddings.position.state_dict())
+    state = {k: v for k, v in shared.state_dict().items() if "position" not in k}
+    assert not apart.load_state_dict(state, strict=False).unexpected_keys
+    draws = some_draws(batch)
+    sums = shared(batch, draws), apart(batch, draws)
+    assert torch.equal(*sums)
+    for loss in sums:
+        loss.sum().backward()
+    for name in ("direction", "distance"):
+        total = sum(getattr(layer.position, name).grad for layer in apart.layers)
+        torch.testing.assert_close(getattr(shared.embeddings.position, name).grad, total, rtol=0, atol=1e-11)

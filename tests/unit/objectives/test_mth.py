@@ -1,0 +1,132 @@
+"""TCD and HCD in closed form against the loop twins: sampled and whole, with padding, short rows and zero vectors."""
+
+import pytest
+import torch
+
+from megatron_ddrp.objectives import mth
+from tests.reference import mth as twin
+
+LENGTHS = (7, 4, 2, 1, 0)
+COUNTED = 3
+"""Rows of `LENGTHS` with at least two valid tokens."""
+SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
+VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
+ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def assert_same(fast, slow, inputs):
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
+    weight = torch.randn_like(slow)
+    fast_gradients = torch.autograd.grad((fast * weight).sum(), inputs, retain_graph=True)
+    slow_gradients = torch.autograd.grad((slow * weight).sum(), inputs, retain_graph=True)
+    for got, expected in zip(fast_gradients, slow_gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+def loop_hcd(query, key, heads, scale=1.0):
+    """The twin on the logits of rows that count: `[COUNTED]`."""
+    logits = query @ key.transpose(-1, -2) * scale
+    return torch.stack([twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)])
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 50])
+def test_tcd_equals_the_twin(tokens):
+    hidden = random(len(LENGTHS), SEQ, HIDDEN)
+    token_mask = VALID.long()
+    if tokens < 50:  # the last ones, so that the sample is not simply a prefix
+        token_mask = token_mask * (VALID.flip(-1).cumsum(-1).flip(-1) <= tokens)
+    fast = mth.token_cosine(hidden, token_mask)
+    assert fast.shape == (len(LENGTHS),) and fast[COUNTED:].eq(0).all()
+    slow = torch.stack([twin.tcd(hidden[row], token_mask[row].nonzero().flatten().tolist()) for row in range(COUNTED)])
+    assert_same(fast[:COUNTED], slow, [hidden])
+    # Rows with fewer than two tokens and tokens outside the sample get no gradient at all.
+    (gradient,) = torch.autograd.grad(fast.sum(), hidden)
+    marked = (token_mask > 0) & (torch.tensor(LENGTHS) >= 2)[:, None]
+    assert gradient.isfinite().all() and gradient[~marked].eq(0).all() and gradient[marked].abs().sum(-1).gt(0).all()
+
+
+@pytest.mark.parametrize("heads", [[0, 1], [1, 3], [0, 2, 3], [0, 1, 2, 3]], ids=str)
+def test_hcd_of_content_by_grams_equals_the_twin(heads):
+    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
+    gram = mth.content_gram(query[:, heads], key[:, heads], VALID, 0.3)
+    assert_same(mth.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key])
+    logits = query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3
+    inner = (logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2))
+    torch.testing.assert_close(gram, inner, rtol=0, atol=1e-12)
+
+
+def test_hcd_of_all_content_heads_equals_the_twin():
+    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
+    fast = mth.content_cosine_of_all(query, key, VALID)
+    assert_same(fast[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key])
+
+
+@pytest.mark.parametrize("heads", [[1, 3], [0, 1, 2, 3]], ids=str)
+def test_hcd_of_logits_equals_the_twin(heads):
+    logits = random(len(LENGTHS), HEADS, SEQ, SEQ)
+    fast = mth.logits_cosine(logits[:, heads], ALLOWED)
+    slow = [twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)]
+    assert_same(fast[:COUNTED], torch.stack(slow), [logits])
+
+
+def test_the_three_closed_forms_agree():
+    query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
+    by_gram = mth.cosine_of_gram(mth.content_gram(query, key, VALID, 0.7))
+    by_sum = mth.content_cosine_of_all(query, key, VALID)
+    by_logits = mth.logits_cosine(query @ key.transpose(-1, -2), ALLOWED)
+    torch.testing.assert_close(by_sum[:4], by_gram[:4], rtol=0, atol=1e-12)  # one token still has a 1×1 head
+    torch.testing.assert_close(by_logits[:4], by_gram[:4], rtol=0, atol=1e-12)
+
+
+def test_known_values():
+    same, opposite = torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3) * torch.tensor([1.0, -2.0])[:, None, None]
+    everything = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    assert mth.logits_cosine(same, everything) == pytest.approx(1) and mth.logits_cosine(
+        opposite, everything
+    ) == pytest.approx(-1)
+    hidden = torch.tensor([[[1.0, 0], [0, 2], [3, 0]]])
+    assert mth.token_cosine(hidden, torch.ones(1, 3, dtype=torch.long)) == pytest.approx(1 / 3)
+    assert mth.token_cosine(hidden, torch.tensor([[1, 1, 0]])) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_vectors_give_finite_values_and_gradients(dtype):
+    hidden = torch.zeros(2, 4, 3, dtype=dtype, requires_grad=True)
+    query = torch.zeros(2, 2, 4, 3, dtype=dtype, requires_grad=True)
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    allowed = (valid.unsqueeze(-1) & valid.unsqueeze(-2)).unsqueeze(1)
+    values = [
+        mth.token_cosine(hidden, valid.long()),
+        mth.cosine_of_gram(mth.content_gram(query, query, valid, 1.0)),
+        mth.content_cosine_of_all(query, query, valid),
+        mth.logits_cosine(query @ query.transpose(-1, -2), allowed),
+    ]
+    for value in values:
+        assert value.isfinite().all()
+        value.sum().backward()
+    assert hidden.grad.isfinite().all() and query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_reduced_in_fp32(dtype):
+    hidden = (torch.randn(2, 300, 64) * 30).to(dtype)  # squares beyond fp16
+    mask = torch.ones(2, 300, dtype=torch.long)
+    got = mth.token_cosine(hidden, mask)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), mth.token_cosine(hidden.double(), mask), rtol=0, atol=1e-6)
+
+
+def test_scale_of_the_vectors_does_not_matter():
+    hidden = random(2, SEQ, HIDDEN)
+    mask = torch.ones(2, SEQ, dtype=torch.long)
+    factors = torch.rand(2, SEQ, 1, dtype=torch.float64) * 100 + 0.01
+    torch.testing.assert_close(mth.token_cosine(hidden * factors, mask), mth.token_cosine(hidden, mask))
