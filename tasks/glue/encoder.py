@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ddrp.checkpoint import STATE
+from megatron_ddrp.conversion.to_huggingface import OWN_MODEL_TYPE
 from megatron_ddrp.data.batch import Batch
 from megatron_ddrp.data.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tasks.glue.data import Tokenizer
-
-OWN_MODEL_TYPE = "megatron_ddrp"
-"""`model_type` of the folders that tools/convert_checkpoint.py writes with model code of their own."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,18 @@ def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
     Raises:
-        UserError: the folder is neither kind, cannot be loaded, or its tokenizer has more pieces than its model.
+        UserError: the folder is of neither kind, cannot be loaded, or its tokenizer has more pieces than its model.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    path = folder / "config.json"
+    if not path.is_file() and not (folder / STATE).is_file():
         raise UserError(
-            f"--load {folder}: no readable config.json in it; expected a folder written by pretrain_bert.py --save, "
-            "or a Hugging Face folder"
-        ) from None
+            f"--load {folder}: neither a training checkpoint nor a Hugging Face folder; expected a folder that "
+            "pretrain_bert.py --save or tools/convert_checkpoint.py wrote, or a downloaded encoder"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); copy the folder again") from None
     load = _load_hugging_face if "model_type" in config else _load_checkpoint
     return load(folder, config, random_init)
 
@@ -120,12 +122,19 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     except ImportError:
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
     logging.set_verbosity_error()  # its list of unused weights is about a head that we do not use
-    # Only folders whose model code we wrote ourselves may run code of theirs.
-    trust = raw_config["model_type"] == OWN_MODEL_TYPE
-    options = {"local_files_only": True, "trust_remote_code": trust}
+    logging.disable_progress_bar()
+    build: Callable[[Any], nn.Module]
     try:
-        config = AutoConfig.from_pretrained(folder, **options)
-        model = AutoModel.from_pretrained(folder, torch_dtype=torch.float32, **options)
+        if raw_config["model_type"] == OWN_MODEL_TYPE:
+            # The folder carries a copy of this code for users of transformers; here no code of a folder is run.
+            from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpModel
+
+            config, build = DdrpConfig.from_pretrained(folder), DdrpModel
+            model = DdrpModel.from_pretrained(folder)
+        else:
+            config, build = AutoConfig.from_pretrained(folder, local_files_only=True), AutoModel.from_config
+            model = AutoModel.from_pretrained(folder, local_files_only=True)
+        model = model.float()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--load {folder}: transformers cannot load it: {error}") from None
     tokenizer = _hugging_face_tokenizer(folder)
@@ -138,7 +147,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         config.hidden_size,
         getattr(config, "max_position_embeddings", 512),
         _fingerprint(encoder, random_init),
-        (lambda: HuggingFaceEncoder(AutoModel.from_config(config, trust_remote_code=trust))) if random_init else None,
+        (lambda: HuggingFaceEncoder(build(config))) if random_init else None,
     )
 
 

@@ -50,3 +50,32 @@ def bert_folder(tmp_path):
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
     return folder
+
+
+@pytest.fixture(params=["absolute", "ddrp"])
+def checkpoint_folder(tmp_path, request):
+    """What pretrain_bert.py --save leaves: a tiny model of this project with random weights, and its tokenizer."""
+    import torch
+
+    from megatron_ddrp import checkpoint
+    from megatron_ddrp.config import Config, save_config
+    from megatron_ddrp.data.tokenizer import build_tokenizer
+    from megatron_ddrp.model import build_model
+
+    folder = tmp_path / "run"
+    path = folder / checkpoint.tag(3)
+    path.mkdir(parents=True)
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocabulary)
+    tokenizer.save(folder / checkpoint.TOKENIZER)
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16}
+    config = Config().replace(
+        model={**sizes, "vocab_size": tokenizer.vocab_size, "position_encoding": request.param, "init_method_std": 0.2}
+    )
+    torch.manual_seed(0)
+    checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
+    (path / checkpoint.STATE).write_text(json.dumps({"iteration": 3, "config": config.to_dict()}))
+    save_config(config, folder)
+    checkpoint.mark_latest(folder, path.name)
+    return folder

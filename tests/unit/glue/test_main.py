@@ -56,7 +56,7 @@ def test_bad_data_stops_before_the_encoder_is_loaded(glue_dir, tmp_path):
 
 
 def test_a_foreign_folder_is_refused(glue_dir, tmp_path):
-    with pytest.raises(UserError, match=r"no readable config\.json"):
+    with pytest.raises(UserError, match="neither a training checkpoint nor a Hugging Face folder"):
         main(arguments(glue_dir, tmp_path, tmp_path / "out"))
 
 

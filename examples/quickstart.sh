@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# The main job from text to a fine-tuned encoder, small enough for a laptop. `make quickstart` runs it.
+#
+#   hardware   2 CPU cores, 2 GB of memory (one GPU is used where there is one)
+#   time       about 5 minutes
+#   result     OUT/report/report.md: the validation masked-LM loss falls well below the unigram level, and the
+#              pre-trained encoder scores above the same encoder with random weights
+#
+#   OUT=dir            where everything goes (default: quickstart)
+#   CORPUS=file.jsonl  text of your own (default: the documentation inside the installed Python)
+#   STEPS=n            steps of pre-training
+#
+# To go on after a kill, run the same command again: finished stages are not repeated. A stage is repeated, with all
+# that follow it, when its command line or your corpus has changed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+OUT=${OUT:-quickstart}
+CORPUS=${CORPUS:-}
+STEPS=${STEPS:-700}
+
+MODEL_ARGS=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --position-encoding ddrp)
+OBJECTIVE_ARGS=(--objective mth --tcd-tokens 50 --hcd-heads 2)
+TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 32 --train-iters "$STEPS" --lr 1e-3 --lr-warmup-fraction 0.1)
+OUTPUT_ARGS=(--log-interval 10 --eval-interval 100 --eval-iters 4 --save-interval 200 --keep-last 1)
+GLUE_ARGS=(--tasks CoLA --grid quick --lr 5e-4 --epochs 3 --seeds 1 --max-seq-length 64)
+
+fail() {
+    echo "quickstart: error: $*" >&2
+    exit 1
+}
+
+# quoted WORD…: the words as one would type them
+quoted() {
+    local word line=
+    for word in "$@"; do
+        [[ $word =~ ^[A-Za-z0-9_./:=,+@-]+$ ]] || word=${word@Q}
+        line+="$word "
+    done
+    echo "${line% }"
+}
+
+# stage NAME STALE COMMAND…: print and run COMMAND unless an earlier start has finished it. STALE is what must not be
+# left from another command; what a killed run of the same command left there is what it goes on from.
+number=0
+stage() {
+    local name=$1 stale=$2 command marker later
+    shift 2
+    command=$(quoted "$@")
+    echo "$command" >> "$OUT/commands.txt"
+    number=$((number + 1))
+    marker=$OUT/stages/$number
+    command="$command # $corpus_sum"
+    if [[ -f $marker.done && $(< "$marker.done") == "$command" ]]; then
+        printf '\n== %s: done before\n' "$name"
+        return
+    fi
+    printf '\n== %s\n$ %s\n' "$name" "${command% # *}"
+    if [[ -n $stale ]] && ! [[ -f $marker.begun && $(< "$marker.begun") == "$command" ]]; then
+        rm -rf "$stale"
+    fi
+    for ((later = number; later < 10; later++)); do
+        rm -f "$OUT/stages/$later".*
+    done
+    echo "$command" > "$marker.begun"
+    "$@"
+    mv "$marker.begun" "$marker.done"
+}
+
+command -v deepspeed > /dev/null || fail "no deepspeed command; run make quickstart, or put .venv/bin on your PATH"
+mkdir -p "$OUT/stages"
+: > "$OUT/commands.txt"
+if [[ -n $CORPUS ]]; then
+    [[ -r $CORPUS && ! -d $CORPUS ]] || fail "CORPUS=$CORPUS is not a file that can be read"
+    corpus_sum=$(cksum < "$CORPUS")
+else
+    corpus_sum=
+    CORPUS=$OUT/corpus.jsonl
+    stage "Text: the documentation inside Python" "" \
+        python tools/collect_documentation.py --output "$CORPUS"
+fi
+
+stage "Tokenizer" "" \
+    python tools/train_tokenizer.py --input "$CORPUS" --vocab-size 8192 --output "$OUT/vocab.txt" --overwrite
+
+stage "Preprocessing" "" \
+    python tools/preprocess_data.py --input "$CORPUS" --output-prefix "$OUT/corpus" --overwrite \
+    --vocab-file "$OUT/vocab.txt" --tokenizer-type BertWordPieceLowerCase --workers 2
+
+stage "Pre-training: DDRP positions, MTH objective" "$OUT/checkpoint" \
+    deepspeed --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
+    --split 949,50,1 --save "$OUT/checkpoint" --load "$OUT/checkpoint" \
+    "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}"
+
+stage "Export to a Hugging Face folder" "$OUT/huggingface" \
+    python tools/convert_checkpoint.py --load "$OUT/checkpoint" --output "$OUT/huggingface"
+
+stage "A task from the corpus: real sentences, and sentences with two words swapped" "" \
+    python tools/swap_words.py --input "$CORPUS" --output-dir "$OUT/task/CoLA"
+
+stage "Fine-tuning" "$OUT/glue" \
+    python -m tasks.glue --data-dir "$OUT/task" --load "$OUT/huggingface" --output-dir "$OUT/glue" "${GLUE_ARGS[@]}"
+
+stage "Fine-tuning the same encoder with random weights, to compare" "" \
+    python -m tasks.glue --data-dir "$OUT/task" --load "$OUT/huggingface" --output-dir "$OUT/glue" "${GLUE_ARGS[@]}" \
+    --random-init
+
+stage "Report" "$OUT/report" \
+    python tools/training_report.py --load "$OUT/checkpoint" --data-path "$OUT/corpus_text_document" \
+    --glue-dir "$OUT/glue" --commands "$OUT/commands.txt" --output-dir "$OUT/report"
+
+printf '\nThe report: %s\n' "$OUT/report/report.md"

@@ -1,0 +1,63 @@
+"""The report of a run: what it says of the curves, and that it can be looked at."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.errors import UserError
+from tools.training_report import draw_losses, read_metrics, report, series, unigram_level
+
+ROWS = [
+    {"iteration": 1, "loss": 9.5, "lm_loss": 9.0, "tcd_loss": 0.5, "hcd_loss": 0.1, "step_time": 0.2},
+    {"iteration": 100, "valid_lm_loss": 7.0},
+    {"iteration": 100, "loss": 6.6, "lm_loss": 6.5, "tcd_loss": 0.1, "hcd_loss": 0.0, "step_time": 0.4},
+    {"iteration": 200, "valid_lm_loss": 6.0},
+]
+
+
+def test_series_hold_what_was_logged():
+    assert series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
+    assert series(ROWS, "rtd_loss") == []
+
+
+def test_the_report_says_where_the_loss_ended():
+    text = report(ROWS, 6.5, "# GLUE development scores\n\n| encoder |", "python one.py\npython two.py\n")
+    assert "| masked LM, validation | 7.000 | 6.000 | 200 |" in text
+    assert "unigram level of this corpus is 6.500 nats; the last validation loss lies 0.500 nats below it" in text
+    assert "Median time of a step: 0.300 s." in text
+    assert "\n## GLUE development scores\n" in text
+    assert "```\npython one.py\npython two.py\n```" in text
+    assert "| torch |" in text
+
+
+def test_a_run_that_did_not_learn_is_told_so():
+    assert "1.000 nats above it" in report(ROWS, 5.0, None, None)
+
+
+@pytest.mark.parametrize("rows", [ROWS, [{"iteration": 1, "lm_loss": 9.0}]], ids=["mth", "one plain step"])
+def test_the_figure_is_a_png(tmp_path, rows):
+    pytest.importorskip("matplotlib")
+    draw_losses(rows, 6.5, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_unigram_level_is_the_entropy_of_the_pieces(monkeypatch):
+    monkeypatch.setattr("tools.training_report.IndexedDataset", lambda prefix: [np.array([1, 1]), np.array([5, 7])])
+    assert unigram_level("prefix") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("", "is empty"), ("{}\n{", "line 2: not JSON")]
+)
+def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_metrics(tmp_path)
+
+
+def test_metrics_are_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert read_metrics(tmp_path) == ROWS

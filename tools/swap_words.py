@@ -1,0 +1,130 @@
+#!/usr/bin/env python
+"""Make an acceptability task out of any corpus: real sentences, and sentences in which two words changed places.
+
+The output has CoLA's layout: train.tsv and dev.tsv, no header, four columns (source, label, star, sentence), label 1
+for a real sentence and 0 for a changed one. Both classes are equally many, every sentence is used once, and the two
+files come from different documents. First and last words, punctuation and capitals stay where they are, so that only
+word order tells the classes apart.
+
+    python tools/swap_words.py --input corpus.jsonl --output-dir task/CoLA
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.documents import iter_documents
+from megatron_ddrp.errors import UserError, run_command
+
+MIN_WORDS, MAX_WORDS = 6, 30
+SOURCE = "swap"
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_SENTENCE = re.compile(r"[A-Z][^\t\n]*[.!?]")
+_WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*")
+_MOVABLE = re.compile(r"[a-z]+(?:['-][a-z]+)*")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of `text` that are 6 to 30 words of prose, split at blank space."""
+    found = []
+    for line in text.splitlines():
+        for candidate in _SENTENCE_END.split(line.strip()):
+            words = candidate.split()
+            plain = sum(1 for word in words if _WORD.fullmatch(word.strip(".,;:!?()\"'")))
+            if MIN_WORDS <= len(words) <= MAX_WORDS and _SENTENCE.fullmatch(candidate) and plain >= len(words) - 1:
+                found.append(" ".join(words))
+    return found
+
+
+def swap(sentence: str, rng: random.Random) -> str | None:
+    """`sentence` with two of its different inner lower-case words exchanged; None where there are no two."""
+    words = sentence.split(" ")
+    movable = [index for index in range(1, len(words) - 1) if _MOVABLE.fullmatch(words[index])]
+    pairs = [(i, j) for i in movable for j in movable if i < j and words[i] != words[j]]
+    if not pairs:
+        return None
+    i, j = rng.choice(pairs)
+    words[i], words[j] = words[j], words[i]
+    return " ".join(words)
+
+
+def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> list[tuple[int, str]]:
+    """At most `limit` rows (label, sentence), half of each label, in random order."""
+    candidates = []
+    for found in documents:
+        for sentence in found:
+            changed = swap(sentence, rng)
+            if changed is not None:
+                candidates.append((sentence, changed))
+    rng.shuffle(candidates)
+    half = min(limit, len(candidates)) // 2
+    rows = [(1, real) for real, _ in candidates[:half]] + [(0, changed) for _, changed in candidates[half : 2 * half]]
+    rng.shuffle(rows)
+    return rows
+
+
+def make_task(
+    texts: Iterable[str], train: int, dev: int, seed: int
+) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """(training rows, development rows), at most so many, from different documents.
+
+    Documents go to development until it has twice the sentences that it needs, for some cannot be changed, or a tenth
+    of all. A sentence that occurs twice counts once.
+    """
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    documents = []
+    for text in texts:
+        found = [s for s in dict.fromkeys(sentences(text)) if s not in seen]
+        seen.update(found)
+        if found:
+            documents.append(found)
+    # By content rather than by position: an added document does not reshuffle the others.
+    documents.sort(key=lambda found: (zlib.crc32(f"{seed} {found[0]}".encode()), found[0]))
+    total = sum(map(len, documents))
+    wanted = min(2 * dev, max(1, total // 10))
+    dev_documents = []
+    held = 0
+    while documents and held < wanted:
+        dev_documents.append(documents.pop())
+        held += len(dev_documents[-1])
+    return labelled(documents, rng, train), labelled(dev_documents, rng, dev)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt, also compressed")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for train.tsv and dev.tsv")
+    parser.add_argument("--train-rows", type=int, default=6000, metavar="N", help="at most so many training rows")
+    parser.add_argument("--dev-rows", type=int, default=1000, metavar="N", help="at most so many development rows")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="decides the split, the words and the order")
+    arguments = parser.parse_args()
+    if arguments.train_rows < 2 or arguments.dev_rows < 2:
+        parser.error("--train-rows and --dev-rows: expected at least 2, one row of each label")
+    texts = (text for (text,) in iter_documents(arguments.input))
+    train, dev = make_task(texts, arguments.train_rows, arguments.dev_rows, arguments.seed)
+    if not train or not dev:
+        raise UserError(
+            f"{', '.join(arguments.input)}: too few sentences of {MIN_WORDS} to {MAX_WORDS} words in at least two "
+            "documents to make a task; give a larger corpus"
+        )
+    for name, rows in (("train.tsv", train), ("dev.tsv", dev)):
+        with AtomicFile(arguments.output_dir / name) as stream:
+            for label, sentence in rows:
+                stream.write(f"{SOURCE}\t{label}\t{'' if label else '*'}\t{sentence}\n".encode())
+    print(f"{arguments.output_dir}: {len(train)} training and {len(dev)} development rows")
+
+
+if __name__ == "__main__":
+    run_command(main)
