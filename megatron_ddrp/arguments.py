@@ -155,7 +155,7 @@ def _checked(path: str, key: str, value: Any, f: dataclasses.Field, kind: type) 
             raise ValueError
         if "choices" in f.metadata and converted not in f.metadata["choices"]:
             raise ValueError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(
             f"--config {path}: {key}: got {value!r}, expected {expected}", exit_code=WRONG_ARGUMENTS
         ) from None

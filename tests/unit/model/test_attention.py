@@ -92,7 +92,7 @@ def test_ddrp_logits_equal_the_twin(relative_distance):
     place = torch.arange(SEQ).expand(2, SEQ)
     fast = attention_logits(query, key, encoding.terms(config, encoding(place)))
     table = encoding.direction, encoding.distance
-    slow = torch.stack([positions.ddrp_scores(q, k, *table, list(range(SEQ))) for q, k in zip(query, key)])
+    slow = torch.stack([positions.ddrp_scores(q, k, *table, list(range(SEQ))) for q, k in zip(query, key, strict=True)])
     assert_same(fast, slow, [query, key, *table])
 
 
@@ -100,15 +100,15 @@ def test_absolute_logits_equal_the_twin():
     config = tiny_config(position_encoding="absolute")
     query, key = random(2, HEADS, SEQ, DIM), random(2, HEADS, SEQ, DIM)
     fast = attention_logits(query, key, REGISTRY["absolute"](config).terms(config, ()))
-    assert_same(fast, torch.stack([positions.absolute_scores(q, k) for q, k in zip(query, key)]), [query, key])
+    assert_same(
+        fast, torch.stack([positions.absolute_scores(q, k) for q, k in zip(query, key, strict=True)]), [query, key]
+    )
 
 
 @pytest.mark.parametrize("kind", TERMS)
 def test_logits_equal_the_contract_formula(kind):
     query, key, terms = random(BATCH, HEADS, SEQ, DIM), random(BATCH, HEADS, SEQ, DIM), make_terms(kind)
-    assert_same(
-        attention_logits(query, key, terms), loop_logits(query, key, terms), [query, key, *tensors_of(terms)]
-    )
+    assert_same(attention_logits(query, key, terms), loop_logits(query, key, terms), [query, key, *tensors_of(terms)])
 
 
 def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS):
@@ -158,7 +158,7 @@ def test_context_and_cosine_equal_the_twins(backend, kind):
     context, cosine = BACKENDS[backend](query, key, value, terms, DOCUMENT_IDS, heads, 0.0)
     context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
     logits = loop_logits(query, key, terms)
-    slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS)])
+    slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS, strict=True)])
     assert_same(context, slow, inputs)
     slow = torch.stack([mth.hcd([logits[b]], [[0, 2]], (DOCUMENT_IDS[b] > 0).tolist()) for b in range(3)])
     assert_same(cosine[:3], slow, [x for x in inputs if x is not value])

@@ -32,7 +32,9 @@ def test_names_and_shapes_are_the_golden_ones(variant):
 
 
 def test_pre_norm_adds_one_last_norm():
-    names = {order: {n for n, _ in tiny_model(layernorm_position=order).named_parameters()} for order in ("post", "pre")}
+    names = {
+        order: {n for n, _ in tiny_model(layernorm_position=order).named_parameters()} for order in ("post", "pre")
+    }
     assert names["pre"] - names["post"] == {"head.final_norm.weight", "head.final_norm.bias"}
     assert names["post"] < names["pre"]
 
@@ -122,7 +124,9 @@ def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
     difference = (encode(model, permuted) - encode(model, batch)[:, order]).abs().max()
     assert difference > 1e-2
     with torch.no_grad():  # without its position parameters the model sees a bag of tokens
-        tables = [model.embeddings.absolute.weight] if encoding == "absolute" else model.embeddings.position.parameters()
+        tables = (
+            [model.embeddings.absolute.weight] if encoding == "absolute" else model.embeddings.position.parameters()
+        )
         for parameter in tables:
             parameter.zero_()
     torch.testing.assert_close(encode(model, permuted), encode(model, batch)[:, order], rtol=0, atol=1e-11)
@@ -140,7 +144,7 @@ def test_every_parameter_learns_under_mth(variant, order):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_under_mlm_only_key_biases_do_not_learn(variant):
-    """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that and does see it."""
+    """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that."""
     model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
     model(batch, Draws.none(3, 2))[0].backward()
     still = {name for name, parameter in model.named_parameters() if parameter.grad.abs().max() < 1e-12}

@@ -67,9 +67,7 @@ def layer_parameters(layer):
         "ffn_out": layer.feed_forward.output,
         "ffn_norm": layer.feed_forward_norm,
     }
-    return {
-        f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")
-    }
+    return {f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")}
 
 
 def twin_encode(model, batch, row):
@@ -77,7 +75,8 @@ def twin_encode(model, batch, row):
     config, embeddings = model.config, model.embeddings
     place, document_ids = batch.position_ids[row].tolist(), batch.document_ids[row].tolist()
     rows = []
-    for token, segment, position in zip(batch.input_ids[row].tolist(), batch.segment_ids[row].tolist(), place):
+    tokens, segments = batch.input_ids[row].tolist(), batch.segment_ids[row].tolist()
+    for token, segment, position in zip(tokens, segments, place, strict=True):
         vector = embeddings.token.weight[token] + embeddings.segment.weight[segment]
         rows.append(vector if embeddings.absolute is None else vector + embeddings.absolute.weight[position])
     hidden = attention.layer_norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, 1e-12)

@@ -60,7 +60,7 @@ def test_hcd_of_content_by_grams_equals_the_twin(heads):
     gram = mth.content_gram(query[:, heads], key[:, heads], VALID, 0.3)
     assert_same(mth.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key])
     logits = query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3
-    inner = (logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2))
+    inner = logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2)
     torch.testing.assert_close(gram, inner, rtol=0, atol=1e-12)
 
 

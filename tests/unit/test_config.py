@@ -1,0 +1,140 @@
+"""Settings: the paper's defaults, refusals in one line, a lossless round trip through JSON."""
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, concerns, flag, load_config, save_config
+from megatron_ddrp.errors import UserError
+
+
+def test_defaults_are_the_papers_base_model():
+    config = Config()
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_size) == (12, 768, 12, 3072)
+    assert (model.head_dim, model.seq_length, model.relative_distance) == (64, 512, 64)
+    assert (model.hidden_dropout, model.attention_dropout, model.layernorm_position) == (0.1, 0.1, "post")
+    assert model.position_encoding == "ddrp" and model.relative_table == "shared"
+    objective = config.objective
+    assert (objective.objective, objective.tcd_weight, objective.hcd_weight) == ("mth", 1.0, 0.01)
+    assert (objective.tcd_tokens, objective.hcd_heads, objective.mask_prob) == (50, 2, 0.15)
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (1e-4, 0.9, 0.999, 1e-6)
+    assert (optimizer.weight_decay, optimizer.lr_decay_style) == (0.01, "linear")
+    assert (config.training.global_batch_size, config.training.train_iters) == (256, 1_000_000)
+
+
+def test_weights_follow_the_objective_unless_given():
+    assert ObjectiveConfig(objective="mlm").weights == (1.0, 0.0, 0.0)
+    assert ObjectiveConfig(objective="mth").weights == (1.0, 1.0, 0.01)
+    assert ObjectiveConfig(objective="mlm", tcd_weight=0.5).weights == (1.0, 0.5, 0.0)
+    assert ObjectiveConfig(objective="mth", hcd_weight=0.0).weights == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("vocab, padded", [(1, 128), (128, 128), (129, 256), (30522, 30592)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_128(vocab, padded):
+    assert ModelConfig(vocab_size=vocab).padded_vocab_size == padded
+
+
+def test_every_flag_has_help_and_every_section_a_title():
+    seen = set()
+    for name, section in concerns().items():
+        assert section.__doc__ and "\n" not in section.__doc__, name
+        for f in dataclasses.fields(section):
+            assert f.name not in seen, f"{f.name} would be two flags"
+            seen.add(f.name)
+            if (section, f.name) == (ModelConfig, "vocab_size"):
+                continue  # comes from the tokenizer
+            assert len(f.metadata.get("help", "")) > 10, f"{flag(f.name)} has no help"
+            if "choices" in f.metadata:
+                assert f.default in f.metadata["choices"], f.name
+
+
+REFUSED = [
+    ("model", {"num_layers": 0}, "--num-layers is 0"),
+    ("model", {"relative_distance": 0}, "--relative-distance is 0"),
+    ("model", {"ffn_hidden_size": 0}, "--ffn-hidden-size is 0"),
+    ("model", {"ffn_hidden_size": -4}, "--ffn-hidden-size is -4"),
+    ("model", {"seq_length": 2}, "at least 3"),
+    ("model", {"hidden_size": 100}, "not divisible"),
+    ("model", {"hidden_dropout": 1.0}, "--hidden-dropout is 1.0"),
+    ("model", {"attention_dropout": -0.1}, "--attention-dropout is -0.1"),
+    ("objective", {"tcd_tokens": 1}, "--tcd-tokens is 1"),
+    ("objective", {"hcd_heads": 1}, "--hcd-heads is 1"),
+    ("objective", {"hcd_heads": -1}, "--hcd-heads is -1"),
+    ("objective", {"hcd_heads": 13}, "--hcd-heads 13 of --num-attention-heads 12"),
+    ("objective", {"mask_prob": 0.0}, "--mask-prob is 0.0"),
+    ("training", {"micro_batch_size": 0}, "--micro-batch-size is 0"),
+    ("training", {"train_iters": 0}, "--train-iters is 0"),
+    ("training", {"num_threads": 0}, "--num-threads is 0"),
+    ("training", {"bf16": True, "fp16": True}, "exclude each other"),
+    ("optimizer", {"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction is 1.5"),
+    ("optimizer", {"min_lr": 1.0}, "--min-lr 1.0 is above --lr"),
+    ("checkpoint", {"save_interval": 0}, "--save-interval is 0"),
+    ("checkpoint", {"keep_last": -1}, "--keep-last is -1"),
+    ("checkpoint", {"exit_interval": 0}, "--exit-interval is 0"),
+    ("logging", {"log_interval": 0}, "--log-interval is 0"),
+]
+
+
+@pytest.mark.parametrize("concern, changes, message", REFUSED, ids=[f"{c}-{n}" for _, c, n in REFUSED])
+def test_impossible_settings_are_refused_in_one_line(concern, changes, message):
+    with pytest.raises(UserError) as refusal:
+        Config().replace(**{concern: changes})
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+    assert refusal.value.exit_code == 2
+
+
+def test_pairs_of_concerns_are_refused():
+    with pytest.raises(UserError, match="--bf16 with --zero-stage 0"):
+        Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
+    # One head has no pair: the mean over pairs would be 0/0.
+    with pytest.raises(UserError, match="--num-attention-heads is 1"):
+        Config().replace(model={"num_attention_heads": 1}, objective={"hcd_heads": 0})
+    Config().replace(model={"num_attention_heads": 1}, objective={"hcd_weight": 0.0})
+    Config().replace(model={"num_attention_heads": 1}, objective={"objective": "mlm", "hcd_weight": None})
+
+
+def test_configurations_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.num_layers = 3
+
+
+def changed():
+    return Config().replace(
+        model={"num_layers": 3, "position_encoding": "absolute", "vocab_size": 777, "ffn_hidden_size": 99},
+        objective={"objective": "mlm", "hcd_weight": 0.25},
+        training={"bf16": True},
+        checkpoint={"save": "run", "exit_interval": 5},
+    )
+
+
+def test_replace_changes_what_it_names_alone():
+    config = changed()
+    assert config.model.num_layers == 3 and config.model.hidden_size == 768 and config.optimizer == Config().optimizer
+    assert Config().model.num_layers == 12
+
+
+@pytest.mark.parametrize("config", [Config(), changed()], ids=["default", "changed"])
+def test_round_trips(config, tmp_path):
+    assert Config.from_dict(config.to_dict()) == config
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    save_config(config, tmp_path)
+    assert load_config(tmp_path) == config
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_missing_or_foreign_config_json_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match="config.json not found"):
+        load_config(tmp_path)
+    values = Config().to_dict()
+    values["model"]["rotary_base"] = 10000
+    with pytest.raises(UserError, match="'rotary_base'"):
+        Config.from_dict(values)
+
+
+def test_settings_that_an_older_version_did_not_know_get_their_defaults():
+    values = Config().to_dict()
+    del values["model"]["relative_table"], values["logging"]
+    assert Config.from_dict(values) == Config()
