@@ -40,7 +40,12 @@ def newest(folder: Path) -> Path | None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """state.json of one checkpoint: iteration, consumed_samples, consumed_tokens, config, world_size."""
-    return json.loads((path / STATE).read_text(encoding="utf-8"))
+    try:
+        return json.loads((path / STATE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            f"{path / STATE} is damaged ({error}): write an older tag into {path.parent / LATEST}"
+        ) from None
 
 
 def mark_latest(folder: Path, name: str) -> None:

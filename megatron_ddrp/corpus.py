@@ -30,7 +30,10 @@ class Corpus:
             )
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.vocab_file, config.data.tokenizer_model)
         check_tokenizer(config.data.data_path, tokenizer)
-        return cls(tokenizer, IndexedDataset(config.data.data_path), config)
+        dataset = IndexedDataset(config.data.data_path)
+        if dataset.manifest is None:
+            check_ids(dataset, tokenizer.vocab_size)
+        return cls(tokenizer, dataset, config)
 
     def samples(self, split: str) -> SampleIndex:
         """The sequences of `train`, `valid` or `test`."""
@@ -61,4 +64,18 @@ class Corpus:
             rank=rank,
             world_size=world_size,
             seed=training.seed,
+        )
+
+
+def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    """Refuse a dataset that holds ids outside the vocabulary, before a run rather than in its midst.
+
+    Only needed where no manifest ties the dataset to its tokenizer, such as beside Megatron's own files.
+    """
+    lowest, highest = dataset.id_range()
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(
+            f"{dataset.prefix}: token ids from {lowest} to {highest}, but the vocabulary has {vocab_size} pieces "
+            f"(ids from 0 to {vocab_size - 1}); give the vocabulary that the dataset was preprocessed with, or preprocess "
+            "again"
         )

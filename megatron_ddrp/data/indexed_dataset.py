@@ -34,6 +34,9 @@ DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: 
 
 _MEND = "copy both files again, or preprocess again"
 
+CHUNK_TOKENS = 1 << 24
+"""How many tokens are looked at at once where a whole dataset is read."""
+
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The type that stores ids of a vocabulary: uint16 below 65,500 pieces, else int32 (Megatron's rule)."""
@@ -100,6 +103,12 @@ class IndexedDataset:
             return None
         except ValueError as error:
             raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
+
+    def id_range(self) -> tuple[int, int]:
+        """The smallest and the largest token id, by reading the whole file; (0, 0) for a dataset without tokens."""
+        parts = [self._tokens[begin : begin + CHUNK_TOKENS] for begin in range(0, len(self._tokens), CHUNK_TOKENS)]
+        lowest = min((int(part.min()) for part in parts), default=0)
+        return lowest, max((int(part.max()) for part in parts), default=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return IndexedDataset, (self.prefix,)

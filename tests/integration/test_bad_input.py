@@ -1,0 +1,219 @@
+"""A user's mistake costs one clear line: the right exit code, no traceback, nothing written and nothing lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ddrp.checkpoint import newest
+from tests.conftest import TinyCorpus
+from tests.integration.launch import Result, start_ranks
+
+Flags = Callable[..., list[str]]
+WRONG_ARGUMENTS, FAILURE = 2, 1
+
+
+def assert_refused(result: Result, exit_code: int, *words: str) -> None:
+    """Every rank ends with the code; one line in all, and it holds the words."""
+    assert result.exit_codes == [exit_code] * len(result.exit_codes), "\n".join(result.stderr)
+    lines = [line for stderr in result.stderr for line in stderr.splitlines()]
+    assert len(lines) == 1, "\n".join(lines)
+    assert lines[0].startswith("pretrain_bert.py: error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a folder."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, *words: str) -> None:
+    """Run with wrong settings; the folder of the run must not come to be."""
+    assert_refused(start_ranks(flags(save=folder / "run", **changes)), exit_code, *words)
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 33}, ("--hidden-size 33", "--num-attention-heads 4")),
+        ({"bf16": True, "zero_stage": 0}, ("--bf16", "--zero-stage 0", "1 or higher")),
+        ({"fp16": True, "zero_stage": 0}, ("--fp16", "--zero-stage 0")),
+        ({"bf16": True, "fp16": True}, ("--bf16", "--fp16")),
+        ({"global_batch_size": 10}, ("--global-batch-size is 10", "8 or 12")),
+        ({"hcd_heads": 5}, ("--hcd-heads 5", "--num-attention-heads 4")),
+        ({"position_encoding": "sinusoidal"}, ("sinusoidal", "absolute", "ddrp")),
+        ({"train_iters": "many"}, ("--train-iters", "many")),
+        ({"split": "90,-1"}, ("--split", "90,-1")),
+        ({"hidden_sizes": 32}, ("--hidden-sizes", "did you mean --hidden-size?")),
+        ({"lr": -1.0, "min_lr": 0.0}, ("--lr -1.0",)),
+        ({"data_path": None}, ("--data-path is missing",)),
+        ({"vocab_file": None}, ("--vocab-file",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(changes: dict[str, Any], words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:
+    refuse(flags, tmp_path, changes, WRONG_ARGUMENTS, *words)
+
+
+@pytest.mark.parametrize("name", ["data_path", "vocab_file"])
+def test_missing_file(name: str, flags: Flags, tmp_path: Path) -> None:
+    refuse(flags, tmp_path, {name: tmp_path / "nowhere"}, FAILURE, str(tmp_path / "nowhere"))
+
+
+def test_vocabulary_of_another_dataset(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    vocab_file = tmp_path / "other.txt"
+    vocab_file.write_text(tiny_corpus.vocab_file.read_text(encoding="utf-8") + "unheard\n", encoding="utf-8")
+    refuse(flags, tmp_path, {"vocab_file": vocab_file}, FAILURE, "made by tokenizer", "preprocess")
+
+
+def copied_dataset(corpus: TinyCorpus, folder: Path, *suffixes: str) -> Path:
+    """A dataset of our own to damage."""
+    prefix = folder / "copied"
+    for suffix in suffixes:
+        shutil.copy(f"{corpus.prefix}{suffix}", f"{prefix}{suffix}")
+    return prefix
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ids_beyond_the_vocabulary(world_size: int, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx")  # no manifest that would tell sooner
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "short.txt").write_text("".join(pieces[:300]), encoding="utf-8")
+    arguments = flags(data_path=prefix, vocab_file=tmp_path / "short.txt")
+    result = start_ranks(arguments, world_size)
+    assert_refused(result, FAILURE, "token ids from", "300 pieces")
+    assert result.seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [(".idx", "truncated"), (".idx", "overwritten"), (".bin", "truncated")],
+)
+def test_damaged_dataset(suffix: str, damage: str, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx", ".json")
+    path = Path(f"{prefix}{suffix}")
+    data = path.read_bytes()
+    path.write_bytes(data[:-3] if damage == "truncated" else b"Lorem ipsum" + data[11:])
+    refuse(flags, tmp_path, {"data_path": prefix}, FAILURE, str(path))
+
+
+def test_yaml_with_an_unknown_key(flags: Flags, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("num-layer: 3\n", encoding="utf-8")
+    refuse(flags, tmp_path, {"config": path}, WRONG_ARGUMENTS, str(path), "'num-layer'", "num-layers")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("lr: fast\n", "lr"),
+        ("- 1\n", "list"),
+        ("lr: [1\n", "cannot be read"),
+        ("bf16: 1\n", "true or false"),
+        ("train-iters: 2.5\n", "a whole number"),
+    ],
+)
+def test_yaml_with_a_wrong_value(text: str, word: str, flags: Flags, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    refuse(flags, tmp_path, {"config": path}, WRONG_ARGUMENTS, str(path), word)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ('{"zero_optimization": {"stage": 2}}', ("zero_optimization.stage is 2", "flags say 1", "--zero-stage")),
+        ('{"train_batch_size": 64}', ("train_batch_size is 64", "--global-batch-size")),
+        ('{"bf16": {"enabled": true}}', ("bf16.enabled", "--bf16")),
+        ('{"optimizer": {"type": "Lamb"}}', ("optimizer", "--lr")),
+        ('{"bf16": ', ("cannot be read",)),
+    ],
+)
+def test_deepspeed_file_against_the_flags(settings: str, words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(settings, encoding="utf-8")
+    refuse(flags, tmp_path, {"deepspeed_config": path}, WRONG_ARGUMENTS, str(path), *words)
+
+
+def test_deepspeed_file_may_repeat_the_flags(flags: Flags, tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}', encoding="utf-8")
+    start_ranks(flags(deepspeed_config=path, train_iters=1)).check()
+
+
+@pytest.fixture(scope="module")
+def finished_run(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with one checkpoint; copy it before damaging it."""
+    folder = tmp_path_factory.mktemp("finished")
+    start_ranks(flags(save=folder, train_iters=2), world_size=2).check()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 3}, ("another architecture", "--num-layers is 2 there and 3 here")),
+        ({"position_encoding": "absolute"}, ("another architecture", "--position-encoding is ddrp")),
+        ({"zero_stage": 2}, ("--zero-stage 1",)),
+        ({"bf16": True}, ("precision", "--bf16")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_checkpoint_of_another_model(
+    changes: dict[str, Any], words: tuple[str, ...], finished_run: Path, flags: Flags, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    before = contents(folder)
+    arguments = flags(save=folder, load=folder, **{"train_iters": 4, **changes})
+    assert_refused(start_ranks(arguments, world_size=2), FAILURE, *words)
+    assert contents(folder) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("*zero_pp_rank_1*optim_states.pt", ("rank 1 cannot load",)),
+        ("*model_states.pt", ("cannot load",)),
+        ("state.json", ("state.json",)),
+    ],
+    ids=["one-rank", "every-rank", "state"],
+)
+def test_damaged_checkpoint(
+    pattern: str, words: tuple[str, ...], finished_run: Path, flags: Flags, tmp_path: Path
+) -> None:
+    """Ranks whose own part is whole must not wait for the one that cannot go on."""
+    folder = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    path = newest(folder)
+    assert path
+    (shard,) = path.glob(pattern)
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    before = contents(folder)
+    result = start_ranks(flags(save=folder, load=folder, train_iters=4), world_size=2)
+    assert_refused(result, FAILURE, str(path), *words)
+    assert result.seconds < 60
+    assert contents(folder) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "exit_code"),
+    [({"hidden_size": 33}, WRONG_ARGUMENTS), ({"vocab_file": "nowhere.txt"}, FAILURE), ({"bogus": 1}, WRONG_ARGUMENTS)],
+    ids=["argument", "file", "flag"],
+)
+def test_two_ranks_say_it_once(changes: dict[str, Any], exit_code: int, flags: Flags) -> None:
+    assert_refused(start_ranks(flags(**changes), world_size=2), exit_code)
+
+
+def test_latest_that_names_nothing(flags: Flags, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("iter_0000009\n", encoding="utf-8")
+    arguments = flags(save=tmp_path, load=tmp_path)
+    assert_refused(start_ranks(arguments), FAILURE, "iter_0000009", "missing or incomplete")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
