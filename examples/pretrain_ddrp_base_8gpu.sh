@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The paper's base model: DDRP + MTH, 12 layers x 768, batch 256, 1M steps, sequences of 512 tokens (appendix A).
+#
+#   hardware   one machine with 8 GPUs of at least 32 GB; on V100s replace --bf16 by --fp16
+#   time       not measured by us; step 1's progress line prints an estimate
+#   result     the paper's GLUE average for this model is 85.00 (its table 1)
+#
+#   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_ddrp_base_8gpu.sh [more flags]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
+    --position-encoding ddrp --relative-distance 64)
+OBJECTIVE_ARGS=(--objective mth --tcd-weight 1.0 --hcd-weight 0.01 --tcd-tokens 50 --hcd-heads 2)
+TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 256 --train-iters 1000000
+    --lr 1e-4 --lr-warmup-fraction 0.01 --weight-decay 0.01 --clip-grad 1.0 --bf16 --zero-stage 1)
+DATA_ARGS=(--data-path "${DATA:-corpus_text_document}" --vocab-file "${VOCAB:-vocab.txt}" --split 949,50,1)
+OUTPUT_ARGS=(--log-interval 100 --eval-interval 5000 --eval-iters 20 --save-interval 10000 --keep-last 5
+    --save "${SAVE:-runs/ddrp_base}" --load "${SAVE:-runs/ddrp_base}")
+
+exec deepspeed --num_gpus 8 pretrain_bert.py "${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" \
+    "${OUTPUT_ARGS[@]}" ${DRY_RUN:+--dry-run} "$@"
