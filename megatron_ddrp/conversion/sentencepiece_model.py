@@ -42,7 +42,8 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     if isinstance(character_map, bytes) and character_map:
         steps.append(normalizers.Precompiled(character_map))
     if normalizer.get(4, 1):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        outer = normalizers.Replace(Regex(r"\A +| +\z"), "")  # spaces alone; Strip would take line breaks as well
+        steps += [outer, normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
     prepend = "always" if normalizer.get(3, 1) else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=WORD_START, prepend_scheme=prepend)

@@ -93,7 +93,7 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     """
     _refuse_output(output, overwrite)
     source = _find_checkpoint(load)
-    model, tokenizer, config = checkpoint.load_model(source)
+    model, tokenizer, config = checkpoint.load_model(source.resolve())
     weights = exported_weights(dict(model.named_parameters()), config.model)
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -189,8 +189,10 @@ def _find_checkpoint(load: Path) -> Path:
         raise UserError(f"--load {load}: no checkpoint in it; give a folder that pretrain_bert.py --save wrote")
     try:
         config = Config.from_dict(checkpoint.read_state(path)["config"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / checkpoint.STATE} cannot be read ({error!r}): give another checkpoint") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path / checkpoint.STATE} holds no configuration ({error!r}): give another checkpoint"
+        ) from None
     if config.model.position_encoding not in EXPORTED_ENCODINGS:
         raise UserError(
             f"{path} has {config.model.position_encoding!r} positions, which cannot be exported: "

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
+from megatron_ddrp.conversion.sentencepiece_model import WORD_START, unigram_tokenizer
 from megatron_ddrp.data.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, Tokenizer
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -74,7 +74,7 @@ def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
     """Whether both cut the text of the vocabulary's first pieces into the same ids."""
     special = set(tokenizer.special_ids.tolist())
     pieces = [piece for i, piece in enumerate(tokenizer.pieces) if i not in special]
-    words = [piece for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:PROBED_PIECES]
+    words = [piece.replace(WORD_START, " ") for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:PROBED_PIECES]
     texts = [" ".join(words[start : start + 50]) for start in range(0, len(words), 50)]
     ours = tokenizer.encode_batch(texts)
     return ours == [encoding.ids for encoding in converted.encode_batch(texts, add_special_tokens=False)]

@@ -197,6 +197,7 @@ def test_what_cannot_be_exported_is_named(tmp_path, tokenizer):
     state_file.write_text(json.dumps(state))
     with pytest.raises(UserError, match="'spiral'.*absolute or ddrp"):
         export_checkpoint(load, tmp_path / "hf")
-    state_file.write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        export_checkpoint(load, tmp_path / "hf")
+    for damaged in ("{", "{}", '{"config": 3}'):
+        state_file.write_text(damaged)
+        with pytest.raises(UserError, match="state.json (is damaged|holds no configuration)"):
+            export_checkpoint(load, tmp_path / "hf")

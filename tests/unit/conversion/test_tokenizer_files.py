@@ -12,6 +12,7 @@ TEXTS = [
     "The cats, singing  birds\tand Caté.",
     "RED\u00a0dog's [bird] \u4e2d\u6587 \ufb01sh\u200b x\u0301",
     "   spaces  at both ends ",
+    "\rline\nbreaks \r\n",
     "",
     "green-blue 3.14 \U0001f600\U0001f600 runs",
 ]
@@ -86,8 +87,9 @@ OWN_SPECIALS = {"pad_id": 0, "pad_piece": "[PAD]", "unk_id": 1, "unk_piece": "[U
         {**OWN_SPECIALS, "control_symbols": ["[CLS]", "[SEP]", "[MASK]"], "normalization_rule_name": "nmt_nfkc_cf"},
         {},
         {"byte_fallback": True, "vocab_size": 330},
+        {"normalization_rule_name": "identity", "add_dummy_prefix": False},
     ],
-    ids=["trained by us", "specials appended", "bytes"],
+    ids=["trained by us", "specials appended", "bytes", "plain"],
 )
 def test_sentencepiece_unigram(tmp_path, folder, options):
     tokenizer = sentencepiece_model(tmp_path, **options)
