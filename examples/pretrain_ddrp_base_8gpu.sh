@@ -18,5 +18,9 @@ DATA_ARGS=(--data-path "${DATA:-corpus_text_document}" --vocab-file "${VOCAB:-vo
 OUTPUT_ARGS=(--log-interval 100 --eval-interval 5000 --eval-iters 20 --save-interval 10000 --keep-last 5
     --save "${SAVE:-runs/ddrp_base}" --load "${SAVE:-runs/ddrp_base}")
 
-exec deepspeed --num_gpus 8 pretrain_bert.py "${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" \
-    "${OUTPUT_ARGS[@]}" ${DRY_RUN:+--dry-run} "$@"
+ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+
+if [[ -n ${DRY_RUN:-} ]]; then
+    WORLD_SIZE=8 exec python pretrain_bert.py "${ARGS[@]}" --dry-run
+fi
+exec deepspeed --num_gpus 8 pretrain_bert.py "${ARGS[@]}"

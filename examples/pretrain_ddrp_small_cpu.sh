@@ -11,10 +11,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128
     --hidden-dropout 0 --attention-dropout 0 --position-encoding ddrp --objective mth)
-TRAINING_ARGS=(--micro-batch-size 16 --global-batch-size 32 --train-iters 2500 --lr 1e-3 --lr-warmup-fraction 0.02 --bf16)
+TRAINING_ARGS=(--micro-batch-size 16 --global-batch-size 32 --train-iters 2000 --lr 1e-3 --lr-warmup-fraction 0.02 --bf16)
 DATA_ARGS=(--data-path "${DATA:-corpus_text_document}" --vocab-file "${VOCAB:-vocab.txt}")
-OUTPUT_ARGS=(--log-interval 25 --eval-interval 250 --eval-iters 40 --save-interval 500 --keep-last 2
+OUTPUT_ARGS=(--log-interval 25 --eval-interval 200 --eval-iters 40 --save-interval 500 --keep-last 2
     --save "${SAVE:-runs/ddrp_small}" --load "${SAVE:-runs/ddrp_small}")
 
-exec deepspeed --num_gpus 1 pretrain_bert.py "${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" \
-    ${DRY_RUN:+--dry-run} "$@"
+ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+
+if [[ -n ${DRY_RUN:-} ]]; then
+    WORLD_SIZE=1 exec python pretrain_bert.py "${ARGS[@]}" --dry-run
+fi
+exec deepspeed --num_gpus 1 pretrain_bert.py "${ARGS[@]}"
