@@ -75,7 +75,6 @@ def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     lowest, highest = dataset.id_range()
     if lowest < 0 or highest >= vocab_size:
         raise UserError(
-            f"{dataset.prefix}: token ids from {lowest} to {highest}, but the vocabulary has {vocab_size} pieces "
-            f"(ids from 0 to {vocab_size - 1}); give the vocabulary that the dataset was preprocessed with, or preprocess "
-            "again"
+            f"{dataset.prefix}: token ids from {lowest} to {highest}, but the vocabulary has {vocab_size} pieces; give "
+            "the vocabulary that the dataset was preprocessed with, or preprocess again"
         )

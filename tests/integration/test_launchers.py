@@ -1,0 +1,78 @@
+"""`python`, `deepspeed` and `torchrun` all start `pretrain_bert.py`. Everything else is tested without them, faster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyCorpus
+from tests.integration.launch import SCRIPT, free_port, run_command
+from tests.integration.test_run_folder import COMPLETE, assert_complete
+
+Flags = Callable[..., list[str]]
+BIN = Path(sys.executable).parent
+
+
+def launchers() -> dict[str, list[str]]:
+    """A command line each, up to the script."""
+    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    return {
+        "python": [sys.executable],
+        "deepspeed": [str(BIN / "deepspeed"), "--master_port", str(free_port())],
+        "deepspeed-2": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())],
+        "torchrun-2": [*torchrun, "--master-port", str(free_port())],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", launchers())
+def test_every_launcher_trains(launcher: str, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    path = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    ended = run_command([*launchers()[launcher], SCRIPT, *flags(save=tmp_path, **COMPLETE)], PATH=path)
+    assert ended.returncode == 0, ended.stderr
+    assert_complete(tmp_path, tiny_corpus)
+    assert ended.stdout.count("step 5/5 | loss") == 1
+    ranks = 2 if launcher.endswith("-2") else 1
+    assert f"layout: {ranks} rank(s) on cpu" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_underscores_and_the_launchers_own_flags(flags: Flags, tmp_path: Path) -> None:
+    words = [word.replace("-", "_") if word.startswith("--") else word for word in flags(save=tmp_path, train_iters=1)]
+    words = ["--" + word[2:] if word.startswith("__") else word for word in words]
+    ended = run_command([sys.executable, SCRIPT, *words, "--local_rank=0", "--deepspeed"])
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "metrics.jsonl").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "exit_code"), [({"hidden_size": 33}, 2), ({"vocab_file": "nowhere.txt"}, 1)], ids=["argument", "file"]
+)
+def test_a_mistake_is_one_line_of_ours(changes: dict[str, object], exit_code: int, flags: Flags) -> None:
+    """DeepSpeed's launcher adds lines of its own; torchrun's exit code is always 1."""
+    alone = run_command([sys.executable, SCRIPT, *flags(**changes)])
+    assert alone.returncode == exit_code
+    (line,) = alone.stderr.splitlines()
+    launched = run_command(
+        [*launchers()["deepspeed-2"], SCRIPT, *flags(**changes)], PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin"
+    )
+    assert launched.returncode == exit_code
+    assert launched.stderr.count(line) == 1
+    assert "Traceback" not in launched.stderr
+
+
+def test_help_teaches_by_concern() -> None:
+    ended = run_command([sys.executable, SCRIPT, "--help"])
+    assert ended.returncode == 0
+    assert ended.stderr == ""
+    concerns = ("Run", "Model", "Objective", "Data", "Training", "Optimizer", "Scale", "Checkpoints", "Logging")
+    places = [ended.stdout.index(f"\n{concern}:\n") for concern in concerns]
+    assert places == sorted(places)
+    for name in ("--position-encoding", "--tcd-weight", "--zero-stage", "--keep-last", "--dry-run", "example:"):
+        assert name in ended.stdout
+    assert max(map(len, ended.stdout.splitlines())) <= 120
