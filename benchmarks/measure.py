@@ -1,8 +1,8 @@
 """Interleaved timing: on a noisy machine only ratios within a round mean something.
 
-Every round runs all arms once in a fresh random order, so that drift hits them alike. An arm's figure is the median over
-the rounds of its time ÷ the base's time in that round, with a bootstrap 95 % interval. An arm that repeats the base (the
-A/A row) shows what the method itself can resolve.
+Every round runs all arms once in a fresh random order, so that drift hits them alike. An arm's figure is the median of
+its time ÷ the base's time in the same round, with a bootstrap 95 % interval. An arm that repeats the base (the A/A row)
+shows what the method itself can resolve.
 """
 
 from __future__ import annotations
