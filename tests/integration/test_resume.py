@@ -24,11 +24,18 @@ def arguments(flags: Flags, folder: Path, **changes: Any) -> list[str]:
     return flags(**{"train_iters": STEPS, "save": folder, "load": folder, **DROPOUT, **changes})
 
 
+def checkpoint_of(folder: Path) -> Path:
+    """The newest checkpoint, which must be there."""
+    path = newest(folder)
+    assert path
+    return path
+
+
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Equal rows, none missing or twice, and equal weights, to the last bit."""
     assert [row["iteration"] for row in training_rows(folder)] == list(range(1, STEPS + 1))
     assert training_rows(folder) == training_rows(reference)
-    assert newest(folder).name == newest(reference).name == f"iter_{STEPS:07d}"
+    assert checkpoint_of(folder).name == checkpoint_of(reference).name == f"iter_{STEPS:07d}"
     (ours, _, _), (theirs, _, _) = load_model(folder), load_model(reference)
     for name, weight in theirs.named_parameters():
         assert torch.equal(ours.get_parameter(name), weight), name
@@ -117,7 +124,7 @@ def test_killed_while_saving(flags: Flags, tmp_path: Path) -> None:
     start_ranks(arguments(flags, whole, save_interval=2)).check()
     command = arguments(flags, killed, save_interval=2)
     assert start_ranks(command, before=killed_while_saving_step_four).exit_codes == [-signal.SIGKILL]
-    assert newest(killed).name == "iter_0000002"
+    assert checkpoint_of(killed).name == "iter_0000002"
     assert list(killed.glob("iter_*.tmp"))
     assert "at step 2" in start_ranks(command).check().stdout[0]
     assert_same_run(killed, whole)
@@ -127,17 +134,17 @@ def test_killed_while_saving(flags: Flags, tmp_path: Path) -> None:
 def test_a_finished_run_started_again_changes_nothing(flags: Flags, tmp_path: Path) -> None:
     command = arguments(flags, tmp_path)
     start_ranks(command).check()
-    rows, state = read_rows(tmp_path), read_state(newest(tmp_path))
+    rows, state = read_rows(tmp_path), read_state(checkpoint_of(tmp_path))
     start_ranks(command).check()
     assert read_rows(tmp_path) == rows
-    assert read_state(newest(tmp_path)) == state
+    assert read_state(checkpoint_of(tmp_path)) == state
 
 
 def test_a_finished_run_goes_on_under_more_steps(flags: Flags, tmp_path: Path) -> None:
     start_ranks(arguments(flags, tmp_path, train_iters=3)).check()
     start_ranks(arguments(flags, tmp_path, train_iters=5)).check()
     assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
-    assert read_state(newest(tmp_path))["consumed_samples"] == 5 * 8
+    assert read_state(checkpoint_of(tmp_path))["consumed_samples"] == 5 * 8
 
 
 def test_loading_from_another_folder_leaves_it_alone(flags: Flags, tmp_path: Path) -> None:
