@@ -18,7 +18,7 @@ from megatron_ddrp.errors import UserError
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
 
-POSITION_ENCODINGS = ("absolute", "ddrp")
+POSITION_ENCODINGS = ("absolute", "bert-r", "tupe-a", "tupe-r", "deberta", "ddrp")
 OBJECTIVES = ("mlm", "mth")
 
 
@@ -50,6 +50,9 @@ class ModelConfig:
     relative_distance: int = option(64, "r_s: relative distances from here on share one embedding")
     relative_table: str = option(
         "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
+    )
+    deberta_emd: bool | None = option(
+        None, "enhanced mask decoder: absolute positions join just before the head (default: on for deberta)"
     )
     attention_backend: str = option(
         "auto",

@@ -103,13 +103,11 @@ def eager_attention(
     """The reference: A is materialised, masked with a finite value, normalised in fp32 at least."""
     logits = attention_logits(query, key, terms)
     allowed = allowed_pairs(document_ids)
-    masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
-    dtype = torch.float32 if logits.dtype.itemsize < 4 else logits.dtype
-    probabilities = F.dropout(masked.softmax(-1, dtype=dtype).to(value.dtype), dropout)
+    probabilities = _probabilities(logits, allowed, dropout).to(value.dtype)
     cosine = None
     if heads.shape[0]:
         chosen = logits.index_select(1, heads)
-        cosine = mth.logits_cosine(chosen.to(dtype), allowed)
+        cosine = mth.logits_cosine(chosen.to(torch.promote_types(logits.dtype, torch.float32)), allowed)
     return probabilities @ value, cosine
 
 
@@ -131,6 +129,44 @@ def sdpa_attention(
         mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
     return context, head_cosine(query, key, terms, document_ids, heads) if heads.shape[0] else None
+
+
+def attend_from(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    places: Tensor,
+    document_ids: Tensor,
+    dropout: float,
+) -> Tensor:
+    """Attention of some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → `[b, h, m, d]`.
+
+    `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so that offsets are gathered, m·s of them.
+    """
+    batch, num_heads, count, _ = query.shape
+    seq = key.shape[2]
+    logits = (query * terms.scale) @ key.transpose(-1, -2)  # [b, h, m, s]
+    offset = places.unsqueeze(-1) - torch.arange(seq, device=places.device)  # i − j, [b, m, s]
+    index = (offset.clamp(terms.lowest, terms.highest) - terms.lowest).unsqueeze(1).expand(-1, num_heads, -1, -1)
+    if terms.query_table is not None:
+        per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, m, num_relative]
+        logits = logits + per_offset.gather(-1, index) * terms.scale
+    if terms.key_table is not None:
+        per_offset = terms.key_table @ key.transpose(-1, -2)  # [b, h, num_relative, s]
+        logits = logits + per_offset.gather(-2, index) * terms.scale
+    if terms.bias is not None:
+        rows = places[:, None, :, None].expand(-1, num_heads, -1, seq)
+        logits = logits + terms.bias.expand(batch, -1, -1, -1).gather(2, rows)
+    own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
+    allowed = ((own == document_ids.unsqueeze(1)) & (own > 0)).unsqueeze(1)
+    return _probabilities(logits, allowed, dropout).to(value.dtype) @ value
+
+
+def _probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
+    """Softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
+    masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+    return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
 
 
 BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": blocked_attention}

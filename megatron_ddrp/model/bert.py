@@ -13,8 +13,8 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.heads import MaskedLMHead
-from megatron_ddrp.model.positions import PositionEncoding
+from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, MaskedLMHead
+from megatron_ddrp.model.positions import REGISTRY, LayerPositions, PositionEncoding
 from megatron_ddrp.model.stages import StageState
 from megatron_ddrp.objectives.mth import Draws
 
@@ -29,51 +29,57 @@ class Bert(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
         self.head = MaskedLMHead(config, self.embeddings.token)
+        decodes = config.deberta_emd
+        if decodes is None:
+            decodes = REGISTRY[config.position_encoding].decodes_absolute
+        self.mask_decoder = EnhancedMaskDecoder(config) if decodes else None
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
         """BERT's: normal(0, `init_method_std`) matrices, zero biases, unit LayerNorms. Encodings draw their own."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(std=self.config.init_method_std)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             module.bias.data.zero_()
 
     def stages(self) -> list[nn.Module]:
         """The model as stages, each mapping a tuple of tensors to the next one's."""
-        return [self.embeddings, *self.layers, self.head]
+        if self.mask_decoder is None:
+            return [self.embeddings, *self.layers, self.head]
+        *first, last = self.layers
+        return [self.embeddings, *first, DecodingStage(last, self.mask_decoder, self.head)]
 
     def forward(self, batch: Batch, draws: Draws) -> Tensor:
         """Sums `[3]` over this micro-batch of −log p (LM), TCD and HCD; the caller divides by the global counts."""
-        return self.head(self._run(batch, batch.labels, draws))
+        tensors = first_tensors(batch, draws)
+        for stage in self.stages():
+            tensors = self._run(stage, tensors)
+        return tensors  # type: ignore[return-value]
 
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The last hidden states, `[batch, seq, hidden]`; all arguments int64 `[batch, seq]`, see `Batch`."""
         draws = Draws.none(len(input_ids), self.config.num_layers, input_ids.device)
-        batch = Batch(input_ids, draws.token_mask, document_ids, position_ids, segment_ids, document_ids)
-        return self.head.last_hidden(StageState.unpack(self._run(batch, batch.labels, draws)).hidden)
+        nothing_to_predict = draws.token_mask
+        batch = Batch(input_ids, nothing_to_predict, document_ids, position_ids, segment_ids, document_ids)
+        tensors = first_tensors(batch, draws)
+        for stage in (self.embeddings, *self.layers):
+            tensors = self._run(stage, tensors)
+        return self.head.last_hidden(StageState.unpack(tensors).hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, padding cut off."""
         return self.head.logits(hidden)[..., : self.config.vocab_size]
 
-    def _run(self, batch: Batch, labels: Tensor, draws: Draws) -> tuple[Tensor, ...]:
-        tensors = self.embeddings(
-            (
-                batch.input_ids,
-                batch.segment_ids,
-                batch.document_ids,
-                batch.position_ids,
-                labels,
-                draws.token_mask,
-                draws.heads,
-            )
-        )
-        for layer in self.layers:
-            if self.checkpoint_activations and self.training:
-                tensors = checkpoint(layer, tensors, use_reentrant=False)
-            else:
-                tensors = layer(tensors)
-        return tensors
+    def _run(self, stage: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.checkpoint_activations and self.training and isinstance(stage, (EncoderLayer, DecodingStage)):
+            return checkpoint(stage, tensors, use_reentrant=False)  # type: ignore[return-value]
+        return stage(tensors)
+
+
+def first_tensors(batch: Batch, draws: Draws) -> tuple[Tensor, ...]:
+    """What the first stage takes."""
+    ids = (batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+    return (*ids, batch.labels, draws.token_mask, draws.heads)
 
 
 def build_model(config: ModelConfig, checkpoint_activations: bool = False) -> Bert:
@@ -86,7 +92,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     position = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, PositionEncoding)
+        if isinstance(module, (PositionEncoding, LayerPositions, EnhancedMaskDecoder))
         for parameter in module.parameters()
     }
     if isinstance(model, Bert) and model.embeddings.absolute is not None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.stages import NUM_LOSSES, StageState
 
@@ -22,6 +23,7 @@ class Embeddings(nn.Module):
         self.token = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.segment = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
         encoding = REGISTRY[config.position_encoding](config)
+        self.longest = config.seq_length if encoding.limits_length else None
         self.absolute = (
             nn.Embedding(config.seq_length, config.hidden_size) if encoding.adds_absolute_embedding else None
         )
@@ -30,6 +32,11 @@ class Embeddings(nn.Module):
 
     def embed(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
         """int64 `[batch, seq]` each → `[batch, seq, hidden]`."""
+        if self.longest is not None and input_ids.shape[1] > self.longest:
+            raise UserError(
+                f"rows of {input_ids.shape[1]} tokens: this model has positions for --seq-length {self.longest} only; "
+                "cut them, or train an encoding that is relative"
+            )
         hidden = self.token(input_ids) + self.segment(segment_ids)
         if self.absolute is not None:
             hidden = hidden + self.absolute(position_ids)

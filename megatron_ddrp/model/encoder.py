@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.attention import BACKENDS, resolve_backend
+from megatron_ddrp.model.attention import BACKENDS, attend_from, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.model.stages import HCD, NUM_LOSSES, StageState
 
@@ -25,26 +25,22 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
+    def split(self, projected: Tensor) -> Tensor:
+        """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def merge(self, context: Tensor) -> Tensor:
+        """The inverse of `split`, projected: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""
+        return self.output(context.transpose(1, 2).flatten(2))
+
     def forward(
         self, hidden: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch]` of `heads` `[m′]` (None for none)."""
-        batch, seq, _ = hidden.shape
-
-        def split(x: Tensor) -> Tensor:
-            return x.view(batch, seq, -1, self.head_dim).transpose(1, 2)  # [batch, heads, seq, head_dim]
-
         attend = BACKENDS[resolve_backend(self.backend, hidden.device)]
-        context, cosine = attend(
-            split(self.query(hidden)),
-            split(self.key(hidden)),
-            split(self.value(hidden)),
-            terms,
-            document_ids,
-            heads,
-            self.dropout if self.training else 0.0,
-        )
-        return self.output(context.transpose(1, 2).reshape(batch, seq, -1)), cosine
+        query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
+        context, cosine = attend(query, key, value, terms, document_ids, heads, self.dropout if self.training else 0.0)
+        return self.merge(context), cosine
 
 
 class FeedForward(nn.Module):
@@ -71,28 +67,52 @@ class EncoderLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         encoding = REGISTRY[config.position_encoding]
         self.position = encoding(config) if config.relative_table == "per-layer" else None
+        self.layer_position = encoding.layer_part(config)
         self.name_terms = encoding.terms
+        self.norm_before = config.layernorm_position == "pre"
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state = StageState.unpack(tensors)
-        position = state.position if self.position is None else self.position(state.position_ids)
-        terms = self.name_terms(self.config, position)
-        before = self.config.layernorm_position == "pre"
-
-        def dropout(x: Tensor) -> Tensor:
-            return F.dropout(x, self.config.hidden_dropout, self.training)
-
-        hidden = state.hidden
-        context, cosine = self.attention(
-            self.attention_norm(hidden) if before else hidden, terms, state.document_ids, state.heads[self.number]
+        attended, cosine = self.attention(
+            self._attention_input(state.hidden), self.terms(state), state.document_ids, state.heads[self.number]
         )
-        hidden = hidden + dropout(context)
-        hidden = hidden if before else self.attention_norm(hidden)
-        expanded = self.feed_forward(self.feed_forward_norm(hidden) if before else hidden)
-        hidden = hidden + dropout(expanded)
-        hidden = hidden if before else self.feed_forward_norm(hidden)
+        hidden = self._join(state.hidden, attended)
         losses = state.losses if cosine is None else state.losses + self._hcd_share(cosine, state)
         return state._replace(hidden=hidden, losses=losses).pack()
+
+    def decode(self, queries: Tensor, places: Tensor, state: StageState, times: int) -> Tensor:
+        """Apply this layer `times` over to queries at some places, keys and values always being those of `state`.
+
+        `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
+        """
+        attention, terms = self.attention, self.terms(state)
+        source = self._attention_input(state.hidden)
+        key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
+        for _ in range(times):
+            query = attention.split(attention.query(self._attention_input(queries)))
+            dropout = attention.dropout if self.training else 0.0
+            context = attend_from(query, key, value, terms, places, state.document_ids, dropout)
+            queries = self._join(queries, attention.merge(context))
+        return queries
+
+    def terms(self, state: StageState) -> PositionTerms:
+        """The position terms of this layer."""
+        position = state.position if self.position is None else self.position(state.position_ids)
+        return self.name_terms(self.config, self.layer_position(position))
+
+    def _attention_input(self, hidden: Tensor) -> Tensor:
+        return self.attention_norm(hidden) if self.norm_before else hidden
+
+    def _join(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Residual, feed-forward, residual, with the LayerNorms where the configuration puts them."""
+        hidden = hidden + self._dropout(attended)
+        hidden = hidden if self.norm_before else self.attention_norm(hidden)
+        expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
+        hidden = hidden + self._dropout(expanded)
+        return hidden if self.norm_before else self.feed_forward_norm(hidden)
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.hidden_dropout, self.training)
 
     def _hcd_share(self, cosine: Tensor, state: StageState) -> Tensor:
         """Σ over the sequences with at least two valid tokens ÷ layers, at HCD's place in `[3]`."""

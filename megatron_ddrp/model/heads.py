@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import HCD, StageState
 from megatron_ddrp.objectives.mlm import masked_lm_sum
 from megatron_ddrp.objectives.mth import token_cosine
@@ -45,6 +46,52 @@ class MaskedLMHead(nn.Module):
         hidden = self.last_hidden(state.hidden)
         predicted = (state.labels.flatten() != IGNORED_LABEL).nonzero().squeeze(-1)  # [num_predicted]
         chosen = hidden.flatten(0, 1).index_select(0, predicted)  # [num_predicted, hidden]
-        lm = masked_lm_sum(self.logits(chosen), state.labels.flatten()[predicted])
+        return self.losses(chosen, hidden, state)
+
+    def losses(self, predicted_hidden: Tensor, hidden: Tensor, state: StageState) -> Tensor:
+        """The sums `[3]`: LM of `predicted_hidden` `[num_predicted, hidden]`, TCD of the last hidden states."""
+        lm = masked_lm_sum(self.logits(predicted_hidden), state.labels[state.labels != IGNORED_LABEL])
         tcd = token_cosine(hidden, state.token_mask).sum() if state.token_mask.shape[1] else lm.new_zeros(())
         return torch.stack((lm, tcd, state.losses[HCD]))
+
+
+class EnhancedMaskDecoder(nn.Module):
+    """DeBERTa's decoder (arXiv:2006.03654, section 3.2): absolute positions join just before the masked-LM head.
+
+    The last layer is applied twice more, from queries = absolute embedding + H[L−1] to keys and values of H[L−1], at
+    the predicted positions alone; K and V are computed once. Dropped at fine-tuning. TCD and HCD see the ordinary H[L].
+    """
+
+    APPLICATIONS = 2
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
+
+    def forward(self, before: tuple[Tensor, ...], last_layer: EncoderLayer) -> Tensor:
+        """Packed `StageState` with H[L−1] → `[num_predicted, hidden]`, in the order of the labels."""
+        state = StageState.unpack(before)
+        predicted = state.labels != IGNORED_LABEL  # [batch, seq]
+        counts = predicted.sum(-1, keepdim=True)  # [batch, 1]
+        most = int(counts.max())
+        # The predicted places of each row first, then others to fill up; what these give is thrown away.
+        places = (~predicted).long().argsort(dim=-1, stable=True)[:, :most]  # [batch, most]
+        states = self.absolute(state.position_ids) + state.hidden
+        queries = states.gather(1, places.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+        decoded = last_layer.decode(queries, places, state, self.APPLICATIONS)
+        return decoded[torch.arange(most, device=places.device) < counts]
+
+
+class DecodingStage(nn.Module):
+    """The last layer and the head as one stage, for models whose head applies that layer again."""
+
+    def __init__(self, last_layer: nn.Module, decoder: EnhancedMaskDecoder, head: MaskedLMHead) -> None:
+        super().__init__()
+        assert isinstance(last_layer, EncoderLayer)
+        self.last_layer, self.decoder, self.head = last_layer, decoder, head
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Packed `StageState` with H[L−1] → the sums `[3]`."""
+        state = StageState.unpack(self.last_layer(tensors))
+        decoded = self.head.last_hidden(self.decoder(tensors, self.last_layer))
+        return self.head.losses(decoded, self.head.last_hidden(state.hidden), state)

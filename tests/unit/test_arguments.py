@@ -19,7 +19,7 @@ def test_every_setting_is_a_flag_in_the_section_of_its_concern():
     for section in concerns().values():
         got = [action.option_strings[0] for action in groups[section.__doc__]]
         assert got == [flag(f.name) for f in dataclasses.fields(section) if "help" in f.metadata]
-    flags = {name for action in build_parser()._actions for name in action.option_strings}
+    flags = {name for action in build_parser()._actions for name in action.option_strings if name[:5] != "--no-"}
     own = {"-h", "--help", "--config", "--dry-run", "--local-rank", "--deepspeed"}
     settings = {flag(f.name) for s in concerns().values() for f in dataclasses.fields(s) if "help" in f.metadata}
     assert flags == own | settings and "--vocab-size" not in flags
@@ -30,7 +30,7 @@ def test_help_names_choices_defaults_and_sections(capsys):
         parse_arguments(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    for piece in ("{absolute,ddrp}", "(default: 64)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
+    for piece in ("{absolute,bert-r,tupe-a,tupe-r,deberta,ddrp}", "(default: 64)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
         assert piece in text
     assert "==SUPPRESS==" not in text and "--local-rank" not in text
 

@@ -12,3 +12,4 @@ class Absolute(PositionEncoding):
     """Nothing in the logits; the embedding stage adds one learned vector a position."""
 
     adds_absolute_embedding = True
+    limits_length = True

@@ -41,6 +41,17 @@ class PositionTerms:
         return self.query_table is None and self.key_table is None and self.bias is None
 
 
+class LayerPositions(nn.Module):
+    """Base of what an encoding adds to every layer: maps the shared tensors to this layer's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The shared tensors as they are."""
+        return tensors
+
+
 class PositionEncoding(nn.Module):
     """Base of the encodings in `positions.REGISTRY`.
 
@@ -50,6 +61,15 @@ class PositionEncoding(nn.Module):
 
     adds_absolute_embedding = False
     """Whether a learned absolute position embedding joins the input."""
+
+    decodes_absolute = False
+    """Whether, by default, absolute positions join just before the masked-LM head (enhanced mask decoder)."""
+
+    limits_length = False
+    """Whether sequences longer than `seq_length` have no positions."""
+
+    layer_part: type[LayerPositions] = LayerPositions
+    """What each layer does to the tensors before `terms` names them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -169,11 +169,12 @@ def test_context_and_cosine_equal_the_twins(backend, kind):
 def test_packed_documents_attend_as_if_alone(backend, encoding_name):
     config = tiny_config(position_encoding=encoding_name)
     encoding = REGISTRY[encoding_name](config).double()
+    layer_part = encoding.layer_part(config).double().eval()
     query, key, value = (random(1, HEADS, 6, DIM) for _ in range(3))
     none = torch.empty(0, dtype=torch.long)
 
     def context(part, document_ids, position_ids):
-        terms = encoding.terms(config, encoding(torch.tensor([position_ids])))
+        terms = encoding.terms(config, layer_part(encoding(torch.tensor([position_ids]))))
         q, k, v = (x[:, :, part] for x in (query, key, value))
         return BACKENDS[backend](q, k, v, terms, torch.tensor([document_ids]), none, 0.0)[0]
 

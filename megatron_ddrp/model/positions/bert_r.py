@@ -1,0 +1,31 @@
+"""BERT-R: relative positions on the keys (Shaw et al., arXiv:1803.02155), eq. 4–5 of the DDRP paper.
+
+    A[i,j] = Q_i · (K_j + K^r[σ(i,j)]) / √d,    σ(i,j) = clip(i − j, −r_s, r_s − 1) + r_s
+
+i = query, j = key. `K^r` is `[2·r_s, d]`, shared by the heads, and by all layers unless `--relative-table per-layer`.
+
+Departures: Shaw et al. also add a table to the values, which the DDRP paper leaves out for every model; they index by
+j − i and clip at ±k, 2·k + 1 rows. The DDRP paper's 2·r_s rows make the clip one step shorter to the left of the key.
+"""
+
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
+
+
+class BertR(PositionEncoding):
+    """`relative` is K^r."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.relative = initialise_table(2 * config.relative_distance, config)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """→ (T^q `[1, 2·r_s, d]`,)."""
+        return (self.relative.unsqueeze(0),)
+
+    @staticmethod
+    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+        reach = config.relative_distance
+        return PositionTerms(config.head_dim**-0.5, query_table=tensors[0], lowest=-reach, highest=reach - 1)

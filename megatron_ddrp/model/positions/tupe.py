@@ -1,0 +1,107 @@
+"""TUPE: untied absolute positions, and T5's relative bias on top (Ke et al., arXiv:2006.15595; the seeds' slides).
+
+    A[i,j] = (x_i W^Q)(x_j W^K) / √(2d)  +  B[h, i, j]
+    TUPE-A:  B[h,i,j] = (p_{i+1} U^Q)(p_{j+1} U^K) / √(2d),  then [CLS] untied:
+             B[h,i,0] = θ2 = (p_1 U^Q)(p_1 U^K) / √(2d),  B[h,0,j] = θ1 = (p_0 U^Q)(p_0 U^K) / √(2d)
+    TUPE-R:  + T[bucket(j − i), h], with T[32] where j = 0 and T[16] where i = 0
+
+i = query, j = key, both counted from the [CLS] of their own document, so every packed document unties its own. `p` is
+a learned table of `seq_length + 1` rows behind a LayerNorm: the token at position t uses row t + 1, and row 0 is there
+for θ1 alone. `U^Q`, `U^K` are D → D with bias. The first column (θ2) is written before the first row (θ1). B is
+computed once a forward pass and shared by all layers, unless `--relative-table per-layer`.
+
+The √(2d) and rows 16 and 32 follow the released code; the slides write 2·√d. T5's buckets (bidirectional, 32 of them,
+up to distance 128) never use rows 16 and 32 themselves. T is added unscaled.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
+
+NUM_BUCKETS = 32
+LARGEST_DISTANCE = 128
+FROM_CLS, TO_CLS = 16, 32
+"""Bucket rows of the pairs whose query, and whose key, is [CLS]."""
+
+
+class TupeA(PositionEncoding):
+    """Untied absolute positions."""
+
+    limits_length = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        rows = torch.empty(config.seq_length + 1, config.hidden_size)
+        self.table = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """→ (B `[1 or batch, heads, seq, seq]`,); 1 unless a row holds several documents."""
+        by_position = self.by_position(position_ids.shape[1])  # [heads, seq, seq]
+        if not restarts(position_ids):
+            return (by_position.unsqueeze(0),)
+        rows, columns = position_ids.unsqueeze(-1), position_ids.unsqueeze(-2)
+        return (by_position[:, rows, columns].transpose(0, 1),)
+
+    def by_position(self, length: int) -> Tensor:
+        """B by the positions of query and key, `[heads, length, length]`."""
+        states = self.norm(self.table[: length + 1])  # [length + 1, hidden]
+        query, key = (self._split(projection(states)) for projection in (self.query, self.key))
+        scores = (query * (2 * self.head_dim) ** -0.5) @ key.transpose(-1, -2)  # [heads, length + 1, length + 1]
+        to_cls, from_cls = scores[:, 1, 1], scores[:, 0, 0]  # θ2, θ1
+        return untie_cls(scores[:, 1:, 1:], to_cls, from_cls)
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.view(len(states), self.num_heads, self.head_dim).transpose(0, 1)  # [heads, rows, head_dim]
+
+    @staticmethod
+    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+        return PositionTerms((2 * config.head_dim) ** -0.5, bias=tensors[0])
+
+
+class TupeR(TupeA):
+    """TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        rows = torch.empty(NUM_BUCKETS + 1, config.num_attention_heads)
+        self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
+
+    def by_position(self, length: int) -> Tensor:
+        position = torch.arange(length, device=self.relative.device)
+        buckets = relative_bucket(position[None, :] - position[:, None])  # of j − i, [length, length]
+        bias = self.relative[buckets].permute(2, 0, 1)  # [heads, length, length]
+        bias = untie_cls(bias, self.relative[TO_CLS], self.relative[FROM_CLS])
+        return super().by_position(length) + bias
+
+
+def restarts(position_ids: Tensor) -> bool:
+    """Whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding."""
+    place = torch.arange(position_ids.shape[1], device=position_ids.device)
+    return bool(((position_ids != place) & (position_ids != 0)).any())
+
+
+def untie_cls(bias: Tensor, to_cls: Tensor, from_cls: Tensor) -> Tensor:
+    """`[heads, seq, seq]` with column 0 set to `to_cls` `[heads]`, then row 0 to `from_cls`."""
+    place = torch.arange(bias.shape[-1], device=bias.device)
+    bias = torch.where(place == 0, to_cls[:, None, None], bias)
+    return torch.where((place == 0)[:, None], from_cls[:, None, None], bias)
+
+
+def relative_bucket(offset: Tensor) -> Tensor:
+    """T5's bucket of j − i (Raffel et al., arXiv:1910.10683): exact below 8, then logarithmic, one half a direction."""
+    half = NUM_BUCKETS // 2
+    exact = half // 2
+    distance = offset.abs()
+    ratio = (distance.clamp_min(1).double() / exact).log() / math.log(LARGEST_DISTANCE / exact)
+    far = (exact + (ratio * (half - exact)).long()).clamp_max(half - 1)
+    return torch.where(offset > 0, half, 0) + torch.where(distance < exact, distance, far)
