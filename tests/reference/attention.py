@@ -75,6 +75,7 @@ def bert_layer(
     num_heads: int,
     layernorm_eps: float = 1e-12,
     layernorm_position: str = "post",
+    queries: Tensor | None = None,
 ) -> Tensor:
     """One encoder layer: hidden `[S, D]` to `[S, D]`.
 
@@ -82,6 +83,8 @@ def bert_layer(
     attention_norm, ffn_in, ffn_out, ffn_norm.
     scores_fn: query, key `[heads, S, d]` to the logits `[heads, S, S]`; a closure may keep them for HCD.
     layernorm_position: "post" normalises each residual sum (BERT), "pre" each sub-layer's input.
+    queries: `[S, D]`, the states that ask and that the residual carries on; keys and values stay those of `hidden`.
+        Left out: `hidden` itself, which is self-attention.
     """
     if layernorm_position not in ("post", "pre"):
         raise ValueError(f"layernorm_position={layernorm_position!r}: expected 'post' or 'pre'")
@@ -92,16 +95,18 @@ def bert_layer(
     def normalise(name: str, x: Tensor) -> Tensor:
         return layer_norm(x, params[f"{name}.weight"], params[f"{name}.bias"], layernorm_eps)
 
-    def self_attention(x: Tensor) -> Tensor:
-        query, key, value = (split_heads(project(name, x), num_heads) for name in ("query", "key", "value"))
+    def attention(asking: Tensor, asked: Tensor) -> Tensor:
+        query = split_heads(project("query", asking), num_heads)
+        key, value = (split_heads(project(name, asked), num_heads) for name in ("key", "value"))
         context = attend(scores_fn(query, key), value, document_ids)  # [heads, S, d]
         return project("attention_output", torch.cat(list(context), dim=1))  # [S, D]
 
     def feed_forward(x: Tensor) -> Tensor:
         return project("ffn_out", gelu(project("ffn_in", x)))  # [S, D]
 
+    stream = hidden if queries is None else queries
     if layernorm_position == "pre":
-        hidden = hidden + self_attention(normalise("attention_norm", hidden))
-        return hidden + feed_forward(normalise("ffn_norm", hidden))
-    hidden = normalise("attention_norm", hidden + self_attention(hidden))
-    return normalise("ffn_norm", hidden + feed_forward(hidden))
+        stream = stream + attention(normalise("attention_norm", stream), normalise("attention_norm", hidden))
+        return stream + feed_forward(normalise("ffn_norm", stream))
+    stream = normalise("attention_norm", stream + attention(stream, hidden))
+    return normalise("ffn_norm", stream + feed_forward(stream))

@@ -1,0 +1,219 @@
+"""The judges of BERT-R, TUPE and DeBERTa judged: by values worked out by hand, and by `transformers`."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import attention, deberta, positions, tupe
+
+
+def mat(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+class TestBertR:
+    def test_two_rows_a_distance_and_the_zeroth_right_of_the_clip(self) -> None:
+        """r_s = 2: row 0 for i - j <= -2, 1 for -1, 2 for 0, 3 for 1 and beyond: the paper's 2·r_s rows."""
+        query, key = torch.ones(1, 9, 1).double(), torch.zeros(1, 9, 1).double()
+        scores = positions.bert_r_scores(query, key, mat([1], [10], [100], [1000]), list(range(9)))[0]
+        assert scores[4].tolist() == [1000, 1000, 1000, 1000, 100, 10, 1, 1, 1]
+
+    def test_scores_by_hand(self) -> None:
+        query, key = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
+        relative = mat([0, 0], [5, 7], [11, 13], [17, 19])  # i - j = -1 is row 1, 0 row 2, 1 row 3
+        expected = mat([4 + 11, 8 + 5], [2 * (6 + 19), 2 * (9 + 13)]) / math.sqrt(2)
+        close(positions.bert_r_scores(query, key, relative, [0, 1]), expected[None])
+
+    def test_position_numbers_and_not_indices_count(self) -> None:
+        query, key, relative = random(2, 4, 2), random(2, 4, 2, seed=1), random(4, 2, seed=2)
+        packed = positions.bert_r_scores(query, key, relative, [0, 1, 0, 1])
+        close(packed[:, 2:, 2:], positions.bert_r_scores(query[:, 2:], key[:, 2:], relative, [0, 1]))
+
+    def test_a_product_table_makes_it_ddrp(self) -> None:
+        """DDRP's rows written out one by one, left clip unused, are a table of BERT-R."""
+        query, key, direction, distance = random(2, 5, 4), random(2, 5, 4, seed=1), random(3, 4, seed=2), random(3, 4)
+        rows = [distance[2] * direction[1], distance[2] * direction[1], distance[1] * direction[1]]
+        rows += [distance[0] * direction[0], distance[1] * direction[2], distance[2] * direction[2]]
+        expected = positions.ddrp_scores(query, key, direction, distance, list(range(5)))
+        close(positions.bert_r_scores(query, key, torch.stack(rows), list(range(5))), expected)
+
+
+def bucket_by_counting(offset: int) -> int:
+    """T5's map without a logarithm: bucket 8 + n begins at distance 8·16^(n/8), hence distance² at 64·2^n."""
+    distance = abs(offset)
+    if distance >= 8:
+        distance = 8 + sum(distance * distance >= 64 * 2**n for n in range(1, 8))
+    return distance + (16 if offset > 0 else 0)
+
+
+UNTIED = {"norm.weight": mat([1, 1])[0], "norm.bias": mat([0, 0])[0]}
+
+
+class TestTupe:
+    def test_the_bucket_is_found_by_counting(self) -> None:
+        for offset in range(-600, 601):
+            assert tupe.t5_bucket(offset) == bucket_by_counting(offset), offset
+
+    def test_the_bucket_at_known_offsets(self) -> None:
+        offsets = [0, -1, -7, -8, -11, -12, -16, -32, -64, -91, -127, -500, 1, 7, 8, 16, 90, 91, 500]
+        buckets = [0, 1, 7, 8, 8, 9, 10, 12, 14, 15, 15, 15, 17, 23, 24, 26, 30, 31, 31]
+        assert [tupe.t5_bucket(offset) for offset in offsets] == buckets
+
+    def test_the_bucket_is_t5s(self) -> None:
+        modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
+        offsets = torch.arange(-600, 601)
+        theirs = modeling.T5Attention._relative_position_bucket(offsets, True, 32, 128)
+        assert [tupe.t5_bucket(offset) for offset in offsets.tolist()] == theirs.tolist()
+
+    def test_rows_16_and_32_serve_cls_alone(self) -> None:
+        assert not {tupe.t5_bucket(offset) for offset in range(-600, 601)} & {16, 32}
+        rows = [[tupe.tupe_bucket(i, j) for j in range(4)] for i in range(4)]
+        assert rows == [[16, 16, 16, 16], [32, 0, 17, 18], [32, 1, 0, 17], [32, 2, 1, 0]]
+
+    def test_position_term_by_hand(self) -> None:
+        """LayerNorm of a pair (a > b) is (1, -1), of (a < b) (-1, 1); U^Q weighs both, U^K adds a bias."""
+        params = UNTIED | {"table": mat([9, 5], [2, 4], [7, 6], [1, 8])}  # p: (1,-1), (-1,1), (1,-1), (-1,1)
+        params |= {"query.weight": mat([3, 0], [0, 5]), "query.bias": mat([0, 0])[0]}
+        params |= {"key.weight": mat([1, 0], [0, 1]), "key.bias": mat([10, 0])[0]}
+        # asking rows: (3,-5), (-3,5), (3,-5), (-3,5); asked rows: (11,-1), (9,1), (11,-1), (9,1)
+        theta1, theta2 = 33 + 5, -27 + 5
+        expected = mat(
+            [theta1, theta1, theta1], [theta2, 33 + 5, 27 - 5], [theta2, -33 - 5, -27 + 5]
+        ) / math.sqrt(2 * 2)  # fmt: skip
+        close(tupe.tupe_position_term(params, [0, 1, 2], 1, eps=0.0), expected[None])
+
+    @staticmethod
+    def params(rows: int = 8, width: int = 4) -> dict[str, Tensor]:
+        shapes: dict[str, tuple[int, ...]] = {"table": (rows, width), "norm.weight": (width,), "norm.bias": (width,)}
+        shapes |= {"query.weight": (width, width), "query.bias": (width,)}
+        shapes |= {"key.weight": (width, width), "key.bias": (width,), "buckets": (33, 2)}
+        return {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+    def test_both_terms_have_the_scale_of_two(self) -> None:
+        query, key, params = random(2, 4, 2), random(2, 4, 2, seed=1), self.params()
+        del params["buckets"]
+        content = tupe.tupe_scores(query, key, params, [0, 1, 2, 3]) - tupe.tupe_position_term(params, [0, 1, 2, 3], 2)
+        close(content, query @ key.mT / 2.0)  # sqrt(2 · 2)
+
+    def test_the_bias_is_added_unscaled(self) -> None:
+        query, key, params = random(2, 3, 2), random(2, 3, 2, seed=1), self.params()
+        with_bias = tupe.tupe_scores(query, key, params, [0, 1, 2])
+        buckets = params.pop("buckets")
+        added = with_bias - tupe.tupe_scores(query, key, params, [0, 1, 2])
+        for head in range(2):
+            b = buckets[:, head]
+            close(added[head], torch.stack([b[16], b[16], b[16], b[32], b[0], b[17], b[32], b[1], b[0]]).view(3, 3))
+
+    def test_every_document_of_a_packed_row_has_its_own_cls(self) -> None:
+        query, key, params = random(2, 5, 2), random(2, 5, 2, seed=1), self.params()
+        packed = tupe.tupe_scores(query, key, params, [0, 1, 2, 0, 1])
+        close(packed[:, :3, :3], tupe.tupe_scores(query[:, :3], key[:, :3], params, [0, 1, 2]))
+        close(packed[:, 3:, 3:], tupe.tupe_scores(query[:, 3:], key[:, 3:], params, [0, 1]))
+
+    def test_every_row_of_the_table_counts_once_its_place_occurs(self) -> None:
+        params = self.params()
+        term = tupe.tupe_position_term(params, [0, 1, 2], 2)
+        (gradient,) = torch.autograd.grad((term * random(2, 3, 3, seed=9)).sum(), params["table"])
+        assert gradient.abs().sum(1).gt(1e-9).tolist() == [True] * 4 + [False] * 4
+
+
+class TestDeberta:
+    PARAMS = {
+        "table": mat([1], [10], [100], [1000]),
+        "key.weight": mat([2]),
+        "query.weight": mat([3]),
+        "query.bias": mat([7])[0],
+    }
+
+    def test_both_terms_read_the_row_of_i_minus_j(self) -> None:
+        """k = 2: rows 0..3 for i - j = -2 and below, -1, 0, 1 and above."""
+        ones, zeros, places = torch.ones(1, 5, 1).double(), torch.zeros(1, 5, 1).double(), list(range(5))
+        rows = mat([100, 10, 1, 1, 1], [1000, 100, 10, 1, 1], [1000, 1000, 100, 10, 1])
+        c2p = deberta.deberta_scores(ones, zeros, self.PARAMS, places)[0]
+        close(c2p[:3], 2 * rows / math.sqrt(3))
+        p2c = deberta.deberta_scores(zeros, ones, self.PARAMS, places)[0]
+        close(p2c[:3], (3 * rows + 7) / math.sqrt(3))
+
+    def test_scores_by_hand(self) -> None:
+        query, key = mat([2], [5])[None], mat([11], [13])[None]
+        q_rows = {-1: 20, 0: 200, 1: 2000}
+        k_rows = {-1: 37, 0: 307, 1: 3007}
+        expected: list[list[float]] = [
+            [2 * 11 + 2 * q_rows[0] + 11 * k_rows[0], 2 * 13 + 2 * q_rows[-1] + 13 * k_rows[-1]],
+            [5 * 11 + 5 * q_rows[1] + 11 * k_rows[1], 5 * 13 + 5 * q_rows[0] + 13 * k_rows[0]],
+        ]
+        close(deberta.deberta_scores(query, key, self.PARAMS, [0, 1]), mat(*expected)[None] / math.sqrt(3))
+
+    @pytest.mark.parametrize("span", [2, 3, 5, 8])
+    def test_scores_are_those_of_transformers(self, span: int) -> None:
+        """The span below, at and above the sequence: their position terms, added to the content term."""
+        modeling = pytest.importorskip("transformers.models.deberta.modeling_deberta")
+        configuration = pytest.importorskip("transformers").DebertaConfig(
+            hidden_size=12, num_attention_heads=3, relative_attention=True, max_relative_positions=span,
+            pos_att_type=["c2p", "p2c"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        theirs = modeling.DisentangledSelfAttention(configuration).double().eval()
+        params = {"table": random(2 * span, 12), "key.weight": theirs.pos_proj.weight}
+        params |= {"query.weight": theirs.pos_q_proj.weight, "query.bias": theirs.pos_q_proj.bias}
+        query, key = random(3, 6, 4), random(3, 6, 4, seed=1)
+        place = torch.arange(6)
+        scale = math.sqrt(3 * 4)
+        expected = (
+            theirs.disentangled_att_bias(query[None] / scale, key[None], place[:, None] - place, params["table"], 3)[0]
+            + query @ key.mT / scale
+        )
+        got = deberta.deberta_scores(query, key, params, list(range(6)))
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)  # its square roots are float32
+
+    def test_the_layer_asked_by_its_own_input_is_self_attention(self) -> None:
+        params, hidden = layer_params(), random(4, 4)
+        for order in ("post", "pre"):
+            arguments = hidden, params, positions.absolute_scores, [1, 1, 1, 0], 2, 1e-5, order
+            close(attention.bert_layer(*arguments, queries=hidden), attention.bert_layer(*arguments))
+
+    def test_the_decoder_is_the_last_layer_twice_asked_by_places(self) -> None:
+        """In torch's words, one head, two documents and a padded place: post norm, no shortcut taken."""
+        params, hidden, absolute = layer_params(), random(6, 4), random(3, 4, seed=1)
+        documents, places = [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0]
+        got = deberta.enhanced_mask_decoder(
+            hidden, absolute, params, positions.absolute_scores, documents, places, [1, 4], 1, 1e-5
+        )
+        same = torch.tensor(documents)[:, None] == torch.tensor(documents)
+
+        def linear(name: str, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+
+        def norm(name: str, x: Tensor) -> Tensor:
+            return torch.nn.functional.layer_norm(x, (4,), params[f"{name}.weight"], params[f"{name}.bias"], 1e-5)
+
+        asking = hidden + absolute[places]
+        for _ in range(2):
+            logits = linear("query", asking) @ linear("key", hidden).mT / 2.0
+            context = logits.masked_fill(~same, -math.inf).softmax(-1) @ linear("value", hidden)
+            asking = norm("attention_norm", asking + linear("attention_output", context))
+            inner = torch.nn.functional.gelu(linear("ffn_in", asking))
+            asking = norm("ffn_norm", asking + linear("ffn_out", inner))
+        close(got, asking[[1, 4]])
+
+
+def layer_params(width: int = 4, inner: int = 6) -> dict[str, Tensor]:
+    shapes = dict.fromkeys(("query", "key", "value", "attention_output"), (width, width))
+    shapes |= {"ffn_in": (inner, width), "ffn_out": (width, inner)}
+    params: dict[str, Tensor] = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        params |= {f"{name}.weight": random(*shape, seed=10 + seed), f"{name}.bias": random(shape[0], seed=30 + seed)}
+    for seed, name in enumerate(("attention_norm", "ffn_norm")):
+        params |= {f"{name}.weight": random(width, seed=50 + seed), f"{name}.bias": random(width, seed=60 + seed)}
+    return params
