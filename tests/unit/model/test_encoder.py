@@ -110,6 +110,15 @@ def test_activation_checkpointing_really_recomputes(monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_one_token_count_for_nothing(backend):
+    """One token's heads are single numbers, whose cosines of 1 or -1 must not enter; row by row, lest they cancel."""
+    model = tiny_model(attention_backend=backend)
+    for seed in range(4):
+        batch = tiny_batch(lengths=(1,), seed=seed, predicted=0)
+        assert model(batch, some_draws(batch)).eq(0).all()
+
+
 def test_terms_that_are_switched_off_are_zero():
     model, batch = tiny_model(), tiny_batch()
     sums = model(batch, Draws.none(3, 2))
