@@ -134,6 +134,9 @@ class DataConfig:
     )
     tokenizer_model: str | None = option(None, "SentencePiece model or Hugging Face folder", metavar="FILE")
     split: str = option("949,50,1", "shares of the documents for training, validation and test")
+    packing: bool = option(
+        False, "lay several documents into one row, each attending to itself alone: same losses, less padding"
+    )
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Corpus:
             rank=rank,
             world_size=world_size,
             seed=training.seed,
+            packing=self.config.data.packing,
         )
 
 

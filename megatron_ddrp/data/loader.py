@@ -9,6 +9,9 @@ Within the global batch the samples are sorted by length and dealt so that all r
 same time, and each micro-batch is cut to its longest row. Order and cut are free: the losses are sums over the global
 batch, divided by its counts.
 
+With packing the same samples share rows, and the rows are dealt instead. Ranks and steps need a fixed number of
+micro-batches, so that it is the micro-batches that shrink: `micro_batch_size` samples lie in fewer rows on average.
+
 Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation.
 """
 
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.data.batch import Batch
 from megatron_ddrp.data.masking import WholeWordMasker
+from megatron_ddrp.data.packing import join_samples, pack_rows
 from megatron_ddrp.data.randomness import permute
 from megatron_ddrp.data.samples import Samples
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
@@ -58,6 +62,7 @@ class BatchLoader:
         seed: int,
         shuffle: bool = True,
         cut_padding: bool = True,
+        packing: bool = False,
     ) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self.num_micro_batches = count_micro_batches(global_batch_size, micro_batch_size, world_size)
@@ -71,34 +76,58 @@ class BatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.cut_padding = cut_padding
+        self.packing = packing
 
     def step(self, consumed_samples: int) -> list[Batch]:
         """`num_micro_batches` batches of int64 `[micro_batch_size, seq]`, of the samples from `consumed_samples` on.
 
-        `sequence_ids` are positions in the stream, the same in every layout. Raises `UserError` for a token id that the
-        vocabulary does not have.
+        With packing `[rows, seq]`, where numbers of rows differ by at most one. `sequence_ids` are positions in the
+        stream, the same in every layout. Raises `UserError` for a token id that the vocabulary does not have.
         """
         positions = consumed_samples + np.arange(self.global_batch_size)
         epochs, indices = np.divmod(positions, len(self.samples))
         if self.shuffle:
             indices = permute(indices, len(self.samples), self.seed, "shuffle", epochs)
         lengths = self.samples.lengths(indices)  # [global_batch]
-        by_length = np.argsort(lengths, kind="stable")
-        dealt = by_length.reshape(self.num_micro_batches, self.world_size, self.micro_batch_size)
-        mine = dealt[:, self.rank].reshape(-1)  # [rows]: this rank's, micro-batch after micro-batch
-        return self._batches(positions[mine], epochs[mine], indices[mine], lengths[mine])
+        micro_batches = self._deal(lengths)
+        mine = np.array([sample for rows in micro_batches for row in rows for sample in row])  # in order of use
+        samples = self._read(positions[mine], epochs[mine], indices[mine], lengths[mine])
+        batches = []
+        begin = 0
+        for rows in micro_batches:
+            documents = np.array([len(row) for row in rows])
+            end = begin + int(documents.sum())
+            width = self._row_length(max(int(lengths[row].sum()) for row in rows))
+            chosen = Batch(*(field[begin:end] for field in samples))
+            if self.packing:
+                batches.append(join_samples(chosen, documents, width, self.pad_id))
+            else:
+                batches.append(Batch(*(np.ascontiguousarray(field[:, :width]) for field in chosen)))
+            begin = end
+        return batches
 
-    def _batches(
+    def _deal(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+        """This rank's micro-batches of rows of samples, from the lengths `[global_batch]`: short rows first."""
+        parts = self.num_micro_batches * self.world_size
+        if self.packing:
+            rows = pack_rows(lengths, self.seq_length, min_rows=parts)
+        else:
+            rows = [[sample] for sample in np.argsort(lengths, kind="stable").tolist()]
+        size, rest = divmod(len(rows), parts)  # the first parts, of the shortest rows, take one row more
+        ends = [part * size + min(part, rest) for part in range(parts + 1)]
+        mine = range(self.rank, parts, self.world_size)  # ranks work on neighbouring parts at the same time
+        return [rows[ends[part] : ends[part + 1]] for part in mine]
+
+    def _read(
         self,
         positions: NDArray[np.int64],
         epochs: NDArray[np.int64],
         indices: NDArray[np.int64],
         lengths: NDArray[np.int64],
-    ) -> list[Batch]:
-        """Read, mask and cut the given rows; all arguments `[rows]`."""
-        width = self._row_length(lengths)
-        columns = np.arange(width)
-        valid = columns < lengths[:, None]  # [rows, width]
+    ) -> Batch:
+        """Read and mask the given samples, one a row, cut to the longest; all arguments `[samples]`."""
+        columns = np.arange(self._row_length(int(lengths.max())))
+        valid = columns < lengths[:, None]  # [samples, seq]
         input_ids = np.full(valid.shape, self.pad_id, np.int64)
         input_ids[:, 0] = self.cls_id
         for row, (index, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
@@ -107,7 +136,7 @@ class BatchLoader:
         self._check_vocabulary(input_ids, indices)
         document_ids = valid.astype(np.int64)
         masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)
-        rows = Batch(
+        return Batch(
             input_ids=masked_ids,
             labels=labels,
             document_ids=document_ids,
@@ -115,12 +144,6 @@ class BatchLoader:
             segment_ids=np.zeros_like(document_ids),
             sequence_ids=document_ids * positions[:, None],
         )
-        batches = []
-        for begin in range(0, len(lengths), self.micro_batch_size):
-            chosen = slice(begin, begin + self.micro_batch_size)
-            width = self._row_length(lengths[chosen])
-            batches.append(Batch(*(np.ascontiguousarray(field[chosen, :width]) for field in rows)))
-        return batches
 
     def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Refuse ids `[rows, seq]` outside the vocabulary, naming the dataset of the first."""
@@ -135,11 +158,11 @@ class BatchLoader:
             FAILURE,
         )
 
-    def _row_length(self, lengths: NDArray[np.int64]) -> int:
-        """Common length of rows with these many tokens."""
+    def _row_length(self, longest: int) -> int:
+        """Common length of rows of up to so many tokens."""
         if not self.cut_padding:
             return self.seq_length
-        return min(-(-int(lengths.max()) // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
+        return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
 
 
 def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

@@ -111,13 +111,20 @@ def seed_dropout(seed: int, step: int, micro_batch: int, rank: int) -> None:
 def _global_counts(micro_batches: list[Batch], ranks: Ranks) -> tuple[int, int, int]:
     """(predicted tokens, sequences with at least two valid tokens, non-padding tokens) over all ranks."""
     predicted = sum(int((b.labels != IGNORED_LABEL).sum()) for b in micro_batches)
-    sequences = sum(int(((b.document_ids > 0).sum(-1) >= 2).sum()) for b in micro_batches)
+    sequences = sum(_count_sequences(b.document_ids) for b in micro_batches)
     tokens = sum(int((b.document_ids > 0).sum()) for b in micro_batches)
     if ranks.world_size == 1:
         return predicted, sequences, tokens
     counts = torch.tensor([predicted, sequences, tokens], dtype=torch.int64, device=ranks.device)
     predicted, sequences, tokens = sum_over_ranks(counts).tolist()
     return predicted, sequences, tokens
+
+
+def _count_sequences(document_ids: np.ndarray) -> int:
+    """Documents of all rows `[batch, seq]` with at least two tokens."""
+    batch, seq = document_ids.shape
+    numbers = document_ids + np.arange(batch)[:, None] * (seq + 1)  # one a document: a row holds at most seq of them
+    return int((np.bincount(numbers[document_ids > 0]) >= 2).sum())
 
 
 def _own_grad_norm(engine: Any, config: Config) -> float | None:
