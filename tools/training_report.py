@@ -30,7 +30,7 @@ PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "trans
 FIGURE = "losses.png"
 
 # Okabe and Ito's colours, told apart by readers of every colour vision; the line styles differ as well.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 
 Series = list[tuple[int, float]]
 """(iteration, value) pairs."""
@@ -89,7 +89,7 @@ def draw_losses(rows: list[dict[str, Any]], unigram: float | None, path: Path) -
     ]
     heights = [3, 2] if terms else [3]
     figure, axes = plt.subplots(
-        len(heights), 1, sharex=True, squeeze=False, figsize=(8, 2 * sum(heights) - 2),
+        len(heights), 1, sharex=True, squeeze=False, figsize=(8, 1.5 * sum(heights)),
         height_ratios=heights, layout="constrained",
     )  # fmt: skip
     top = axes[0, 0]
@@ -136,20 +136,18 @@ def summary(rows: list[dict[str, Any]], unigram: float | None) -> list[str]:
     return lines
 
 
-def report(rows: list[dict[str, Any]], unigram: float | None, scores: str | None, commands: str | None) -> str:
-    """The text of report.md."""
+def report(
+    rows: list[dict[str, Any]], unigram: float | None, scores: str | None, note: str | None, commands: str | None
+) -> str:
+    """The text of report.md; `scores` is a table.md, of which `note` says what a reader must know."""
     seconds = [row["step_time"] for row in rows if "step_time" in row]
     lines = ["# Report", "", "## Pre-training", "", f"![Loss curves]({FIGURE})", "", *summary(rows, unigram)]
     if seconds:
         lines += ["", f"Median time of a step: {float(np.median(seconds)):.3f} s."]
     if scores is not None:
-        # The table's headings go one level down, into this section.
-        lines += [
-            "",
-            "## Fine-tuning",
-            "",
-            *("#" + line if line.startswith("#") else line for line in scores.split("\n")),
-        ]
+        # The table's headings go down, into this section.
+        lines += ["", "## Fine-tuning", "", *([note, ""] if note else [])]
+        lines += ["##" + line if line.startswith("#") else line for line in scores.strip().split("\n")]
     if commands is not None:
         lines += ["", "## Commands", "", "```", *commands.strip().split("\n"), "```"]
     lines += ["", "## Versions", "", "| | |", "| --- | --- |", f"| Python | {platform.python_version()} |"]
@@ -167,6 +165,7 @@ def main() -> None:
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save folder of a pre-training run")
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
+    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
     arguments = parser.parse_args()
@@ -180,7 +179,7 @@ def main() -> None:
     except ImportError:
         raise UserError("the figure needs matplotlib: pip install 'megatron-ddrp[plots]'") from None
     with AtomicFile(arguments.output_dir / "report.md") as stream:
-        stream.write(report(rows, unigram, scores, commands).encode())
+        stream.write(report(rows, unigram, scores, arguments.note, commands).encode())
     print(f"{arguments.output_dir / 'report.md'} written")
 
 

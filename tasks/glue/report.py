@@ -95,13 +95,17 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         "Median over seeds of the last epoch's score at the best grid point, x 100. Matthews' correlation for CoLA, "
         "Pearson's for STS-B, accuracy otherwise; MNLI is the matched set.",
         "",
-        _row(["encoder", *tasks, "average of 8"]),
-        _row(["---", *["---:"] * (len(tasks) + 1)]),
     ]
+    averages = {name: average(cells) for name, cells in encoders.items()}
+    has_average = any(mean is not None for mean in averages.values())
+    header = ["encoder", *tasks] + ["average of 8"] * has_average
+    lines += [_row(header), _row(["---"] + ["---:"] * (len(header) - 1))]
     for name, cells in encoders.items():
         scores = [percent(cells[task].median) if task in cells else "" for task in tasks]
-        mean = average(cells)
-        lines.append(_row([name, *scores, "" if mean is None else percent(mean)]))
+        if has_average:
+            mean = averages[name]
+            scores.append("" if mean is None else percent(mean))
+        lines.append(_row([name, *scores]))
     header = ["encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"]
     header += ["batch", "lr", "epochs", "dev examples"]
     lines += ["", "## Runs behind each score", "", _row(header), _row(["---"] * len(header))]

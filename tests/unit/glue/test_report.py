@@ -50,6 +50,8 @@ def test_the_average_needs_all_eight_tasks():
     assert average(best_cells(rows)["base"]) == pytest.approx(0.35)
     assert average(best_cells([*rows, row("WNLI", 1.0)])["base"]) == pytest.approx(0.35)
     assert average(best_cells(rows[1:])["base"]) is None
+    assert " 35.00 |" in table(rows)
+    assert "average" not in table(rows[1:])
     undefined = [{**rows[0], "score": None}, *rows[1:]]
     assert average(best_cells(undefined)["base"]) is None
 

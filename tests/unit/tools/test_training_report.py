@@ -23,17 +23,17 @@ def test_series_hold_what_was_logged():
 
 
 def test_the_report_says_where_the_loss_ended():
-    text = report(ROWS, 6.5, "# GLUE development scores\n\n| encoder |", "python one.py\npython two.py\n")
+    text = report(ROWS, 6.5, "# GLUE development scores\n\n| encoder |\n", "Mind this.", "one\ntwo\n")
     assert "| masked LM, validation | 7.000 | 6.000 | 200 |" in text
     assert "unigram level of this corpus is 6.500 nats; the last validation loss lies 0.500 nats below it" in text
     assert "Median time of a step: 0.300 s." in text
-    assert "\n## GLUE development scores\n" in text
-    assert "```\npython one.py\npython two.py\n```" in text
+    assert "\n## Fine-tuning\n\nMind this.\n\n### GLUE development scores\n\n| encoder |\n\n## Commands" in text
+    assert "```\none\ntwo\n```" in text
     assert "| torch |" in text
 
 
 def test_a_run_that_did_not_learn_is_told_so():
-    assert "1.000 nats above it" in report(ROWS, 5.0, None, None)
+    assert "1.000 nats above it" in report(ROWS, 5.0, None, None, None)
 
 
 @pytest.mark.parametrize("rows", [ROWS, [{"iteration": 1, "lm_loss": 9.0}]], ids=["mth", "one plain step"])

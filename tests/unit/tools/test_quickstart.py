@@ -1,0 +1,124 @@
+"""The quickstart's stages, with commands that only say what they were asked, and its flags read by the real parsers."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart.sh"
+STAGES = [
+    "collect_documentation.py",
+    "train_tokenizer.py",
+    "preprocess_data.py",
+    "pretrain_bert.py",
+    "convert_checkpoint.py",
+    "swap_words.py",
+    "tasks.glue",
+    "tasks.glue",
+    "training_report.py",
+]
+STUB = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> "$CALLS"
+[[ -z ${FAIL:-} || "$*" != *"$FAIL"* ]]
+"""
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """A function that runs the script and returns (exit code, output, calls of this start)."""
+    for name in ("python", "deepspeed"):
+        stub = tmp_path / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(STUB)
+        stub.chmod(0o755)
+
+    def run(**variables):
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        environment = {"PATH": path, "CALLS": str(calls), "OUT": str(tmp_path / "out"), **variables}
+        done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
+
+    return run
+
+
+def stages(calls):
+    """The stage that each call belongs to."""
+    return [next(stage for stage in STAGES if stage in call) for call in calls]
+
+
+def test_runs_every_stage_once_and_names_the_report(quickstart, tmp_path):
+    code, output, calls = quickstart()
+    assert code == 0
+    assert stages(calls) == STAGES
+    assert output.rstrip().endswith(f"The report: {tmp_path}/out/report/report.md")
+    commands = (tmp_path / "out" / "commands.txt").read_text().splitlines()
+    assert [" ".join(shlex.split(line)) for line in commands] == calls
+
+
+def test_a_finished_start_is_not_repeated(quickstart):
+    quickstart()
+    code, _, calls = quickstart()
+    assert (code, calls) == (0, [])
+
+
+def test_goes_on_where_it_failed_and_keeps_what_is_there(quickstart, tmp_path):
+    code, output, calls = quickstart(FAIL="pretrain_bert.py")
+    assert code != 0
+    assert "The report" not in output
+    assert stages(calls) == STAGES[:4]
+    checkpoint = tmp_path / "out" / "checkpoint"
+    checkpoint.mkdir()
+    code, _, calls = quickstart()
+    assert code == 0
+    assert stages(calls) == STAGES[3:]
+    assert checkpoint.exists()
+
+
+def test_another_command_repeats_its_stage_and_all_that_follow(quickstart, tmp_path):
+    quickstart()
+    stale = tmp_path / "out" / "checkpoint"
+    stale.mkdir()
+    _, _, calls = quickstart(STEPS="7")
+    assert stages(calls) == STAGES[3:]
+    assert not stale.exists()
+
+
+def test_a_kill_after_a_change_leaves_nothing_stale_as_done(quickstart):
+    quickstart()
+    quickstart(STEPS="7", FAIL="convert_checkpoint.py")
+    _, _, calls = quickstart(STEPS="7")
+    assert stages(calls) == STAGES[4:]
+
+
+def test_takes_a_corpus_and_notices_that_it_changed(quickstart, tmp_path):
+    corpus = tmp_path / "my corpus.jsonl"
+    corpus.write_text("one")
+    assert stages(quickstart(CORPUS=str(corpus))[2]) == STAGES[1:]
+    assert quickstart(CORPUS=str(corpus))[2] == []
+    corpus.write_text("two")
+    assert stages(quickstart(CORPUS=str(corpus))[2]) == STAGES[1:]
+
+
+def test_a_missing_corpus_is_one_line(quickstart):
+    code, output, calls = quickstart(CORPUS="no-such-file.jsonl")
+    assert code == 1
+    assert output == "quickstart: error: CORPUS=no-such-file.jsonl is not a file that can be read\n"
+    assert calls == []
+
+
+def test_the_real_parsers_take_its_flags(quickstart):
+    pytest.importorskip("torch")
+    from megatron_ddrp.arguments import parse_arguments
+    from tasks.glue.__main__ import parse_arguments as parse_glue
+
+    _, _, calls = quickstart()
+    words = {stage: call.split(stage, 1)[1].split() for stage, call in zip(stages(calls), calls, strict=True)}
+    config = parse_arguments(words["pretrain_bert.py"]).config
+    assert config.model.position_encoding == "ddrp"
+    assert config.objective.objective == "mth"
+    assert config.checkpoint.save == config.checkpoint.load
+    assert parse_glue(words["tasks.glue"]).random_init
