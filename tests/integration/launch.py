@@ -25,7 +25,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_bert.py"
 TIMEOUT = 180.0
-"""Seconds until a test gives up on its ranks: many times what they need on a busy machine."""
+"""Seconds until a test gives up on its ranks, well before they would give up on each other (10 minutes)."""
 
 PRELOADED = [
     "torch._dynamo",
@@ -48,7 +48,6 @@ class Result:
     """One a rank; None for a rank that had to be killed."""
     stdout: list[str]
     stderr: list[str]
-    seconds: float
 
     def check(self) -> Result:
         """This result, if every rank ended well."""
@@ -70,7 +69,6 @@ def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callab
             process.start()
         for process in ranks:
             process.join(max(0.1, began + TIMEOUT - time.monotonic()))
-        seconds = time.monotonic() - began
         exit_codes = [process.exitcode for process in ranks]
         for process in ranks:
             if process.is_alive():
@@ -80,7 +78,7 @@ def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callab
             [(Path(folder) / f"{stream}{rank}").read_text(encoding="utf-8") for rank in range(world_size)]
             for stream in ("stdout", "stderr")
         )
-    return Result(exit_codes, stdout, stderr, seconds)
+    return Result(exit_codes, stdout, stderr)
 
 
 def _fork_server() -> Any:

@@ -88,7 +88,6 @@ def test_ids_beyond_the_vocabulary(world_size: int, tiny_corpus: TinyCorpus, fla
     arguments = flags(data_path=prefix, vocab_file=tmp_path / "short.txt")
     result = start_ranks(arguments, world_size)
     assert_refused(result, FAILURE, "token ids from", "300 pieces")
-    assert result.seconds < 60
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,6 @@ def test_damaged_checkpoint(
     before = contents(folder)
     result = start_ranks(flags(save=folder, load=folder, train_iters=4), world_size=2)
     assert_refused(result, FAILURE, str(path), *words)
-    assert result.seconds < 60
     assert contents(folder) == before
 
 
