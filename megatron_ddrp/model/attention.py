@@ -67,19 +67,22 @@ def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
     )
 
 
-def head_cosine(query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor) -> Tensor:
-    """Mean pairwise cosine of the logits of `heads` `[m′]`, for backends that never hold A: → `[b]`."""
+def head_cosine(
+    query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor, num_documents: int
+) -> Tensor:
+    """Mean pairwise cosine of the logits of `heads` `[m′]`, for backends that never hold A → `[b, documents]`."""
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
     takes_all = heads.shape[0] == query.shape[1]
     if not takes_all:
         query, key, terms = query.index_select(1, heads), key.index_select(1, heads), choose_heads(terms, heads)
+    documents = mth.document_mask(document_ids, num_documents)
     if terms.content_only:
-        valid = document_ids > 0
         if takes_all:
-            return mth.content_cosine_of_all(query, key, valid)
-        return mth.cosine_of_gram(mth.content_gram(query, key, valid, terms.scale))
-    return mth.logits_cosine(attention_logits(query, key, _in_dtype(terms, query.dtype)), allowed_pairs(document_ids))
+            return mth.content_cosine_of_all(query, key, documents)
+        return mth.cosine_of_gram(mth.content_gram(query, key, documents, terms.scale))
+    logits = attention_logits(query, key, _in_dtype(terms, query.dtype))
+    return mth.logits_cosine(logits, allowed_pairs(document_ids), documents)
 
 
 def _in_dtype(terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
@@ -99,6 +102,7 @@ def eager_attention(
     document_ids: Tensor,
     heads: Tensor,
     dropout: float,
+    num_documents: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """The reference: A is materialised, masked with a finite value, normalised in fp32 at least."""
     logits = attention_logits(query, key, terms)
@@ -107,7 +111,8 @@ def eager_attention(
     cosine = None
     if heads.shape[0]:
         chosen = logits.index_select(1, heads)
-        cosine = mth.logits_cosine(chosen.to(torch.promote_types(logits.dtype, torch.float32)), allowed)
+        chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
+        cosine = mth.logits_cosine(chosen, allowed, mth.document_mask(document_ids, num_documents))
     return probabilities @ value, cosine
 
 
@@ -119,6 +124,7 @@ def sdpa_attention(
     document_ids: Tensor,
     heads: Tensor,
     dropout: float,
+    num_documents: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
     allowed = allowed_pairs(document_ids)
@@ -128,7 +134,9 @@ def sdpa_attention(
         # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
         mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
-    return context, head_cosine(query, key, terms, document_ids, heads) if heads.shape[0] else None
+    if not heads.shape[0]:
+        return context, None
+    return context, head_cosine(query, key, terms, document_ids, heads, num_documents)
 
 
 def attend_from(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, MaskedLMHead
@@ -59,12 +59,28 @@ class Bert(nn.Module):
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The last hidden states, `[batch, seq, hidden]`; all arguments int64 `[batch, seq]`, see `Batch`."""
         draws = Draws.none(len(input_ids), self.config.num_layers, input_ids.device)
-        nothing_to_predict = draws.token_mask
+        nothing_to_predict = draws.token_mask[:, 0]
         batch = Batch(input_ids, nothing_to_predict, document_ids, position_ids, segment_ids, document_ids)
         tensors = first_tensors(batch, draws)
         for stage in (self.embeddings, *self.layers):
             tensors = self._run(stage, tensors)
         return self.head.last_hidden(StageState.unpack(tensors).hidden)
+
+    def predict(self, batch: Batch) -> Tensor:
+        """Vocabulary logits where the labels are not `IGNORED_LABEL`, as in training: with the mask decoder if any.
+
+        → `[num_predicted, vocab_size]`, in the order of the labels.
+        """
+        draws = Draws.none(len(batch.input_ids), self.config.num_layers, batch.input_ids.device)
+        tensors = first_tensors(batch, draws)
+        *first, last = self.layers
+        for stage in (self.embeddings, *first):
+            tensors = self._run(stage, tensors)
+        if self.mask_decoder is not None:
+            predicted = self.mask_decoder(tensors, last)
+        else:
+            predicted = StageState.unpack(self._run(last, tensors)).hidden[batch.labels != IGNORED_LABEL]
+        return self.logits(self.head.last_hidden(predicted))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, padding cut off."""

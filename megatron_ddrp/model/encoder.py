@@ -10,6 +10,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention import BACKENDS, attend_from, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.model.stages import HCD, NUM_LOSSES, StageState
+from megatron_ddrp.objectives.mth import document_mask
 
 
 class SelfAttention(nn.Module):
@@ -34,12 +35,15 @@ class SelfAttention(nn.Module):
         return self.output(context.transpose(1, 2).flatten(2))
 
     def forward(
-        self, hidden: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor
+        self, hidden: Tensor, terms: PositionTerms, state: StageState, layer: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch]` of `heads` `[m′]` (None for none)."""
+        """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
         attend = BACKENDS[resolve_backend(self.backend, hidden.device)]
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
-        context, cosine = attend(query, key, value, terms, document_ids, heads, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        context, cosine = attend(
+            query, key, value, terms, state.document_ids, state.heads[layer], dropout, state.num_documents
+        )
         return self.merge(context), cosine
 
 
@@ -73,9 +77,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state = StageState.unpack(tensors)
-        attended, cosine = self.attention(
-            self._attention_input(state.hidden), self.terms(state), state.document_ids, state.heads[self.number]
-        )
+        attended, cosine = self.attention(self._attention_input(state.hidden), self.terms(state), state, self.number)
         hidden = self._join(state.hidden, attended)
         losses = state.losses if cosine is None else state.losses + self._hcd_share(cosine, state)
         return state._replace(hidden=hidden, losses=losses).pack()
@@ -115,8 +117,8 @@ class EncoderLayer(nn.Module):
         return F.dropout(x, self.config.hidden_dropout, self.training)
 
     def _hcd_share(self, cosine: Tensor, state: StageState) -> Tensor:
-        """Σ over the sequences with at least two valid tokens ÷ layers, at HCD's place in `[3]`."""
-        counted = (state.document_ids > 0).sum(-1) >= 2  # [batch]
+        """Σ over the documents with at least two valid tokens ÷ layers, at HCD's place in `[3]`."""
+        counted = document_mask(state.document_ids, state.num_documents).sum(-1) >= 2  # [batch, documents]
         share = torch.where(counted, cosine, 0.0).sum() / self.config.num_layers
         place = torch.arange(NUM_LOSSES, device=share.device) == HCD
         return torch.where(place, share, 0.0).to(state.losses.dtype)

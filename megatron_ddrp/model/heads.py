@@ -51,7 +51,7 @@ class MaskedLMHead(nn.Module):
     def losses(self, predicted_hidden: Tensor, hidden: Tensor, state: StageState) -> Tensor:
         """The sums `[3]`: LM of `predicted_hidden` `[num_predicted, hidden]`, TCD of the last hidden states."""
         lm = masked_lm_sum(self.logits(predicted_hidden), state.labels[state.labels != IGNORED_LABEL])
-        tcd = token_cosine(hidden, state.token_mask).sum() if state.token_mask.shape[1] else lm.new_zeros(())
+        tcd = token_cosine(hidden, state.token_mask).sum() if state.token_mask.shape[2] else lm.new_zeros(())
         return torch.stack((lm, tcd, state.losses[HCD]))
 
 

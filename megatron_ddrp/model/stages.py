@@ -34,9 +34,14 @@ class StageState(NamedTuple):
     labels: Tensor
     """`[batch, seq]`, or `[batch, 0]` where nothing is predicted."""
     token_mask: Tensor
-    """`[batch, seq]` tokens of TCD, or `[batch, 0]`."""
+    """`[batch, documents, seq]` tokens of TCD, or `[batch, documents, 0]`; see `Draws`."""
     heads: Tensor
     """`[layers, m′]` heads of HCD, or `[layers, 0]`."""
+
+    @property
+    def num_documents(self) -> int:
+        """The most documents that a row holds."""
+        return self.token_mask.shape[1]
 
     def pack(self) -> tuple[Tensor, ...]:
         """As a flat tuple of tensors."""

@@ -27,18 +27,19 @@ SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True)
 class Draws:
-    """What TCD and HCD look at in one step. Width 0 switches the term off."""
+    """What TCD and HCD look at in one step. Their shapes say, without waiting for a device, what there is to do."""
 
     token_mask: Tensor
-    """int64 `[batch, seq]`, 1 at the sampled tokens; or `[batch, 0]`."""
+    """int64 `[batch, documents, seq]`: 1 at the tokens of TCD, by the documents of a row; `[batch, documents, 0]`
+    switches TCD off."""
     heads: Tensor
-    """int64 `[layers, m′]` head numbers, ascending; or `[layers, 0]`."""
+    """int64 `[layers, m′]` head numbers, ascending; `[layers, 0]` switches HCD off."""
 
     @classmethod
     def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
         """Neither term."""
         return cls(
-            torch.empty(batch_size, 0, dtype=torch.long, device=device),
+            torch.empty(batch_size, 1, 0, dtype=torch.long, device=device),
             torch.empty(num_layers, 0, dtype=torch.long, device=device),
         )
 
@@ -53,11 +54,18 @@ def draw(
     step: int,
 ) -> Draws:
     """The draws of one micro-batch (arrays `[batch, seq]`) at one step, on the CPU."""
+    num_documents = max(1, int(document_ids.max()))
     draws = Draws.none(len(document_ids), model.num_layers)
-    token_mask, heads = draws.token_mask, draws.heads
+    token_mask, heads = draws.token_mask.expand(-1, num_documents, -1), draws.heads
     if objective.tcd_weight:
         token_mask = torch.from_numpy(
-            sample_tokens(document_ids, sequence_ids, position_ids, objective.tcd_tokens, seed, step)
+            np.stack(
+                [
+                    sample_tokens(document_ids == number, sequence_ids, position_ids, objective.tcd_tokens, seed, step)
+                    for number in range(1, num_documents + 1)
+                ],
+                axis=1,
+            )
         )
     if objective.hcd_weight:
         heads = torch.from_numpy(
@@ -67,10 +75,9 @@ def draw(
 
 
 def sample_tokens(
-    document_ids: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, count: int, seed: int, step: int
+    valid: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, count: int, seed: int, step: int
 ) -> np.ndarray:
-    """int64 `[batch, seq]`: 1 at `count` valid tokens of each sequence, without replacement; all where fewer or 0."""
-    valid = document_ids > 0
+    """int64 `[batch, seq]`: 1 at `count` valid tokens of each row, without replacement; all where fewer or 0."""
     if count == 0:
         return valid.astype(np.int64)
     keys = hash_uint64(seed, "tcd", np.uint64(step), sequence_ids, position_ids)  # [batch, seq]
@@ -87,62 +94,90 @@ def sample_heads(num_layers: int, num_heads: int, count: int, seed: int, step: i
     return np.sort(keys.argsort(axis=-1, kind="stable")[:, :count], axis=-1).astype(np.int64)
 
 
-def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
-    """Mean pairwise cosine of the marked tokens, eq. 17; 0 for a sequence with fewer than two.
+def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:
+    """bool `[batch, num_documents, seq]`: which tokens each document of a row holds. `document_ids` `[batch, seq]`."""
+    return document_ids.unsqueeze(1) == torch.arange(1, num_documents + 1, device=document_ids.device).unsqueeze(-1)
 
-    `hidden` `[batch, seq, hidden]`, `token_mask` `[batch, seq]` → fp32 (or fp64) `[batch]`.
+
+def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
+    """Mean pairwise cosine of the marked tokens of each document, eq. 17; 0 for one with fewer than two.
+
+    `hidden` `[batch, seq, hidden]`, `token_mask` `[batch, documents, seq]` → fp32 (or fp64) `[batch, documents]`.
     """
-    weights = token_mask.to(hidden.dtype)
     if hidden.dtype.itemsize < 4:
         hidden = hidden.float()
-    # Σ_i ĥ_i as one matrix-vector product: unit vectors are never stored.
-    inverse_norms = hidden.pow(2).sum(-1).clamp_min(SMALLEST_NORM**2).rsqrt() * weights  # [batch, seq]
-    total = torch.bmm(inverse_norms.unsqueeze(1).to(hidden.dtype), hidden).squeeze(1)  # [batch, hidden]
-    count = token_mask.sum(-1).to(hidden.dtype)  # [batch]
+    # Σ_i ĥ_i as a product with the inverse norms: unit vectors are never stored.
+    inverse_norms = hidden.pow(2).sum(-1).clamp_min(SMALLEST_NORM**2).rsqrt()  # [batch, seq]
+    total = torch.bmm(token_mask * inverse_norms.unsqueeze(1), hidden)  # [batch, documents, hidden]
+    count = token_mask.sum(-1).to(hidden.dtype)  # [batch, documents]
     pairs = count * (count - 1)
     return torch.where(pairs > 0, (total.pow(2).sum(-1) - count) / pairs.clamp_min(1), 0.0)
 
 
 def cosine_of_gram(gram: Tensor) -> Tensor:
-    """Mean pairwise cosine of m′ heads from their inner products: `[batch, m′, m′]` → `[batch]`."""
-    norms = gram.diagonal(dim1=-2, dim2=-1).clamp_min(SMALLEST_NORM**2).sqrt()  # [batch, m′]
+    """Mean pairwise cosine of m′ heads from their inner products: `[.., m′, m′]` → `[..]`."""
+    norms = gram.diagonal(dim1=-2, dim2=-1).clamp_min(SMALLEST_NORM**2).sqrt()  # [.., m′]
     cosines = gram / (norms.unsqueeze(-1) * norms.unsqueeze(-2))
-    num_heads = gram.shape[-1]
-    return (cosines.sum((-2, -1)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)) / (num_heads * (num_heads - 1))
+    return (cosines.sum((-2, -1)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)) / num_ordered_pairs(gram.shape[-1])
 
 
-def content_gram(query: Tensor, key: Tensor, valid: Tensor, scale: float) -> Tensor:
-    """Inner products of content-only heads, scale² · ⟨QᵃᵀQᵇ, KᵃᵀKᵇ⟩.
+def num_ordered_pairs(num_heads: int) -> int:
+    """m′·(m′ − 1)."""
+    return num_heads * (num_heads - 1)
 
-    `query`, `key` `[batch, m′, seq, head_dim]`, `valid` bool `[batch, seq]` → `[batch, m′, m′]`.
+
+def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) -> Tensor:
+    """Inner products of content-only heads, scale² · ⟨QᵃᵀQᵇ, KᵃᵀKᵇ⟩ over the tokens of each document.
+
+    `query`, `key` `[batch, m′, seq, head_dim]`, `documents` bool `[batch, documents, seq]` →
+    `[batch, documents, m′, m′]`.
     """
-    batch, num_heads, _, head_dim = query.shape
+    num_heads, head_dim = query.shape[1], query.shape[3]
 
     def feature_products(x: Tensor) -> Tensor:
-        flat = (x * valid[:, None, :, None]).transpose(1, 2).flatten(2)  # [batch, seq, m′·d]
-        return (flat.transpose(1, 2) @ flat).view(batch, num_heads, head_dim, num_heads, head_dim)
+        flat = x.transpose(1, 2).flatten(2).unsqueeze(1)  # [batch, 1, seq, m′·d]
+        products = flat.transpose(-1, -2) @ (flat * documents.unsqueeze(-1))  # [batch, documents, m′·d, m′·d]
+        return products.unflatten(-1, (num_heads, head_dim)).unflatten(-3, (num_heads, head_dim))
 
-    products = feature_products(query) * feature_products(key)
-    return products.sum((2, 4)) * scale**2
+    return (feature_products(query) * feature_products(key)).sum((-3, -1)) * scale**2
 
 
-def content_cosine_of_all(query: Tensor, key: Tensor, valid: Tensor) -> Tensor:
-    """Mean pairwise cosine of *all* content-only heads by one S×S buffer, Σ_a A_a/‖A_a‖ → `[batch]`."""
-    query, key = (x * valid[:, None, :, None] for x in (query, key))
-    gram = ((query.transpose(-1, -2) @ query) * (key.transpose(-1, -2) @ key)).sum((-2, -1))  # [batch, heads] ‖A_a‖²
-    unit = query * gram.clamp_min(SMALLEST_NORM**2).rsqrt()[..., None, None]
+def content_cosine_of_all(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
+    """Mean pairwise cosine of *all* content-only heads by one S×S buffer, Σ_a A_a/‖A_a‖ → `[batch, documents]`."""
+    weights = documents[:, :, None, :, None].to(query.dtype)  # [batch, documents, 1, seq, 1]
+
+    def feature_products(x: Tensor) -> Tensor:
+        return x.unsqueeze(1).transpose(-1, -2) @ (x.unsqueeze(1) * weights)  # [batch, documents, heads, d, d]
+
+    squares = (feature_products(query) * feature_products(key)).sum((-2, -1))  # [batch, documents, heads] ‖A_a‖²
+    unit = query * _by_row(_inverse_root(squares), documents).unsqueeze(-1)
     total = unit.transpose(1, 2).flatten(2) @ key.transpose(1, 2).flatten(2).transpose(1, 2)  # [batch, seq, seq]
-    num_heads = query.shape[1]
-    return (total.pow(2).sum((-2, -1)) - num_heads) / (num_heads * (num_heads - 1))
+    allowed = (documents.unsqueeze(-1) & documents.unsqueeze(-2)).any(1)  # [batch, seq, seq]
+    return _cosine_of_total(total.masked_fill(~allowed, 0.0), documents, query.shape[1])
 
 
-def logits_cosine(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Mean pairwise cosine of heads whose logits are at hand, over the allowed pairs.
+def logits_cosine(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
+    """Mean pairwise cosine of heads whose logits are at hand, over the allowed pairs of each document.
 
-    `logits` `[batch, m′, seq, seq]`, `allowed` bool `[batch, 1, seq, seq]` → `[batch]`. One S×S buffer a sequence.
+    `logits` `[batch, m′, seq, seq]`, `allowed` bool `[batch, 1, seq, seq]`, `documents` bool `[batch, documents, seq]`
+    → `[batch, documents]`. One S×S buffer a row.
     """
     logits = logits.masked_fill(~allowed, 0.0)
-    inverse_norms = logits.pow(2).sum((-2, -1)).clamp_min(SMALLEST_NORM**2).rsqrt()  # [batch, m′]
-    total = torch.einsum("bhij,bh->bij", logits, inverse_norms)  # [batch, seq, seq]
-    num_heads = logits.shape[1]
-    return (total.pow(2).sum((-2, -1)) - num_heads) / (num_heads * (num_heads - 1))
+    squares = torch.einsum("bhi,bki->bkh", logits.pow(2).sum(-1), documents.to(logits.dtype))  # [batch, documents, m′]
+    total = (logits * _by_row(_inverse_root(squares), documents).unsqueeze(-1)).sum(1)  # [batch, seq, seq]
+    return _cosine_of_total(total, documents, logits.shape[1])
+
+
+def _inverse_root(squares: Tensor) -> Tensor:
+    return squares.clamp_min(SMALLEST_NORM**2).rsqrt()
+
+
+def _by_row(per_document: Tensor, documents: Tensor) -> Tensor:
+    """`[batch, documents, heads]` → `[batch, heads, seq]`: each token has its document's value, padding 0."""
+    return torch.einsum("bkh,bki->bhi", per_document, documents.to(per_document.dtype))
+
+
+def _cosine_of_total(total: Tensor, documents: Tensor, num_heads: int) -> Tensor:
+    """(‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) of each document, from Σ_a A_a/‖A_a‖ `[batch, seq, seq]`."""
+    squares = torch.einsum("bi,bki->bk", total.pow(2).sum(-1), documents.to(total.dtype))
+    return (squares - num_heads) / num_ordered_pairs(num_heads)

@@ -11,18 +11,18 @@ SEQ = 16
 
 
 def rows(lengths, first_id=0, seq=SEQ):
-    """(document_ids, sequence_ids, position_ids) of one document a row."""
+    """(valid, sequence_ids, position_ids) of one document a row."""
     place = np.tile(np.arange(seq), (len(lengths), 1))
     valid = place < np.asarray(lengths)[:, None]
     ids = np.arange(first_id, first_id + len(lengths))[:, None]
-    return valid.astype(np.int64), ids * valid, place * valid
+    return valid, ids * valid, place * valid
 
 
 def test_tokens_are_drawn_without_replacement_and_never_from_padding():
     lengths = np.arange(SEQ + 1)
     document_ids, sequence_ids, position_ids = rows(lengths)
     for count in (2, 5, 50):
-        mask = sample_tokens(document_ids, sequence_ids, position_ids, count, 1, 1)
+        mask = sample_tokens(document_ids > 0, sequence_ids, position_ids, count, 1, 1)
         assert mask.dtype == np.int64 and set(np.unique(mask)) <= {0, 1}
         assert np.array_equal(mask.sum(-1), np.minimum(lengths, count))
         assert not mask[document_ids == 0].any()
@@ -30,7 +30,7 @@ def test_tokens_are_drawn_without_replacement_and_never_from_padding():
 
 def test_zero_means_all_valid_tokens():
     document_ids, sequence_ids, position_ids = rows([16, 3, 0])
-    assert np.array_equal(sample_tokens(document_ids, sequence_ids, position_ids, 0, 1, 1), document_ids)
+    assert np.array_equal(sample_tokens(document_ids > 0, sequence_ids, position_ids, 0, 1, 1), document_ids)
 
 
 def test_every_token_and_every_pair_is_equally_likely():
@@ -116,6 +116,7 @@ def test_torch_and_numpy_generators_play_no_part():
     ],
 )
 def test_a_draw_is_empty_where_its_weight_is_zero(changes, widths):
-    draws = draw(*rows([16, 4]), ObjectiveConfig(**changes), ModelConfig(), seed=1, step=3)
-    assert draws.token_mask.shape == (2, widths[0]) and draws.heads.shape == (12, widths[1])
+    valid, *ids = rows([16, 4])
+    draws = draw(valid.astype(np.int64), *ids, ObjectiveConfig(**changes), ModelConfig(), seed=1, step=3)
+    assert draws.token_mask.shape == (2, 1, widths[0]) and draws.heads.shape == (12, widths[1])
     assert draws.token_mask.dtype == draws.heads.dtype == torch.long
