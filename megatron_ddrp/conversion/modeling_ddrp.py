@@ -1,11 +1,9 @@
-"""BERT-class encoder with decoupled directional relative positions (DDRP), for transformers ≥ 4.45.
+"""BERT-class encoder with any of megatron_ddrp's position encodings, for transformers ≥ 4.45.
 
-    A[i,j] = Q_i · (K_j + D[ρ(i,j)] ⊙ K^rd[δ(i,j)]) / √d        i = query, j = key
-    ρ = 0, 1, 2 for i = j, i < j, i > j;    δ = |clip(i − j, −(r_s−1), r_s−1)|
-
-"Better Pre-Training by Reducing Representation Confusion", eq. 9–12. This file travels inside every exported folder
-and is loaded by `trust_remote_code=True`, so it imports torch and transformers alone. Weights are named as in training.
-The output matrix of the masked-LM head is the token embedding itself; it is no weight of its own.
+"Better Pre-Training by Reducing Representation Confusion" and the encodings that it compares. Three files travel inside
+every exported folder and are loaded by `trust_remote_code=True`, so they import torch, transformers and one another
+alone: configuration_ddrp.py (the sizes), modeling_positions.py (the encodings), and this one. Weights are named as in
+training. The output matrix of the masked-LM head is the token embedding itself; it is no weight of its own.
 """
 
 from typing import Any
@@ -13,130 +11,74 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 
-
-class DdrpConfig(PretrainedConfig):
-    """Sizes under BERT's names, and where positions and LayerNorms stand."""
-
-    model_type = "megatron_ddrp"
-
-    def __init__(
-        self,
-        vocab_size: int = 30522,
-        hidden_size: int = 768,
-        num_hidden_layers: int = 12,
-        num_attention_heads: int = 12,
-        intermediate_size: int = 3072,
-        hidden_dropout_prob: float = 0.1,
-        attention_probs_dropout_prob: float = 0.1,
-        max_position_embeddings: int = 512,
-        type_vocab_size: int = 2,
-        initializer_range: float = 0.02,
-        layer_norm_eps: float = 1e-12,
-        layernorm_position: str = "post",
-        position_encoding: str = "ddrp",
-        relative_distance: int = 64,
-        relative_table: str = "shared",
-        pad_token_id: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.pad_token_id = pad_token_id
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.hidden_dropout_prob = hidden_dropout_prob
-        self.attention_probs_dropout_prob = attention_probs_dropout_prob
-        self.max_position_embeddings = max_position_embeddings
-        self.type_vocab_size = type_vocab_size
-        self.initializer_range = initializer_range
-        self.layer_norm_eps = layer_norm_eps
-        self.layernorm_position = layernorm_position
-        self.position_encoding = position_encoding
-        self.relative_distance = relative_distance
-        self.relative_table = relative_table
+from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
+from megatron_ddrp.conversion.modeling_positions import (
+    ENCODINGS,
+    Absolute,
+    Deberta,
+    Positions,
+    PositionTerms,
+    RelativeProjections,
+    layer_norm,
+    position_logits,
+    split_heads,
+)
 
 
-def layer_norm(config: DdrpConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-
-class RelativeTable(nn.Module):
-    """`direction` is D, `distance` is K^rd; the heads share both."""
-
-    def __init__(self, config: DdrpConfig) -> None:
-        super().__init__()
-        head_dim = config.hidden_size // config.num_attention_heads
-        self.direction = nn.Parameter(torch.zeros(3, head_dim))
-        self.distance = nn.Parameter(torch.zeros(config.relative_distance, head_dim))
-
-    def forward(self) -> Tensor:
-        """`[2·r_s − 1, head_dim]`: row c + r_s − 1 serves the clipped offset c = i − j."""
-        reach = self.distance.shape[0] - 1
-        offset = torch.arange(-reach, reach + 1, device=self.distance.device)
-        direction = torch.where(offset < 0, 1, torch.where(offset > 0, 2, 0))
-        return self.direction[direction] * self.distance[offset.abs()]
+def check_length(seq: int, longest: int) -> None:
+    if seq > longest:
+        raise ValueError(f"the input has {seq} tokens, the model knows {longest} positions: cut the text")
 
 
 class Embeddings(nn.Module):
-    """Token, segment and (without a relative table) position embeddings, then LayerNorm."""
+    """Token, segment and (where positions are absolute) position embeddings, then LayerNorm."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
+        encoding, longest = ENCODINGS[config.position_encoding], config.max_position_embeddings
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        is_absolute = config.position_encoding == "absolute"
-        shares_table = not is_absolute and config.relative_table == "shared"
-        self.absolute = nn.Embedding(config.max_position_embeddings, config.hidden_size) if is_absolute else None
-        self.position = RelativeTable(config) if shares_table else None
+        self.absolute = nn.Embedding(longest, config.hidden_size) if encoding is Absolute else None
+        self.position = encoding(config) if config.relative_table == "shared" else None
+        self.longest = longest if encoding.limits_length else None
         self.norm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
         """int64 `[batch, seq]` each → `[batch, seq, hidden]`."""
+        seq = input_ids.shape[1]
+        if self.longest is not None:
+            check_length(seq, self.longest)
         hidden = self.token(input_ids) + self.segment(token_type_ids)
         if self.absolute is not None:
-            seq, longest = input_ids.shape[1], self.absolute.num_embeddings
-            if seq > longest:
-                raise ValueError(f"the input has {seq} tokens, the model knows {longest} positions: cut the text")
             hidden = hidden + self.absolute.weight[:seq]
         return self.dropout(self.norm(hidden))
 
 
 class SelfAttention(nn.Module):
-    """Attention whose logits take one product per query and table row, spread over the pairs by their offset."""
+    """Attention whose tables give one product per token and table row, spread over the pairs by their offset."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
-        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.head_dim = config.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
-    def forward(self, hidden: Tensor, allowed: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`[batch, seq, hidden]` → the same, and the probabilities `[batch, heads, seq, seq]`."""
-        batch, seq, _ = hidden.shape
-
-        def split(x: Tensor) -> Tensor:
-            return x.view(batch, seq, -1, self.head_dim).transpose(1, 2)  # [batch, heads, seq, head_dim]
-
-        query, key, value = split(self.query(hidden)), split(self.key(hidden)), split(self.value(hidden))
+    def forward(self, hidden: Tensor, source: Tensor, allowed: Tensor, terms: PositionTerms) -> tuple[Tensor, Tensor]:
+        """Queries of `hidden`, keys and values of `source`, `[batch, seq, hidden]` each; also the probabilities."""
+        query = split_heads(self.query(hidden), self.head_dim)  # [batch, heads, seq, head_dim]
+        key, value = (split_heads(projection(source), self.head_dim) for projection in (self.key, self.value))
         logits = query @ key.transpose(-1, -2)  # [batch, heads, seq, seq]
-        if table is not None:
-            reach = table.shape[0] // 2
-            position = torch.arange(seq, device=hidden.device)
-            row = (position[:, None] - position[None, :]).clamp(-reach, reach) + reach  # [seq, seq]
-            logits = logits + (query @ table.T).gather(-1, row.expand_as(logits))
-        logits = (logits * self.head_dim**-0.5).masked_fill(~allowed, torch.finfo(logits.dtype).min)
+        logits = position_logits(logits, query, key, terms).masked_fill(~allowed, torch.finfo(query.dtype).min)
         probabilities = logits.softmax(-1, dtype=torch.float32).to(value.dtype)
         context = self.dropout(probabilities) @ value  # [batch, heads, seq, head_dim]
-        return self.output(context.transpose(1, 2).reshape(batch, seq, -1)), probabilities
+        return self.output(context.transpose(1, 2).flatten(2)), probabilities
 
 
 class FeedForward(nn.Module):
@@ -161,17 +103,25 @@ class EncoderLayer(nn.Module):
         self.attention_norm = layer_norm(config)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = layer_norm(config)
-        owns_table = config.position_encoding != "absolute" and config.relative_table == "per-layer"
-        self.position = RelativeTable(config) if owns_table else None
+        encoding = ENCODINGS[config.position_encoding]
+        self.position = encoding(config) if config.relative_table == "per-layer" else None
+        self.layer_position = RelativeProjections(config) if encoding is Deberta else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, hidden: Tensor, allowed: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-        table = table if self.position is None else self.position()
+    def forward(
+        self, hidden: Tensor, allowed: Tensor, terms: PositionTerms | None, source: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`terms` are those that all layers share. Keys and values come from `source`, by default from `hidden`."""
+        own = terms if self.position is None else self.position(hidden.shape[1])
+        own = own if self.layer_position is None else self.layer_position(own)
+        source = hidden if source is None else source
         if self.normalises_before:
-            context, probabilities = self.attention(self.attention_norm(hidden), allowed, table)
+            context, probabilities = self.attention(
+                self.attention_norm(hidden), self.attention_norm(source), allowed, own
+            )
             hidden = hidden + self.dropout(context)
             return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden))), probabilities
-        context, probabilities = self.attention(hidden, allowed, table)
+        context, probabilities = self.attention(hidden, source, allowed, own)
         hidden = self.attention_norm(hidden + self.dropout(context))
         return self.feed_forward_norm(hidden + self.dropout(self.feed_forward(hidden))), probabilities
 
@@ -190,6 +140,33 @@ class MaskedLMHead(nn.Module):
         return F.linear(self.norm(F.gelu(self.dense(hidden))), token_embedding, self.bias)
 
 
+class MaskDecoder(nn.Module):
+    """DeBERTa's enhanced mask decoder: absolute positions join just before the masked-LM head, for every token.
+
+    The last layer is applied twice more, queries beginning as absolute embedding + H[L−1], keys and values of H[L−1].
+    """
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__()
+        self.absolute = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, before: Tensor, encoder: "DdrpModel", attention_mask: Tensor | None) -> Tensor:
+        """`before` is H[L−1] `[batch, seq, hidden]` → the same shape."""
+        seq = before.shape[1]
+        check_length(seq, self.absolute.num_embeddings)
+        allowed, terms = allowed_keys(attention_mask, before), encoder.shared_terms(seq)
+        states = before + self.absolute.weight[:seq]
+        for _ in range(2):
+            states, _ = encoder.layers[-1](states, allowed, terms, before)
+        return encoder.normalise(states)
+
+
+def allowed_keys(attention_mask: Tensor | None, like: Tensor) -> Tensor:
+    """bool `[batch, 1, 1, seq]`, False at padding."""
+    mask = like.new_ones(like.shape[:2]) if attention_mask is None else attention_mask
+    return mask.bool()[:, None, None, :]
+
+
 class DdrpPreTrainedModel(PreTrainedModel):
     """Initialisation and loading for all heads."""
 
@@ -201,12 +178,12 @@ class DdrpPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
-        if isinstance(module, RelativeTable):
-            nn.init.normal_(module.direction, std=std)
-            nn.init.normal_(module.distance, std=std)
+        if isinstance(module, Positions):
+            for table in module.parameters(recurse=False):
+                nn.init.normal_(table, std=std)
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, (nn.Linear, nn.LayerNorm, MaskedLMHead)):
+        if isinstance(module, (nn.Linear, nn.LayerNorm, MaskedLMHead)) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
 
@@ -226,6 +203,14 @@ class DdrpModel(DdrpPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings.token = value  # type: ignore[assignment]
 
+    def shared_terms(self, seq: int) -> PositionTerms | None:
+        """What all layers share of the positions; None where each has its own table."""
+        return None if self.embeddings.position is None else self.embeddings.position(seq)
+
+    def normalise(self, hidden: Tensor) -> Tensor:
+        """The last hidden states: normalised once more in a pre-LayerNorm model."""
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -237,17 +222,14 @@ class DdrpModel(DdrpPreTrainedModel):
     ) -> BaseModelOutput | tuple:
         """`input_ids`, `token_type_ids` int64 and `attention_mask` (1 = token, 0 = padding), each `[batch, seq]`."""
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        valid = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        allowed = valid.bool()[:, None, None, :]  # [batch, 1, 1, seq]
         hidden = self.embeddings(input_ids, segments)
-        table = None if self.embeddings.position is None else self.embeddings.position()
+        allowed, terms = allowed_keys(attention_mask, hidden), self.shared_terms(input_ids.shape[1])
         states, maps = [hidden], []
         for layer in self.layers:
-            hidden, probabilities = layer(hidden, allowed, table)
+            hidden, probabilities = layer(hidden, allowed, terms)
             states.append(hidden)
             maps.append(probabilities)
-        if self.final_norm is not None:
-            hidden = states[-1] = self.final_norm(hidden)
+        hidden = states[-1] = self.normalise(hidden)
         wants_maps = self.config.output_attentions if output_attentions is None else output_attentions
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = BaseModelOutput(
@@ -259,11 +241,12 @@ class DdrpModel(DdrpPreTrainedModel):
 
 
 class DdrpForMaskedLM(DdrpPreTrainedModel):
-    """The encoder with the head it was trained with."""
+    """The encoder with the head, and where there is one the mask decoder, that it was trained with."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
         self.encoder = DdrpModel(config)
+        self.mask_decoder = MaskDecoder(config) if config.deberta_emd else None
         self.head = MaskedLMHead(config)
         self.post_init()
 
@@ -285,12 +268,16 @@ class DdrpForMaskedLM(DdrpPreTrainedModel):
         return_dict: bool | None = None,
     ) -> MaskedLMOutput | tuple:
         """`labels` `[batch, seq]`: the piece to predict, −100 where none; the loss is the mean over the predicted."""
-        encoded = self.encoder(input_ids, attention_mask, token_type_ids, output_attentions, output_hidden_states)
-        logits = self.head(encoded.last_hidden_state, self.encoder.embeddings.token.weight)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        keeps_states = wants_states or self.mask_decoder is not None
+        encoded = self.encoder(input_ids, attention_mask, token_type_ids, output_attentions, keeps_states)
+        hidden = encoded.last_hidden_state
+        if self.mask_decoder is not None:
+            hidden = self.mask_decoder(encoded.hidden_states[-2], self.encoder, attention_mask)
+        logits = self.head(hidden, self.encoder.embeddings.token.weight)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        output = MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
-        )
+        states = encoded.hidden_states if wants_states else None
+        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=states, attentions=encoded.attentions)
         return output.to_tuple() if return_dict is False else output
 
 

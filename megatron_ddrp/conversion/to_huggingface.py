@@ -1,56 +1,37 @@
 """Training checkpoint → Hugging Face folder with equal hidden states and logits.
 
 A model that transformers knows (absolute positions, LayerNorm after each block) becomes a plain BERT. Any other one
-travels with its own model code, modeling_ddrp.py, under the names that it was trained with. The vocabulary's padding is
+travels with its own model code (`MODEL_CODE`), under the names that it was trained with. The vocabulary's padding is
 cut; the output matrix is the token embedding and is written once.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import Config, ModelConfig
+from megatron_ddrp.config import POSITION_ENCODINGS, Config, ModelConfig
+from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.conversion.weight_names import bert_name, own_name
 from megatron_ddrp.data.tokenizer import Tokenizer
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import NUM_SEGMENTS
 
-EXPORTED_ENCODINGS = ("absolute", "ddrp")
-MODEL_CODE = "modeling_ddrp.py"
+MODEL_CODE = ("configuration_ddrp.py", "modeling_positions.py", "modeling_ddrp.py")
 OWN_MODEL_TYPE = "megatron_ddrp"
 AUTO_MAP = {
-    "AutoConfig": "modeling_ddrp.DdrpConfig",
+    "AutoConfig": "configuration_ddrp.DdrpConfig",
     "AutoModel": "modeling_ddrp.DdrpModel",
     "AutoModelForMaskedLM": "modeling_ddrp.DdrpForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
 }
-
-BERT_EMBEDDINGS = {"token": "word_embeddings", "segment": "token_type_embeddings", "absolute": "position_embeddings"}
-BERT_NAMES = {
-    **{f"embeddings.{ours}": f"bert.embeddings.{theirs}" for ours, theirs in BERT_EMBEDDINGS.items()},
-    "embeddings.norm": "bert.embeddings.LayerNorm",
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "feed_forward.input": "intermediate.dense",
-    "feed_forward.output": "output.dense",
-    "feed_forward_norm": "output.LayerNorm",
-    "head.dense": "cls.predictions.transform.dense",
-    "head.norm": "cls.predictions.transform.LayerNorm",
-}
-"""Module of ours → BERT's in transformers; those of a layer without "layers.N."."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +41,7 @@ class Export:
     source: Path
     output: Path
     config: ModelConfig
+    """With `deberta_emd` resolved."""
     weights: dict[str, Tensor]
     tokenizer_line: str
 
@@ -68,18 +50,20 @@ class Export:
         model, plain = self.config, is_plain_bert(self.config)
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
-        table = f", {model.relative_table} table" if model.position_encoding == "ddrp" else ""
+        table = "" if model.position_encoding == "absolute" else f", {model.relative_table} table"
+        decoder = "; the mask decoder is in the masked-LM model alone" if model.deberta_emd else ""
         padding = model.padded_vocab_size - model.vocab_size
         trust = "" if plain else ", trust_remote_code=True"
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions{table}, "
             f"{model.layernorm_position}-LayerNorm, {model.num_layers} layers x {model.hidden_size}, "
             f"{model.vocab_size:,} pieces",
-            "exported": f"{sum(w.numel() for w in self.weights.values()):,} parameters, fp32; tensors: {names}",
+            "exported": f"{sum(w.numel() for w in self.weights.values()):,} parameters, fp32; tensors: {names}"
+            f"{decoder}",
             "left out": f"{padding} rows of vocabulary padding; optimizer state",
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
-            "wrote": f"{self.output}, {'a plain BERT' if plain else f'with its own {MODEL_CODE}'}: "
+            "wrote": f"{self.output}, {'a plain BERT' if plain else f'with its own {MODEL_CODE[-1]}'}: "
             f'AutoModelForMaskedLM.from_pretrained("{self.output}"{trust})',
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
@@ -91,33 +75,31 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     `output` appears whole or not at all. Raises `UserError` where there is no checkpoint, where its encoding cannot be
     exported, or where `output` exists and may not be replaced.
     """
-    _refuse_output(output, overwrite)
+    refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = _find_checkpoint(load)
-    model, tokenizer, config = checkpoint.load_model(source.resolve())
-    weights = exported_weights(dict(model.named_parameters()), config.model)
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        checkpoint.save_weights(weights, temporary)
-        text = json.dumps(huggingface_config(config.model, tokenizer), indent=2) + "\n"
-        (temporary / "config.json").write_text(text, encoding="utf-8")
-        if not is_plain_bert(config.model):
-            shutil.copyfile(Path(__file__).with_name(MODEL_CODE), temporary / MODEL_CODE)
-        tokenizer_line = write_tokenizer(tokenizer, temporary, config.model.seq_length)
-        _take_place(temporary, output)
-    except SafetensorError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"--output {output}: the weights cannot be written: {error}") from None
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return Export(source, output, config.model, weights, tokenizer_line)
+    model, tokenizer, whole = checkpoint.load_model(source.resolve())
+    config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
+    weights = exported_weights(dict(model.named_parameters()), config)
+    with whole_folder(output) as folder:
+        checkpoint.save_weights(weights, folder)
+        text = json.dumps(huggingface_config(config, tokenizer), indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        if not is_plain_bert(config):
+            write_model_code(folder)
+        tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length)
+    return Export(source, output, config, weights, tokenizer_line)
 
 
 def is_plain_bert(config: ModelConfig) -> bool:
     """Whether transformers' own BERT computes the same."""
-    return config.position_encoding == "absolute" and config.layernorm_position == "post"
+    return (config.position_encoding, config.layernorm_position, config.deberta_emd) == ("absolute", "post", False)
+
+
+def write_model_code(folder: Path) -> None:
+    """Copy the model's files, which import one another from their own folder there."""
+    for name in MODEL_CODE:
+        code = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        (folder / name).write_text(code.replace("from megatron_ddrp.conversion.", "from ."), encoding="utf-8")
 
 
 def exported_weights(parameters: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -128,27 +110,6 @@ def exported_weights(parameters: dict[str, Tensor], config: ModelConfig) -> dict
         rename(name): (tensor[: config.vocab_size] if name in padded else tensor).detach().float().clone()
         for name, tensor in parameters.items()
     }
-
-
-def own_name(name: str) -> str:
-    """Name in modeling_ddrp.py, which puts the encoder's modules under `encoder.`."""
-    if name == "head.decoder.bias":
-        return "head.bias"
-    if name.startswith("head.final_norm."):
-        return name.replace("head.", "encoder.")
-    return name if name.startswith("head.") else f"encoder.{name}"
-
-
-def bert_name(name: str) -> str:
-    """Name in transformers' BertForMaskedLM."""
-    if name == "head.decoder.bias":
-        return "cls.predictions.bias"
-    prefix = ""
-    if name.startswith("layers."):
-        _, number, name = name.split(".", 2)
-        prefix = f"bert.encoder.layer.{number}."
-    module, _, kind = name.rpartition(".")
-    return f"{prefix}{BERT_NAMES[module]}.{kind}"
 
 
 def huggingface_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -179,6 +140,7 @@ def huggingface_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
         "position_encoding": config.position_encoding,
         "relative_distance": config.relative_distance,
         "relative_table": config.relative_table,
+        "deberta_emd": config.deberta_emd,
     }
 
 
@@ -193,39 +155,19 @@ def _find_checkpoint(load: Path) -> Path:
         raise UserError(
             f"{path / checkpoint.STATE} holds no configuration ({error!r}): give another checkpoint"
         ) from None
-    if config.model.position_encoding not in EXPORTED_ENCODINGS:
+    if config.model.position_encoding not in POSITION_ENCODINGS:
         raise UserError(
             f"{path} has {config.model.position_encoding!r} positions, which cannot be exported: "
-            f"expected {' or '.join(EXPORTED_ENCODINGS)}"
+            f"expected one of {', '.join(POSITION_ENCODINGS)}"
         )
     return path
 
 
-def _refuse_output(output: Path, overwrite: bool) -> None:
-    """Stop before work is done where `output` must stay as it is; an empty folder may be used."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not overwrite:
-        raise UserError(f"--output {output} exists: choose another name, or give --overwrite", WRONG_ARGUMENTS)
+def _is_hugging_face(folder: Path) -> bool:
     try:
-        replaceable = "model_type" in json.loads((output / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        replaceable = False
-    if not replaceable:
-        raise UserError(
-            f"--output {output} is no Hugging Face folder, and --overwrite replaces nothing else: choose another name",
-            WRONG_ARGUMENTS,
-        )
-
-
-def _take_place(temporary: Path, output: Path) -> None:
-    """Rename the complete folder to its name; what stood there goes last."""
-    replaced = output.with_name(output.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if output.exists():
-        os.replace(output, replaced)
-    os.replace(temporary, output)
-    shutil.rmtree(replaced, ignore_errors=True)
+        return False
 
 
 def _group(name: str) -> str:
@@ -234,4 +176,6 @@ def _group(name: str) -> str:
         return "masked-LM head"
     if "embeddings." in name:
         return "embeddings"
+    if name.startswith("mask_decoder."):
+        return "mask decoder"
     return "final LayerNorm" if "final_norm" in name else "layers"

@@ -1,6 +1,7 @@
 """Tiny checkpoint folders with random weights, written as training writes them."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -57,3 +58,5 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", modules)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # the package of an earlier test's cache

@@ -9,19 +9,25 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.config import POSITION_ENCODINGS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
 from tests.unit.conversion.conftest import SEQ_LENGTH, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURES = [
-    ("absolute", "post", "shared"),
-    ("absolute", "pre", "shared"),
-    ("ddrp", "post", "shared"),
-    ("ddrp", "pre", "shared"),
-    ("ddrp", "post", "per-layer"),
-    ("ddrp", "pre", "per-layer"),
+    {"position_encoding": encoding, "layernorm_position": layernorm, "relative_table": table}
+    for encoding in POSITION_ENCODINGS
+    for layernorm, table in (("post", "shared"), ("pre", "per-layer"))
+] + [
+    {"position_encoding": "absolute", "layernorm_position": "pre"},
+    {"position_encoding": "absolute", "deberta_emd": True},
+    {"position_encoding": "deberta", "deberta_emd": False},
+    {"position_encoding": "deberta", "num_layers": 1},
+    {"position_encoding": "ddrp", "relative_distance": 1},
+    {"position_encoding": "ddrp", "deberta_emd": True, "layernorm_position": "pre"},
 ]
 
 
@@ -34,29 +40,37 @@ def padded_pair_batch(vocab_size):
     return ids * mask, segments, mask
 
 
-def ours(model, ids, segments, mask):
-    positions = torch.arange(ids.shape[1]).expand_as(ids) * mask
-    hidden = model.encode(ids, segments, mask, positions)
-    return hidden, model.logits(hidden)
-
-
-@pytest.mark.parametrize(("encoding", "layernorm", "table"), ARCHITECTURES)
 @torch.no_grad()
-def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, encoding, layernorm, table):
+def ours(model, ids, segments, mask):
+    """(hidden states after the embeddings and each layer, logits): those of each token when it alone is predicted."""
+    states = []
+    hooks = [
+        stage.register_forward_hook(lambda _, __, tensors: states.append(tensors[0]))
+        for stage in (model.embeddings, *model.layers)
+    ]
+    positions = torch.arange(ids.shape[1]).expand_as(ids) * mask
+    states[-1:] = [model.encode(ids, segments, mask, positions)]
+    for hook in hooks:
+        hook.remove()
+    logits = torch.zeros(*ids.shape, model.config.vocab_size)
+    for place in range(ids.shape[1]):
+        labels = torch.where((torch.arange(ids.shape[1]) == place) & mask.bool(), ids, IGNORED_LABEL)
+        predicted = model.predict(Batch(ids, labels, mask, positions, segments, mask))
+        logits[mask[:, place].bool(), place] = predicted
+    return states, logits
+
+
+@pytest.mark.parametrize("settings", ARCHITECTURES, ids=lambda settings: " ".join(map(str, settings.values())))
+@torch.no_grad()
+def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settings):
     from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertForMaskedLM
 
-    load = write_checkpoint(
-        tmp_path / "run",
-        tokenizer,
-        position_encoding=encoding,
-        layernorm_position=layernorm,
-        relative_table=table,
-    )
+    load = write_checkpoint(tmp_path / "run", tokenizer, **settings)
     export = export_checkpoint(load, tmp_path / "hf")
     model, _, config = load_model(load)
     assert sum(weight.numel() for weight in export.weights.values()) == count_parameters(model)[0]
 
-    plain = (encoding, layernorm) == ("absolute", "post")
+    plain = settings == {"position_encoding": "absolute", "layernorm_position": "post", "relative_table": "shared"}
     options = {} if plain else {"trust_remote_code": True}
     loaded, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True, **options)
     assert isinstance(loaded, BertForMaskedLM) == plain
@@ -65,32 +79,36 @@ def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, encodi
 
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     valid = mask.bool()
-    hidden, logits = ours(model, ids, segments, mask)
+    states, logits = ours(model, ids, segments, mask)
     inputs = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
     output = loaded.eval()(**inputs, output_hidden_states=True, output_attentions=not plain)
     torch.testing.assert_close(output.logits[valid], logits[valid], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(output.hidden_states[-1][valid], hidden[valid], atol=1e-5, rtol=1e-5)
+    for theirs, expected in zip(output.hidden_states, states, strict=True):
+        torch.testing.assert_close(theirs[valid], expected[valid], atol=1e-5, rtol=1e-5)
     if not plain:
         assert output.attentions[0].shape == (3, 4, SEQ_LENGTH, SEQ_LENGTH)
         assert output.attentions[0].masked_select(~valid[:, None, None, :]).max() == 0
 
     encoder = AutoModel.from_pretrained(tmp_path / "hf", **options).eval()
-    torch.testing.assert_close(encoder(**inputs).last_hidden_state[valid], hidden[valid], atol=1e-5, rtol=1e-5)
+    last = encoder(**inputs).last_hidden_state
+    torch.testing.assert_close(last[valid], states[-1][valid], atol=1e-5, rtol=1e-5)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=3, **options).eval()
     weights = classifier.base_model.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in loaded.base_model.state_dict().items())
     assert classifier(**inputs).logits.shape == (3, 3)
 
 
-def own_code_model(tmp_path, tokenizer, auto_class, **options):
-    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer), tmp_path / "hf")
+def own_code_model(tmp_path, tokenizer, auto_class, encoding="ddrp", **options):
+    settings = {"position_encoding": encoding, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    export_checkpoint(write_checkpoint(tmp_path / "run", tokenizer, **settings), tmp_path / "hf")
     return auto_class.from_pretrained(tmp_path / "hf", trust_remote_code=True, **options).eval()
 
 
-def test_own_model_trains_saves_and_grows(tmp_path, tokenizer, offline):
+@pytest.mark.parametrize("encoding", ["ddrp", "tupe-r", "deberta"])
+def test_own_model_trains_saves_and_grows(tmp_path, tokenizer, offline, encoding):
     from transformers import AutoModelForMaskedLM
 
-    model = own_code_model(tmp_path, tokenizer, AutoModelForMaskedLM)
+    model = own_code_model(tmp_path, tokenizer, AutoModelForMaskedLM, encoding)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     labels = torch.where(torch.arange(SEQ_LENGTH) % 3 == 0, ids, -100)
     output = model(ids, mask, segments, labels=labels)
@@ -136,14 +154,17 @@ def test_own_classifier_trains_each_kind_of_label(tmp_path, tokenizer, offline, 
     assert losses[-1] < losses[0]
 
 
-def test_too_long_an_input_names_both_lengths(tmp_path, tokenizer, offline):
-    from transformers import AutoModel
+@pytest.mark.parametrize("encoding", ["tupe-a", "deberta"])
+def test_too_long_an_input_names_both_lengths(tmp_path, tokenizer, offline, encoding):
+    """TUPE's positions end in the encoder, those of a mask decoder only before the head."""
+    from transformers import AutoModelForMaskedLM
 
-    load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute", layernorm_position="pre")
-    export_checkpoint(load, tmp_path / "hf")
-    model = AutoModel.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    model = own_code_model(tmp_path, tokenizer, AutoModelForMaskedLM, encoding)
+    ids = torch.ones(1, SEQ_LENGTH + 1, dtype=torch.long)
     with pytest.raises(ValueError, match=f"{SEQ_LENGTH + 1} tokens.*{SEQ_LENGTH} positions"):
-        model(torch.ones(1, SEQ_LENGTH + 1, dtype=torch.long))
+        model(ids)
+    if encoding == "deberta":
+        assert model.encoder(ids).last_hidden_state.shape[1] == SEQ_LENGTH + 1
 
 
 def run_tool(*arguments):
@@ -195,7 +216,7 @@ def test_what_cannot_be_exported_is_named(tmp_path, tokenizer):
     state = json.loads(state_file.read_text())
     state["config"]["model"]["position_encoding"] = "spiral"
     state_file.write_text(json.dumps(state))
-    with pytest.raises(UserError, match="'spiral'.*absolute or ddrp"):
+    with pytest.raises(UserError, match="'spiral'.*absolute, bert-r"):
         export_checkpoint(load, tmp_path / "hf")
     for damaged in ("{", "{}", '{"config": 3}'):
         state_file.write_text(damaged)
