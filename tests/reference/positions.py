@@ -22,10 +22,8 @@ from torch import Tensor
 
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """Sum over x of left[x] · right[x]; both `[d]`, the result a scalar."""
-    total = torch.zeros((), dtype=torch.float64)
-    for a, b in zip(left, right, strict=True):
-        total = total + a * b
-    return total
+    assert left.shape == right.shape and left.dim() == 1
+    return (left * right).sum()
 
 
 def clip(difference: int, low: int, high: int) -> int:

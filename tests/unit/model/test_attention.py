@@ -10,7 +10,7 @@ import torch
 from megatron_ddrp.model import blocked
 from megatron_ddrp.model.attention import BACKENDS, allowed_pairs, attention_logits, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
-from tests.reference import mth, positions
+from tests.reference import mth
 from tests.reference.attention import attend
 from tests.reference.positions import clip, dot
 from tests.unit.model.tiny import tiny_config
@@ -82,27 +82,6 @@ def assert_same(fast, slow, inputs, atol=1e-11):
     slow_gradients = torch.autograd.grad((slow * weight).sum(), inputs, retain_graph=True)
     for got, expected in zip(fast_gradients, slow_gradients, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("relative_distance", [1, 3, SEQ, 12])
-def test_ddrp_logits_equal_the_twin(relative_distance):
-    config = tiny_config(relative_distance=relative_distance, position_encoding="ddrp")
-    encoding = REGISTRY["ddrp"](config).double()
-    query, key = random(2, HEADS, SEQ, DIM), random(2, HEADS, SEQ, DIM)
-    place = torch.arange(SEQ).expand(2, SEQ)
-    fast = attention_logits(query, key, encoding.terms(config, encoding(place)))
-    table = encoding.direction, encoding.distance
-    slow = torch.stack([positions.ddrp_scores(q, k, *table, list(range(SEQ))) for q, k in zip(query, key, strict=True)])
-    assert_same(fast, slow, [query, key, *table])
-
-
-def test_absolute_logits_equal_the_twin():
-    config = tiny_config(position_encoding="absolute")
-    query, key = random(2, HEADS, SEQ, DIM), random(2, HEADS, SEQ, DIM)
-    fast = attention_logits(query, key, REGISTRY["absolute"](config).terms(config, ()))
-    assert_same(
-        fast, torch.stack([positions.absolute_scores(q, k) for q, k in zip(query, key, strict=True)]), [query, key]
-    )
 
 
 @pytest.mark.parametrize("kind", TERMS)

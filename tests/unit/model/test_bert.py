@@ -11,17 +11,17 @@ import torch
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.attention import attention_logits
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws
-from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
+from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, tiny_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-VARIANTS = {
-    "absolute": {"position_encoding": "absolute"},
-    "ddrp": {"position_encoding": "ddrp"},
-    "ddrp_per_layer": {"position_encoding": "ddrp", "relative_table": "per-layer"},
+VARIANTS = {name.replace("-", "_"): {"position_encoding": name} for name in REGISTRY}
+VARIANTS |= {
+    f"{variant}_per_layer": {"position_encoding": variant.replace("_", "-"), "relative_table": "per-layer"}
+    for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
+RELATIVE = [name for name in REGISTRY if name != "absolute"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -39,7 +39,32 @@ def test_pre_norm_adds_one_last_norm():
     assert names["post"] < names["pre"]
 
 
-@pytest.mark.parametrize("variant, expected", [("absolute", 393_216), ("ddrp", 4_288), ("ddrp_per_layer", 51_456)])
+def test_every_variant_has_its_golden_file_and_no_other():
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {f"{variant}_params" for variant in VARIANTS}
+
+
+UNTIED = (512 + 1) * 768 + 2 * 768 + 2 * (768 * 768 + 768)
+"""TUPE-A: the table, its LayerNorm, U^Q and U^K."""
+DISENTANGLED = 12 * (768 * 768 + 768 * 768 + 768)
+"""DeBERTa: W^{K,r} and W^{Q,r} with a bias, in 12 layers."""
+DECODER = 512 * 768
+
+
+@pytest.mark.parametrize(
+    "variant, expected",
+    [
+        ("absolute", 393_216),
+        ("bert_r", 8_192),
+        ("bert_r_per_layer", 98_304),
+        ("tupe_a", UNTIED),
+        ("tupe_r", UNTIED + 33 * 12),
+        ("tupe_r_per_layer", 12 * (UNTIED + 33 * 12)),
+        ("deberta", 128 * 768 + DISENTANGLED + DECODER),
+        ("deberta_per_layer", 12 * 128 * 768 + DISENTANGLED + DECODER),
+        ("ddrp", 4_288),
+        ("ddrp_per_layer", 51_456),
+    ],
+)
 def test_position_parameters_of_the_base_model(variant, expected):
     assert count_parameters(on_meta_device(ModelConfig(**VARIANTS[variant])))[1] == expected
 
@@ -58,9 +83,17 @@ def test_parameters_of_bert_base():
     assert absolute.embeddings.token.weight.shape == (30592, hidden)  # padded to a multiple of 128
 
 
-def test_initialisation_is_berts():
+@pytest.mark.parametrize("encoding", REGISTRY)
+def test_initialisation_is_berts(encoding):
     torch.manual_seed(0)
-    config = ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=4, relative_distance=512, vocab_size=2000)
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=256,
+        num_attention_heads=4,
+        relative_distance=512,
+        vocab_size=2000,
+        position_encoding=encoding,
+    )
     model = build_model(config)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -74,31 +107,14 @@ def test_initialisation_is_berts():
     assert not torch.equal(build_model(config).head.decoder.weight, model.head.decoder.weight)
 
 
-@pytest.mark.parametrize("name", ["direction", "distance"])
-def test_each_row_of_the_ddrp_tables_moves_the_logits(name):
-    config = tiny_config(position_encoding="ddrp")
-    encoding = REGISTRY["ddrp"](config).double()
-    query, key = (torch.randn(1, 3, 7, 4, dtype=torch.float64) for _ in range(2))
-
-    def logits():
-        return attention_logits(query, key, encoding.terms(config, encoding(torch.arange(7)[None])))
-
-    before = logits()
-    parameter = getattr(encoding, name)
-    place = torch.arange(7)
-    offset = place[:, None] - place
-    for row in range(len(parameter)):
-        with torch.no_grad():
-            parameter[row] += 0.5
-            moved = (logits() - before).abs().amax((0, 1)) > 1e-9
-            parameter[row] -= 0.5
-        # Exactly the pairs of this row move: ρ for the directions, the clipped distance for the others.
-        of_row = [offset == 0, offset < 0, offset > 0][row] if name == "direction" else offset.abs().clamp_max(3) == row
-        assert torch.equal(moved, of_row)
-
-
-def encode(model, batch):
-    return model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+def position_parameters(model):
+    """All parameters through which an encoding acts on the hidden states, by name."""
+    places = (".position.", ".layer_position.", ".absolute.")
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if any(place in f".{name}" for place in places) and not name.startswith("mask_decoder.")
+    }
 
 
 def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
@@ -124,10 +140,7 @@ def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
     difference = (encode(model, permuted) - encode(model, batch)[:, order]).abs().max()
     assert difference > 1e-2
     with torch.no_grad():  # without its position parameters the model sees a bag of tokens
-        tables = (
-            [model.embeddings.absolute.weight] if encoding == "absolute" else model.embeddings.position.parameters()
-        )
-        for parameter in tables:
+        for parameter in position_parameters(model).values():
             parameter.zero_()
     torch.testing.assert_close(encode(model, permuted), encode(model, batch)[:, order], rtol=0, atol=1e-11)
 
@@ -144,28 +157,44 @@ def test_every_parameter_learns_under_mth(variant, order):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_under_mlm_only_key_biases_do_not_learn(variant):
-    """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that."""
+    """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that, and DeBERTa's
+    position queries meet the key's bias at every distance anew."""
     model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
     model(batch, Draws.none(3, 2))[0].backward()
     still = {name for name, parameter in model.named_parameters() if parameter.grad.abs().max() < 1e-12}
-    assert still == {f"layers.{number}.attention.key.bias" for number in range(2)}
+    expected = set() if "deberta" in variant else {f"layers.{number}.attention.key.bias" for number in range(2)}
+    assert still == expected
 
 
-def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own():
+@pytest.mark.parametrize("encoding", RELATIVE)
+def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own(encoding):
     batch = tiny_batch()
-    shared = tiny_model(relative_table="shared")
+    shared = tiny_model(relative_table="shared", position_encoding=encoding)
     assert all(layer.position is None for layer in shared.layers)
-    apart = tiny_model(relative_table="per-layer")
+    apart = tiny_model(relative_table="per-layer", position_encoding=encoding)
     assert apart.embeddings.position is None
     for number in range(2):
         apart.layers[number].position.load_state_dict(shared.embeddings.position.state_dict())
-    state = {k: v for k, v in shared.state_dict().items() if "position" not in k}
+    state = {k: v for k, v in shared.state_dict().items() if not k.startswith("embeddings.position.")}
     assert not apart.load_state_dict(state, strict=False).unexpected_keys
     draws = some_draws(batch)
     sums = shared(batch, draws), apart(batch, draws)
-    assert torch.equal(*sums)
+    torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
     for loss in sums:
         loss.sum().backward()
-    for name in ("direction", "distance"):
-        total = sum(getattr(layer.position, name).grad for layer in apart.layers)
-        torch.testing.assert_close(getattr(shared.embeddings.position, name).grad, total, rtol=0, atol=1e-11)
+    for name, parameter in shared.embeddings.position.named_parameters():
+        total = sum(dict(layer.position.named_parameters())[name].grad for layer in apart.layers)
+        torch.testing.assert_close(parameter.grad, total, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_position_parameter_moves_the_loss(variant):
+    model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
+    draws = some_draws(batch)
+    before = model(batch, draws).detach()
+    for name, parameter in position_parameters(model).items():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+            assert (model(batch, draws) - before).abs()[[0, 2]].gt(1e-9).all(), name
+            parameter.copy_(kept)

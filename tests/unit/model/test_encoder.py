@@ -3,31 +3,34 @@
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked, build_model
+from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention import BACKENDS
+from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws
-from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model, twin_encode, twin_sums
-
-WEIGHTS = torch.tensor([0.7, 1.3, 0.9], dtype=torch.float64)
-
-
-def gradients(model, sums):
-    parameters = dict(model.named_parameters())
-    values = torch.autograd.grad((sums * WEIGHTS).sum(), list(parameters.values()))
-    return dict(zip(parameters, values, strict=True))
-
-
-@pytest.mark.parametrize(
-    "encoding, order, relative_table",
-    [
-        ("absolute", "post", "shared"),
-        ("absolute", "pre", "shared"),
-        ("ddrp", "post", "shared"),
-        ("ddrp", "pre", "per-layer"),
-    ],
+from tests.unit.model.tiny import (
+    encode,
+    gradients,
+    packed_batch,
+    some_draws,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
 )
-def test_model_equals_the_twin(encoding, order, relative_table, monkeypatch):
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 2 * 3 * 7**2)
+from tests.unit.model.twins import twin_hidden, twin_sums
+
+
+def assert_same(got, expected, rtol=1e-9, atol=1e-9):
+    """Two dictionaries of gradients by parameter name."""
+    for name, gradient in got.items():
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("order, relative_table", [("post", "shared"), ("pre", "per-layer")])
+@pytest.mark.parametrize("encoding", REGISTRY)
+def test_model_equals_the_twin(encoding, order, relative_table):
+    """DeBERTa with its decoder, as it comes; the longest row has offsets on both sides of r_s = 4."""
     model = tiny_model(position_encoding=encoding, layernorm_position=order, relative_table=relative_table)
     batch = tiny_batch(lengths=(6, 1, 3), seq=6)
     draws = some_draws(batch)
@@ -39,58 +42,76 @@ def test_model_equals_the_twin(encoding, order, relative_table, monkeypatch):
             layer.attention.backend = backend
         sums = model(batch, draws)
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
-        for name, gradient in gradients(model, sums).items():
-            torch.testing.assert_close(
-                gradient, expected_gradients[name], rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
-            )
+        assert_same(gradients(model, sums), expected_gradients)
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "ddrp"])
+@pytest.mark.parametrize("encoding", REGISTRY)
 def test_hidden_states_of_the_valid_tokens_equal_the_twin(encoding):
     model = tiny_model(position_encoding=encoding)
     batch = tiny_batch(lengths=(5, 2), seq=6)
-    hidden = model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+    hidden = encode(model, batch)
     for row, length in enumerate((5, 2)):
-        expected, _ = twin_encode(model, batch, row)
+        expected = twin_hidden(model, batch, row)
         torch.testing.assert_close(hidden[row, :length], expected[:length], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "ddrp"])
+@pytest.mark.parametrize("encoding", REGISTRY)
 def test_a_packed_row_gives_the_hidden_states_of_its_documents(encoding):
     model = tiny_model(position_encoding=encoding).eval()
-    ids = torch.tensor([[3, 4, 5, 6, 7, 0]])
-    documents, positions = torch.tensor([[1, 1, 1, 2, 2, 0]]), torch.tensor([[0, 1, 2, 0, 1, 0]])
-    zeros = torch.zeros_like(ids)
-    packed = model.encode(ids, zeros, documents, positions)
-    for part in (slice(0, 3), slice(3, 5)):
-        alone = model.encode(
-            ids[:, part], zeros[:, part], torch.ones_like(ids[:, part]), torch.arange(part.stop - part.start)[None]
-        )
-        torch.testing.assert_close(packed[:, part], alone, rtol=0, atol=1e-11)
+    batch = tiny_batch(lengths=(4, 2, 3), seq=4)
+    packed = encode(model, packed_batch(batch, [[0, 1], [2]]))
+    alone = encode(model, batch)
+    for (row, start), document, length in zip([(0, 0), (0, 4), (1, 0)], range(3), (4, 2, 3), strict=True):
+        torch.testing.assert_close(packed[row, start : start + length], alone[document, :length], rtol=0, atol=1e-11)
 
 
-def test_sums_do_not_depend_on_how_the_batch_is_cut_or_padded():
-    model = tiny_model()
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("rows", [[[0, 2], [4, 3], [1]], [[0, 3], [1], [2], [4]]], ids=["many", "one-token"])
+def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
+    """Every document keeps its own [CLS], its own places and its own share of TCD and HCD."""
+    model = tiny_model(position_encoding=encoding, attention_backend=backend)
+    batch = tiny_batch(lengths=(4, 2, 3, 1, 5), seq=7)
+    expected = model(batch, some_draws(batch))
+    packed = packed_batch(batch, rows)
+    sums = model(packed, some_draws(packed))
+    torch.testing.assert_close(sums, expected, rtol=1e-11, atol=1e-11)
+    assert_same(gradients(model, sums), gradients(model, expected), atol=1e-10)
+
+
+@pytest.mark.parametrize("encoding", REGISTRY)
+def test_a_packed_batch_equals_the_twin(encoding):
+    model = tiny_model(position_encoding=encoding)
+    batch = packed_batch(tiny_batch(lengths=(4, 2), seq=4), [[0, 1]])
+    draws = some_draws(batch)
+    torch.testing.assert_close(model(batch, draws), twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("encoding", REGISTRY)
+def test_sums_do_not_depend_on_how_the_batch_is_cut_or_padded(encoding):
+    model = tiny_model(position_encoding=encoding)
     batch = tiny_batch(lengths=(7, 4, 2, 1))
     draws = some_draws(batch)
     whole = model(batch, draws)
     parts = torch.zeros_like(whole)
     for row, length in enumerate((7, 4, 2, 1)):
         alone = batch.map(lambda field, row=row, length=length: field[row : row + 1, :length])
-        parts = parts + model(alone, Draws(draws.token_mask[row : row + 1, :length], draws.heads))
+        parts = parts + model(alone, Draws(draws.token_mask[row : row + 1, :, :length], draws.heads))
     torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
-def test_activation_checkpointing_changes_nothing(relative_table, dropout):
-    config = tiny_config(relative_table=relative_table, hidden_dropout=dropout, attention_dropout=dropout)
+@pytest.mark.parametrize("encoding", REGISTRY)
+def test_activation_checkpointing_changes_nothing(encoding, relative_table, dropout):
+    variant = {"position_encoding": encoding, "relative_table": relative_table}
+    config = tiny_config(hidden_dropout=dropout, attention_dropout=dropout, **variant)
     batch = tiny_batch()
     draws = some_draws(batch)
     results = []
     for checkpoint_activations in (False, True):
         model = build_model(config, checkpoint_activations).double()
-        model.load_state_dict(tiny_model(relative_table=relative_table).state_dict())
+        model.load_state_dict(tiny_model(**variant).state_dict())
         torch.manual_seed(3)
         sums = model(batch, draws)
         results.append((sums, gradients(model, sums)))

@@ -5,7 +5,8 @@ import torch
 from megatron_ddrp.data.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model
 from megatron_ddrp.objectives.mth import Draws
-from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model, twin_encode, twin_lm
+from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
+from tests.unit.model.twins import twin_sums
 
 
 def test_the_sum_equals_the_twin_and_counts_predicted_positions_alone(monkeypatch):
@@ -14,8 +15,7 @@ def test_the_sum_equals_the_twin_and_counts_predicted_positions_alone(monkeypatc
     original = model.head.dense.forward
     monkeypatch.setattr(model.head.dense, "forward", lambda hidden: seen.append(hidden.shape) or original(hidden))
     got = model(batch, Draws.none(3, 2))[0]
-    expected = sum(twin_lm(model, twin_encode(model, batch, row)[0], batch.labels[row]) for row in range(3))
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=0)
+    torch.testing.assert_close(got, twin_sums(model, batch, Draws.none(3, 2))[0], rtol=1e-11, atol=0)
     assert seen == [(int((batch.labels != IGNORED_LABEL).sum()), 12)]
 
 

@@ -1,7 +1,4 @@
-"""Tiny models and batches, and a whole model put together from the loop twins of tests/reference.
-
-`twin_sums` reads the parameters of a `Bert` but calls none of its code: every number comes out of a loop.
-"""
+"""Tiny models, batches and draws, and what tests ask of them."""
 
 import torch
 
@@ -9,7 +6,6 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
 from megatron_ddrp.objectives.mth import Draws
-from tests.reference import attention, losses, mth, positions
 
 TINY = {
     "num_layers": 2,
@@ -55,83 +51,40 @@ def tiny_batch(lengths=(7, 4, 2), seq=7, vocab=11, seed=0, predicted=2):
     return Batch(input_ids, labels, document_ids, place * document_ids, segment_ids, sequence_ids)
 
 
-def layer_parameters(layer):
-    """The parameters of an `EncoderLayer` under the twin's names."""
-    modules = {
-        "query": layer.attention.query,
-        "key": layer.attention.key,
-        "value": layer.attention.value,
-        "attention_output": layer.attention.output,
-        "attention_norm": layer.attention_norm,
-        "ffn_in": layer.feed_forward.input,
-        "ffn_out": layer.feed_forward.output,
-        "ffn_norm": layer.feed_forward_norm,
-    }
-    return {f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")}
+def packed_batch(batch, rows):
+    """The documents of a batch with one a row, laid end to end: `rows` lists which go into each row."""
+    lengths = (batch.document_ids > 0).sum(1).tolist()
+    longest = max(sum(lengths[document] for document in row) for row in rows)
 
+    def lay(field, padding):
+        packed = torch.full((len(rows), longest), padding)
+        for number, row in enumerate(rows):
+            tokens = torch.cat([field[document, : lengths[document]] for document in row])
+            packed[number, : len(tokens)] = tokens
+        return packed
 
-def twin_encode(model, batch, row):
-    """Last hidden states `[S, D]` and the L logits `[heads, S, S]` of one row of a batch."""
-    config, embeddings = model.config, model.embeddings
-    place, document_ids = batch.position_ids[row].tolist(), batch.document_ids[row].tolist()
-    rows = []
-    tokens, segments = batch.input_ids[row].tolist(), batch.segment_ids[row].tolist()
-    for token, segment, position in zip(tokens, segments, place, strict=True):
-        vector = embeddings.token.weight[token] + embeddings.segment.weight[segment]
-        rows.append(vector if embeddings.absolute is None else vector + embeddings.absolute.weight[position])
-    hidden = attention.layer_norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, 1e-12)
-    logits = []
-    for layer in model.layers:
-        table = embeddings.position if layer.position is None else layer.position
-
-        def scores(query, key, table=table):
-            if config.position_encoding == "absolute":
-                logits.append(positions.absolute_scores(query, key))
-            else:
-                logits.append(positions.ddrp_scores(query, key, table.direction, table.distance, place))
-            return logits[-1]
-
-        order = config.layernorm_position
-        hidden = attention.bert_layer(
-            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, 1e-12, order
-        )
-    if config.layernorm_position == "pre":
-        norm = model.head.final_norm
-        hidden = attention.layer_norm(hidden, norm.weight, norm.bias, 1e-12)
-    return hidden, logits
-
-
-def twin_lm(model, hidden, labels):
-    """Sum of −log p over the predicted tokens of one row."""
-    wanted = [place for place, label in enumerate(labels.tolist()) if label != IGNORED_LABEL]
-    if not wanted:
-        return torch.zeros((), dtype=torch.float64)
-    head = model.head
-    inner = attention.gelu(attention.linear(hidden[wanted], head.dense.weight, head.dense.bias))
-    inner = attention.layer_norm(inner, head.norm.weight, head.norm.bias, 1e-12)
-    vocab = model.config.vocab_size
-    logits = attention.linear(inner, model.embeddings.token.weight[:vocab], head.decoder.bias[:vocab])
-    return losses.masked_lm(logits, labels[wanted])
-
-
-def twin_sums(model, batch, draws):
-    """`[3]`: the sums of the LM, TCD and HCD terms over the rows of a batch."""
-    sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
-    for row in range(len(batch.input_ids)):
-        hidden, logits = twin_encode(model, batch, row)
-        sums[0] = sums[0] + twin_lm(model, hidden, batch.labels[row])
-        valid = (batch.document_ids[row] > 0).tolist()
-        if sum(valid) < 2:
-            continue
-        if draws.token_mask.shape[1]:
-            sums[1] = sums[1] + mth.tcd(hidden, draws.token_mask[row].nonzero().flatten().tolist())
-        if draws.heads.shape[1]:
-            sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid)
-    return torch.stack(sums)
+    fields = {name: lay(field, IGNORED_LABEL if name == "labels" else 0) for name, field in batch._asdict().items()}
+    numbers = [[number + 1 for number, d in enumerate(row) for _ in range(lengths[d])] for row in rows]
+    fields["document_ids"] = torch.tensor([row + [0] * (longest - len(row)) for row in numbers])
+    return Batch(**fields)
 
 
 def some_draws(batch, heads=((0, 2), (1, 2)), tokens=3):
-    """The first `tokens` valid tokens of each row, and these heads of each layer."""
-    token_mask = (batch.document_ids > 0).long()
-    token_mask[:, tokens:] = 0
+    """The first `tokens` valid tokens of each document, and these heads of each layer."""
+    numbers = torch.arange(1, max(1, int(batch.document_ids.max())) + 1)
+    token_mask = (batch.document_ids.unsqueeze(1) == numbers.unsqueeze(-1)).long()  # [batch, documents, seq]
+    token_mask = token_mask * (batch.position_ids < tokens).long().unsqueeze(1)
     return Draws(token_mask, torch.tensor(heads, dtype=torch.long))
+
+
+def encode(model, batch):
+    """The last hidden states `[batch, seq, D]`."""
+    return model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+
+
+def gradients(model, sums, weights=(0.7, 1.3, 0.9)):
+    """Gradient of the weighted sum of the three terms by parameter name; zeros where one does not take part."""
+    parameters = dict(model.named_parameters())
+    total = (sums * torch.tensor(weights, dtype=sums.dtype)).sum()
+    values = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, values, strict=True))

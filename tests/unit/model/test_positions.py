@@ -1,0 +1,180 @@
+"""Each encoding's logits against its loop twin, and proofs that every row of every table serves its own pairs."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.attention import attend_from, attention_logits, eager_attention
+from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.model.positions.tupe import relative_bucket
+from tests.reference.tupe import t5_bucket, tupe_bucket
+from tests.unit.model.test_attention import assert_same
+from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
+from tests.unit.model.twins import twin_scores
+
+HEADS, SEQ, DIM = 3, 7, 4
+LIMITED = [name for name, encoding in REGISTRY.items() if encoding.limits_length]
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+class Encoding:
+    """One encoding with one layer's part of it, every parameter random, and a query and key `[2, h, s, d]`."""
+
+    def __init__(self, name, **changes):
+        torch.manual_seed(0)
+        self.name, self.config = name, tiny_config(position_encoding=name, **changes)
+        self.table = REGISTRY[name](self.config).double()
+        self.layer_part = REGISTRY[name].layer_part(self.config).double()
+        self.parameters = dict((*self.table.named_parameters(), *self.layer_part.named_parameters("projections")))
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                parameter.copy_(torch.randn_like(parameter))
+        self.seq = self.config.seq_length
+        self.query, self.key = random(2, HEADS, self.seq, DIM), random(2, HEADS, self.seq, DIM)
+
+    def terms(self, places=None):
+        """The terms of a batch of 2, by its position numbers `[s]` (default: one document a row)."""
+        places = torch.arange(self.seq) if places is None else torch.tensor(places)
+        return self.table.terms(self.config, self.layer_part(self.table(places.expand(2, -1))))
+
+    def logits(self, places=None):
+        return attention_logits(self.query, self.key, self.terms(places))
+
+    def twin(self, places):
+        scores = twin_scores(self.name, self.table, self.layer_part, places)
+        return torch.stack([scores(query, key) for query, key in zip(self.query, self.key, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "name, relative_distance",
+    [*product(["bert-r", "deberta", "ddrp"], [1, 3, SEQ, 12]), *product(["absolute", "tupe-a", "tupe-r"], [4])],
+)
+def test_logits_equal_the_twin(name, relative_distance):
+    """r_s below, at and above the sequence."""
+    encoding = Encoding(name, relative_distance=relative_distance)
+    inputs = [encoding.query, encoding.key, *encoding.parameters.values()]
+    assert_same(encoding.logits(), encoding.twin(list(range(SEQ))), inputs, atol=1e-9)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 0, 1, 0]], ids=str)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_logits_of_packed_documents_equal_the_twin(name, places):
+    """Within a document; pairs across documents are masked. TUPE unties the [CLS] of each."""
+    encoding = Encoding(name)
+    document = (torch.tensor(places) == 0).cumsum(0)
+    pairs = document[:, None] == document
+    fast, slow = encoding.logits(places)[..., pairs], encoding.twin(places)[..., pairs]
+    assert_same(fast, slow, [encoding.query, encoding.key, *encoding.parameters.values()], atol=1e-9)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
+    encoding = Encoding(name)
+    value, document_ids = random(2, HEADS, SEQ, DIM), torch.tensor([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
+    terms = encoding.terms([0, 1, 2, 3, 0, 1, 2])
+    places = torch.tensor([[6, 1, 4], [0, 4, 2]])
+    rows = places[:, None, :, None].expand(-1, HEADS, -1, DIM)
+    none = torch.empty(0, dtype=torch.long)
+    whole, _ = eager_attention(encoding.query, encoding.key, value, terms, document_ids, none, 0.0)
+    some = attend_from(encoding.query.gather(2, rows), encoding.key, value, terms, places, document_ids, 0.0)
+    inputs = [encoding.query, encoding.key, value, *encoding.parameters.values()]
+    assert_same(some, whole.gather(2, rows), inputs)
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "absolute"])
+def test_every_row_of_every_parameter_moves_the_logits(name):
+    """Each row of each parameter draws a gradient, but for the buckets that no pair of 7 places reads."""
+    encoding = Encoding(name, relative_distance=4)
+    assert encoding.parameters
+    weight = torch.randn_like(encoding.logits())
+    gradients = torch.autograd.grad((encoding.logits() * weight).sum(), list(encoding.parameters.values()))
+    for parameter, gradient in zip(encoding.parameters, gradients, strict=True):
+        still = (gradient.abs() < 1e-9).reshape(len(gradient), -1).all(-1).nonzero().flatten().tolist()
+        known = unread_buckets() if (name, parameter) == ("tupe-r", "relative") else []
+        assert still == known, parameter
+
+
+def unread_buckets():
+    """Rows of T5's table that no pair of 7 places reads."""
+    return sorted(set(range(33)) - {tupe_bucket(i, j) for i in range(SEQ) for j in range(SEQ)})
+
+
+def pairs_of_row(name, parameter, row, seq):
+    """bool `[s, s]`: the pairs which one row of a table serves, by the paper."""
+    place = torch.arange(seq)
+    i, j = place[:, None], place[None, :]
+    if name == "ddrp" and parameter == "direction":
+        return [i == j, i < j, i > j][row]
+    if name == "ddrp":
+        return (i - j).abs().clamp_max(3) == row
+    if parameter == "relative" and name in ("bert-r", "deberta"):
+        return (i - j).clamp(-4, 3) + 4 == row
+    if name == "tupe-r" and parameter == "relative":
+        return torch.tensor([[tupe_bucket(a, b) == row for b in range(seq)] for a in range(seq)])
+    assert parameter == "table"
+    words = (i > 0) & (j > 0)
+    if row == 0:
+        return (i == 0).expand(seq, seq)
+    return (i > 0) & (j == 0) if row == 1 else words & ((i == row - 1) | (j == row - 1))
+
+
+@pytest.mark.parametrize(
+    "name, parameter, seq",
+    [
+        ("ddrp", "direction", 7),
+        ("ddrp", "distance", 7),
+        ("bert-r", "relative", 7),
+        ("deberta", "relative", 7),
+        ("tupe-a", "table", 7),
+        ("tupe-r", "table", 7),
+        ("tupe-r", "relative", 100),  # far enough for every bucket
+    ],
+)
+def test_each_row_moves_exactly_its_own_pairs(name, parameter, seq):
+    encoding = Encoding(name, relative_distance=4, seq_length=seq)
+    with torch.no_grad():
+        before, table = encoding.logits(), encoding.parameters[parameter]
+        for row in range(len(table)):
+            kept = table[row].clone()
+            table[row] += torch.randn_like(kept)
+            moved = (encoding.logits() - before).abs().amax((0, 1)) > 1e-9
+            table[row] = kept
+            of_row = pairs_of_row(name, parameter, row, seq)
+            assert of_row.any() and torch.equal(moved, of_row), row
+
+
+def test_buckets_equal_the_twin_far_beyond_the_last():
+    offsets = torch.arange(-600, 601)
+    assert relative_bucket(offsets).tolist() == [t5_bucket(offset) for offset in offsets.tolist()]
+
+
+@pytest.mark.parametrize("name", ["tupe-a", "tupe-r"])
+def test_the_untied_bias_is_one_for_the_batch_unless_a_row_is_packed(name):
+    encoding = Encoding(name)
+    assert encoding.terms().bias.shape == (1, HEADS, SEQ, SEQ)
+    assert encoding.terms([0, 1, 2, 0, 0, 0, 0]).bias.shape[0] == 1  # padding stands at position 0
+    assert encoding.terms([0, 1, 2, 0, 1, 2, 3]).bias.shape[0] == 2
+
+
+def test_encodings_bounded_by_the_trained_length():
+    assert LIMITED == ["absolute", "tupe-a", "tupe-r"]
+
+
+@pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_beyond_the_trained_length(name, relative_table):
+    """Relative encodings go on; the others say in one line what they were given and what they can take."""
+    model = tiny_model(position_encoding=name, relative_table=relative_table, seq_length=6)
+    batch = tiny_batch(lengths=(7,))
+    if name not in LIMITED:
+        assert encode(model, batch).isfinite().all()
+        return
+    with pytest.raises(UserError) as caught:
+        encode(model, batch)
+    message = str(caught.value)
+    assert "7" in message and "--seq-length 6" in message and "\n" not in message

@@ -1,0 +1,158 @@
+"""A whole model put together from the loop twins of tests/reference.
+
+`twin_sums` reads the parameters of a `Bert` but calls none of its code: every number comes out of a loop.
+"""
+
+import torch
+
+from megatron_ddrp.data.batch import IGNORED_LABEL
+from tests.reference import attention, deberta, losses, mth, positions, tupe
+
+EPS = 1e-12
+
+
+def layer_parameters(layer):
+    """The parameters of an `EncoderLayer` under the twin's names."""
+    modules = {
+        "query": layer.attention.query,
+        "key": layer.attention.key,
+        "value": layer.attention.value,
+        "attention_output": layer.attention.output,
+        "attention_norm": layer.attention_norm,
+        "ffn_in": layer.feed_forward.input,
+        "ffn_out": layer.feed_forward.output,
+        "ffn_norm": layer.feed_forward_norm,
+    }
+    return {f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")}
+
+
+def tupe_parameters(table):
+    """A `TupeA` or `TupeR` under the twin's names."""
+    modules = {"norm": table.norm, "query": table.query, "key": table.key}
+    parts = {f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")}
+    bias = {"buckets": table.relative} if hasattr(table, "relative") else {}
+    return {"table": table.table, **parts, **bias}
+
+
+def deberta_parameters(table, projections):
+    """A `Deberta` and a layer's `RelativeProjections` under the twin's names."""
+    parts = {"key.weight": projections.key.weight, "query.weight": projections.query.weight}
+    return {"table": table.relative, **parts, "query.bias": projections.query.bias}
+
+
+def twin_scores(name, table, projections, place):
+    """The twin of one encoding as a function of query and key `[heads, S, d]`.
+
+    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers.
+    """
+    if name == "absolute":
+        return positions.absolute_scores
+    if name == "ddrp":
+        return lambda query, key: positions.ddrp_scores(query, key, table.direction, table.distance, place)
+    if name == "bert-r":
+        return lambda query, key: positions.bert_r_scores(query, key, table.relative, place)
+    if name == "deberta":
+        params = deberta_parameters(table, projections)
+        return lambda query, key: deberta.deberta_scores(query, key, params, place)
+    assert name in ("tupe-a", "tupe-r")
+    params = tupe_parameters(table)
+    return lambda query, key: tupe.tupe_scores(query, key, params, place)
+
+
+def twin_encode(model, batch, row):
+    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row."""
+    config, embeddings = model.config, model.embeddings
+    place, document_ids = batch.position_ids[row].tolist(), batch.document_ids[row].tolist()
+    rows = []
+    tokens, segments = batch.input_ids[row].tolist(), batch.segment_ids[row].tolist()
+    for token, segment, position in zip(tokens, segments, place, strict=True):
+        vector = embeddings.token.weight[token] + embeddings.segment.weight[segment]
+        rows.append(vector if embeddings.absolute is None else vector + embeddings.absolute.weight[position])
+    hidden = attention.layer_norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, EPS)
+    logits = []
+    for layer in model.layers:
+        before = hidden
+
+        def scores(query, key, layer=layer):
+            logits.append(layer_scores(model, layer, place)(query, key))
+            return logits[-1]
+
+        order = config.layernorm_position
+        hidden = attention.bert_layer(
+            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order
+        )
+    return before, hidden, logits
+
+
+def layer_scores(model, layer, place):
+    """`twin_scores` of one layer of a model."""
+    table = model.embeddings.position if layer.position is None else layer.position
+    return twin_scores(model.config.position_encoding, table, layer.layer_position, place)
+
+
+def twin_last_norm(model, hidden):
+    """The norm that ends a pre-norm model."""
+    if model.config.layernorm_position == "post":
+        return hidden
+    return attention.layer_norm(hidden, model.head.final_norm.weight, model.head.final_norm.bias, EPS)
+
+
+def twin_hidden(model, batch, row):
+    """The last hidden states `[S, D]` of one row."""
+    return twin_last_norm(model, twin_encode(model, batch, row)[1])
+
+
+def predicted_places(labels):
+    return [place for place, label in enumerate(labels.tolist()) if label != IGNORED_LABEL]
+
+
+def twin_decode(model, batch, row, before):
+    """DeBERTa's decoder at the predicted places of one row: `[num_predicted, D]`."""
+    place, layer = batch.position_ids[row].tolist(), model.layers[-1]
+    decoded = deberta.enhanced_mask_decoder(
+        before,
+        model.mask_decoder.absolute.weight,
+        layer_parameters(layer),
+        layer_scores(model, layer, place),
+        batch.document_ids[row].tolist(),
+        place,
+        predicted_places(batch.labels[row]),
+        model.config.num_attention_heads,
+        EPS,
+        model.config.layernorm_position,
+    )
+    return twin_last_norm(model, decoded)
+
+
+def twin_lm(model, predicted_hidden, labels):
+    """Sum of −log p over the predicted tokens of one row; predicted_hidden `[num_predicted, D]`, labels `[S]`."""
+    head, wanted = model.head, predicted_places(labels)
+    if not wanted:
+        return torch.zeros((), dtype=torch.float64)
+    inner = attention.gelu(attention.linear(predicted_hidden, head.dense.weight, head.dense.bias))
+    inner = attention.layer_norm(inner, head.norm.weight, head.norm.bias, EPS)
+    vocab = model.config.vocab_size
+    logits = attention.linear(inner, model.embeddings.token.weight[:vocab], head.decoder.bias[:vocab])
+    return losses.masked_lm(logits, labels[wanted])
+
+
+def twin_sums(model, batch, draws):
+    """`[3]`: the sums of the LM, TCD and HCD terms over the documents of a batch."""
+    sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+    for row in range(len(batch.input_ids)):
+        before, hidden, logits = twin_encode(model, batch, row)
+        hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
+        predicted = hidden[wanted]
+        if wanted and model.mask_decoder is not None:
+            predicted = twin_decode(model, batch, row, before)
+        sums[0] = sums[0] + twin_lm(model, predicted, batch.labels[row])
+        for number in range(1, int(batch.document_ids[row].max()) + 1):
+            valid = (batch.document_ids[row] == number).tolist()
+            if sum(valid) < 2:
+                continue
+            if draws.token_mask.shape[-1]:
+                chosen = draws.token_mask[row, number - 1].nonzero().flatten().tolist()
+                sums[1] = sums[1] + mth.tcd(hidden, chosen)
+            if draws.heads.shape[1]:
+                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid)
+    return torch.stack(sums)
