@@ -10,6 +10,7 @@ import torch
 from megatron_ddrp.model import blocked
 from megatron_ddrp.model.attention import BACKENDS, allowed_pairs, attention_logits, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
+from megatron_ddrp.objectives.mth import document_mask
 from tests.reference import mth
 from tests.reference.attention import attend
 from tests.reference.positions import clip, dot
@@ -91,9 +92,13 @@ def test_logits_equal_the_contract_formula(kind):
 
 
 def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS):
-    """Context of the valid tokens, cosine of the rows that count, and the gradients of both together."""
-    context, cosine = BACKENDS[name](query, key, value, terms, document_ids, heads, 0.0)
+    """Context of the valid tokens, cosine of the documents that count, and the gradients of both together."""
+    documents = int(document_ids.max())
+    context, cosine = BACKENDS[name](query, key, value, terms, document_ids, heads, 0.0, documents)
     context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
+    if cosine is not None:
+        assert cosine.shape == (len(document_ids), documents) and cosine.isfinite().all()
+        cosine = cosine.where(document_mask(document_ids, documents).sum(-1) > 1, 0.0)
     generator = torch.Generator().manual_seed(1)
     loss = (context * torch.randn(context.shape, generator=generator).to(context.dtype)).sum()
     if cosine is not None:
@@ -111,11 +116,8 @@ def test_backends_equal_eager(backend, block_elements, kind, heads, monkeypatch)
     # Heads side by side in memory, as the projections leave them.
     query, key, value = (random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3))
     terms = make_terms(kind)
-    # sdpa's closed form of HCD for content alone takes a row for one document.
-    document_ids = DOCUMENT_IDS[:3] if backend == "sdpa" and kind == "content" else DOCUMENT_IDS
-    query, key, value = (x[: len(document_ids)] for x in (query, key, value))
     inputs = [query, key, value, *tensors_of(terms)]
-    arguments = query, key, value, terms, torch.tensor(heads, dtype=torch.long), inputs, document_ids
+    arguments = query, key, value, terms, torch.tensor(heads, dtype=torch.long), inputs
     context, cosine, gradients = run_backend(backend, *arguments)
     expected_context, expected_cosine, expected_gradients = run_backend("eager", *arguments)
     torch.testing.assert_close(context, expected_context, rtol=0, atol=1e-11)
@@ -134,13 +136,15 @@ def test_context_and_cosine_equal_the_twins(backend, kind):
     terms = make_terms(kind)
     heads = torch.tensor([0, 2])
     inputs = [query, key, value, *tensors_of(terms)]
-    context, cosine = BACKENDS[backend](query, key, value, terms, DOCUMENT_IDS, heads, 0.0)
+    context, cosine = BACKENDS[backend](query, key, value, terms, DOCUMENT_IDS, heads, 0.0, 2)
     context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
     logits = loop_logits(query, key, terms)
     slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS, strict=True)])
     assert_same(context, slow, inputs)
-    slow = torch.stack([mth.hcd([logits[b]], [[0, 2]], (DOCUMENT_IDS[b] > 0).tolist()) for b in range(3)])
-    assert_same(cosine[:3], slow, [x for x in inputs if x is not value])
+    counted = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]  # row and document
+    slow = torch.stack([mth.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist()) for row, n in counted])
+    fast = torch.stack([cosine[row, n - 1] for row, n in counted])
+    assert_same(fast, slow, [x for x in inputs if x is not value])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -167,16 +171,15 @@ def test_packed_documents_attend_as_if_alone(backend, encoding_name):
 def test_padding_is_neither_read_nor_given_a_gradient(backend, kind):
     query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
     terms, heads = make_terms(kind), torch.tensor([0, 1])
-    document_ids = DOCUMENT_IDS.clamp_max(1) if kind == "content" else DOCUMENT_IDS
     inputs = [query, key, value]
-    context, cosine, gradients = run_backend(backend, *inputs, terms, heads, inputs, document_ids)
-    padding = (document_ids == 0)[:, None, :, None].expand_as(query)
+    context, cosine, gradients = run_backend(backend, *inputs, terms, heads, inputs)
+    padding = (DOCUMENT_IDS == 0)[:, None, :, None].expand_as(query)
     for gradient in gradients:
         assert gradient[padding].eq(0).all()
     with torch.no_grad():
         for x in inputs:
             x[padding] = 1e6
-    again_context, again_cosine, _ = run_backend(backend, *inputs, terms, heads, inputs, document_ids)
+    again_context, again_cosine, _ = run_backend(backend, *inputs, terms, heads, inputs)
     torch.testing.assert_close(again_context, context, rtol=0, atol=1e-12)
     torch.testing.assert_close(again_cosine, cosine, rtol=0, atol=1e-12)
 
@@ -193,7 +196,7 @@ def test_rows_without_a_token_and_holes_stay_finite(backend, kind):
     assert context.isfinite().all() and cosine.isfinite().all() and all(g.isfinite().all() for g in gradients)
     expected_context, expected_cosine, _ = run_backend("eager", *arguments)
     torch.testing.assert_close(context, expected_context, rtol=0, atol=1e-11)
-    torch.testing.assert_close(cosine[1:], expected_cosine[1:], rtol=0, atol=1e-11)
+    torch.testing.assert_close(cosine, expected_cosine, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -229,13 +232,18 @@ def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
     document_ids = (torch.arange(8) < torch.tensor([4, 2, 4, 8, 1, 0, 3])[:, None]).long()
     blocks = list(blocked._blocks(document_ids, 2))
     assert [(b.rows.start, b.rows.stop, b.length) for b in blocks] == [(0, 3, 4), (3, 4, 8), (4, 7, 3)]
-    assert blocks[1].allowed is None  # one full document needs no mask
+    assert [block.unmasked for block in blocks] == [False, True, False]  # one full document needs no mask
+    whole = slice(0, None)
+    assert blocks[1].forbidden(whole) is None
     for block in (blocks[0], blocks[2]):
         ids = document_ids[block.rows, : block.length]
-        assert torch.equal(block.allowed, allowed_pairs(ids))
+        assert torch.equal(~block.forbidden(whole), allowed_pairs(ids))
 
 
-def test_auto_means_blocked_on_cpus_and_sdpa_on_gpus():
-    assert resolve_backend("auto", torch.device("cpu")) == "blocked"
-    assert resolve_backend("auto", torch.device("cuda")) == "sdpa"
-    assert resolve_backend("eager", torch.device("cpu")) == "eager"
+def test_auto_chooses_by_device_encoding_and_dropout():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert resolve_backend("auto", cpu, in_logits=True, dropout=0.0)[0] == "blocked"
+    assert resolve_backend("auto", cpu, in_logits=False, dropout=0.1)[0] == "blocked"
+    assert resolve_backend("auto", cpu, in_logits=False, dropout=0.0)[0] == "sdpa"
+    assert resolve_backend("auto", gpu, in_logits=True, dropout=0.1)[0] == "sdpa"
+    assert resolve_backend("eager", cpu, in_logits=True, dropout=0.1) == ("eager", "as asked for")
