@@ -81,10 +81,11 @@ def added_work(model: Bert, batch: Batch, dropout: float) -> dict[str, Callable[
     """One layer's attention without and with HCD's two heads, and TCD over all tokens: forward and backward."""
     config = model.config
     device = batch.input_ids.device
-    attend = BACKENDS[resolve_backend(config.attention_backend, device)]
+    encoding = REGISTRY[config.position_encoding](config).to(device)
+    backend, _ = resolve_backend(config.attention_backend, device, encoding.in_logits, dropout)
+    attend = BACKENDS[backend]
     shape = (ROWS, SEQ, config.num_attention_heads, config.head_dim)
     query, key, value = (torch.randn(shape, device=device).transpose(1, 2).requires_grad_() for _ in range(3))
-    encoding = REGISTRY[config.position_encoding](config).to(device)
     hidden = torch.randn(ROWS, SEQ, config.hidden_size, device=device, requires_grad=True)
     gradient = torch.randn(ROWS, config.num_attention_heads, SEQ, config.head_dim, device=device)
 

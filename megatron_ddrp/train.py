@@ -12,12 +12,13 @@ from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, load_imported_weights, save_checkpoint
 from megatron_ddrp.engine.step import StepResult, evaluate, train_step
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.attention import resolve_backend
+from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree
 
@@ -32,9 +33,10 @@ def train(config: Config) -> None:
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, config.parallel.checkpoint_activations)
     total, position = count_parameters(model)
+    folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
+    imported = load_imported_weights(model, load, config) if load else None
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
-    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    resumed = load_checkpoint(engine, Path(config.checkpoint.load), config, ranks) if config.checkpoint.load else None
+    resumed = load_checkpoint(engine, load, config, ranks) if load and not imported else None
     progress = resumed or Progress()
     if folder and ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +45,7 @@ def train(config: Config) -> None:
 
     with MetricsLog(config, progress.iteration, active=ranks.rank == 0) as log:
         log.say(introduction(config, ranks, corpus, loader, total, position))
-        log.say(where_we_start(config, resumed))
+        log.say(where_we_start(config, resumed, imported))
         clock = Clock(progress.iteration, config.training.train_iters)
         to_do = config.training.train_iters - progress.iteration
         for micro_batches in iterate(loader, progress.consumed_samples, to_do):
@@ -126,11 +128,14 @@ def introduction(
     config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, parameters: int, position_parameters: int
 ) -> str:
     """What is about to run, in three lines."""
-    backend = resolve_backend(config.model.attention_backend, ranks.device)
+    encoding = REGISTRY[config.model.position_encoding]
+    backend, why = resolve_backend(
+        config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
+    )
     epochs = config.training.train_iters * config.training.global_batch_size / len(loader.samples)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
-        f"({position_parameters:,} of positions), {backend} attention, {config.training.precision}\n"
+        f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
         f"data: {corpus.dataset.num_documents:,} documents, {len(loader.samples):,} training sequences, "
         f"{epochs:.2f} epochs in {config.training.train_iters:,} steps\n"
         f"layout: {ranks.world_size} rank(s) on {ranks.device.type}, ZeRO {config.parallel.zero_stage}, "
@@ -138,10 +143,12 @@ def introduction(
     )
 
 
-def where_we_start(config: Config, resumed: Progress | None) -> str:
+def where_we_start(config: Config, resumed: Progress | None, imported: Path | None) -> str:
     """Whether this run begins or goes on."""
     if resumed:
         return f"resumed from {config.checkpoint.load} at step {resumed.iteration:,}"
+    if imported:
+        return f"weights from {imported}, optimizer fresh"
     return (
         f"{config.checkpoint.load} holds no checkpoint: starting afresh"
         if config.checkpoint.load

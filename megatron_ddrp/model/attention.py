@@ -129,10 +129,11 @@ def sdpa_attention(
     """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
     allowed = allowed_pairs(document_ids)
     position = position_logits(query, key, terms)
-    mask = allowed if position is None else position.masked_fill(~allowed, torch.finfo(query.dtype).min)
+    mask = None if position is None else position.masked_fill(~allowed, torch.finfo(query.dtype).min)
     if position is None:
-        # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
-        mask = allowed | ~allowed.any(-1, keepdim=True)
+        if query.is_cuda or not bool((document_ids == 1).all()):  # asking a GPU would mean waiting for it
+            # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
+            mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
     if not heads.shape[0]:
         return context, None
@@ -180,8 +181,17 @@ def _probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
 BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": blocked_attention}
 
 
-def resolve_backend(name: str, device: torch.device) -> str:
-    """What `auto` means on a device: `blocked` on CPUs, `sdpa` on GPUs."""
+def resolve_backend(name: str, device: torch.device, in_logits: bool, dropout: float) -> tuple[str, str]:
+    """What `--attention-backend` means for an encoding, and why, in a few words.
+
+    `in_logits` says whether the encoding adds anything to the logits, `dropout` is that of the attention in training.
+    """
     if name != "auto":
-        return name
-    return "blocked" if device.type == "cpu" else "sdpa"
+        return name, "as asked for"
+    if device.type != "cpu":
+        return "sdpa", "works on every GPU"
+    if in_logits:
+        return "blocked", "fastest on CPUs with terms in the logits"
+    if dropout:
+        return "blocked", "fastest on CPUs with dropout"
+    return "sdpa", "fastest on CPUs without terms in the logits and without dropout"

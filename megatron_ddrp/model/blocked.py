@@ -21,11 +21,11 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile
 from megatron_ddrp.objectives import mth
 
-BLOCK_ELEMENTS = 3 * 2**17
-"""Logits up to which several short sequences are taken at once: 1.5 MiB in fp32, two cores' second-level caches."""
+BLOCK_ELEMENTS = 2**16
+"""Logits up to which several short sequences are taken at once: that copies them, which pays for tiny ones only."""
 
-TILE_ELEMENTS = 3 * 2**17
-"""Logits of a tile of query rows of a long sequence."""
+TILE_ELEMENTS = 3 * 2**18
+"""Logits of a tile of query rows of a long sequence: 3 MiB in fp32, about the second-level caches of a few cores."""
 
 SMALLEST_TILE = 32
 """Fewer query rows than this are not worth a tile of their own."""

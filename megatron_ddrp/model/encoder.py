@@ -21,6 +21,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.backend = config.attention_backend
+        self.in_logits = REGISTRY[config.position_encoding].in_logits
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
@@ -38,10 +39,10 @@ class SelfAttention(nn.Module):
         self, hidden: Tensor, terms: PositionTerms, state: StageState, layer: int
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
-        attend = BACKENDS[resolve_backend(self.backend, hidden.device)]
+        backend, _ = resolve_backend(self.backend, hidden.device, self.in_logits, self.dropout)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        context, cosine = attend(
+        context, cosine = BACKENDS[backend](
             query, key, value, terms, state.document_ids, state.heads[layer], dropout, state.num_documents
         )
         return self.merge(context), cosine

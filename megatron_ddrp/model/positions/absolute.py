@@ -11,5 +11,6 @@ from megatron_ddrp.model.positions.contract import PositionEncoding
 class Absolute(PositionEncoding):
     """Nothing in the logits; the embedding stage adds one learned vector a position."""
 
+    in_logits = False
     adds_absolute_embedding = True
     limits_length = True

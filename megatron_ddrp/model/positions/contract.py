@@ -59,6 +59,9 @@ class PositionEncoding(nn.Module):
     says what they mean. The two are apart because the tensors travel between pipeline stages and the meaning need not.
     """
 
+    in_logits = True
+    """Whether the encoding adds anything to the attention logits."""
+
     adds_absolute_embedding = False
     """Whether a learned absolute position embedding joins the input."""
 

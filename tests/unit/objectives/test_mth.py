@@ -135,7 +135,7 @@ def test_scale_of_the_vectors_does_not_matter():
 
 
 def test_documents_of_a_packed_row_count_as_rows_of_their_own():
-    """Two documents of 4 and 3 tokens in one row, and the same two in rows of their own: every form, values, gradients."""
+    """Documents of 4 and 3 tokens in one row, and the same two in rows of their own: every form, with gradients."""
     lengths, seq = (4, 3), 8
     document_ids = torch.tensor([[1] * 4 + [2] * 3 + [0]])
     documents = mth.document_mask(document_ids, 2)  # [1, 2, seq]
