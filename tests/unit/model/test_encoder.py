@@ -121,14 +121,17 @@ def test_activation_checkpointing_changes_nothing(encoding, relative_table, drop
         assert torch.equal(gradient, recomputed_gradients[name]), name
 
 
-def test_activation_checkpointing_really_recomputes(monkeypatch):
-    model = build_model(tiny_config(), checkpoint_activations=True)
+@pytest.mark.parametrize("encoding, passes", [("ddrp", 1), ("deberta", 3)])
+def test_activation_checkpointing_really_recomputes(encoding, passes, monkeypatch):
+    """DeBERTa's decoder goes through the last layer twice more."""
+    model = build_model(tiny_config(position_encoding=encoding), checkpoint_activations=True)
     calls = []
-    original = model.layers[0].feed_forward.forward
-    monkeypatch.setattr(model.layers[0].feed_forward, "forward", lambda hidden: calls.append(1) or original(hidden))
+    block = model.layers[-1].feed_forward
+    original = block.forward
+    monkeypatch.setattr(block, "forward", lambda hidden: calls.append(1) or original(hidden))
     batch = tiny_batch()
     model(batch, some_draws(batch)).sum().backward()
-    assert len(calls) == 2
+    assert len(calls) == 2 * passes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,10 +1,12 @@
 """Each encoding's logits against its loop twin, and proofs that every row of every table serves its own pairs."""
 
+import re
 from itertools import product
 
 import pytest
 import torch
 
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention import attend_from, attention_logits, eager_attention
 from megatron_ddrp.model.positions import REGISTRY
@@ -178,3 +180,11 @@ def test_beyond_the_trained_length(name, relative_table):
         encode(model, batch)
     message = str(caught.value)
     assert "7" in message and "--seq-length 6" in message and "\n" not in message
+
+
+def test_an_unknown_encoding_is_refused_with_the_legal_ones_in_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--position-encoding", "tupe"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    assert all(re.search(rf"['\s]{name}[',) ]", error) for name in REGISTRY)
