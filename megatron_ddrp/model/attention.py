@@ -130,10 +130,9 @@ def sdpa_attention(
     allowed = allowed_pairs(document_ids)
     position = position_logits(query, key, terms)
     mask = None if position is None else position.masked_fill(~allowed, torch.finfo(query.dtype).min)
-    if position is None:
-        if query.is_cuda or not bool((document_ids == 1).all()):  # asking a GPU would mean waiting for it
-            # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
-            mask = allowed | ~allowed.any(-1, keepdim=True)
+    if position is None and (query.is_cuda or not bool((document_ids == 1).all())):  # asking a GPU means waiting
+        # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
+        mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
     if not heads.shape[0]:
         return context, None

@@ -1,0 +1,200 @@
+"""Whole training steps of every encoding and objective beside plain BERT, and beside `transformers` on the same batch.
+
+4 layers × 768, 12 heads, vocabulary 30,522; forward + backward + AdamW. Every round runs all arms once in random order;
+an arm's ratio is the median over the rounds of its time ÷ that of plain BERT (absolute positions, masked LM, the
+fastest attention torch offers) in the same round, with a bootstrap 95 % interval. The A/A row repeats plain BERT.
+
+    python benchmarks/step.py --shape 8x512 --pairs 100            # encodings under masked LM and MTH
+    python benchmarks/step.py --shape 32x128 --pairs 100
+    python benchmarks/step.py --shape 8x512 --against transformers # BertForMaskedLM and DebertaForMaskedLM
+    python benchmarks/step.py --shape 8x512 --against transformers --lengths DATASET_PREFIX   # real document lengths
+
+With `--lengths` both sides see the same documents: transformers in rows padded to the shape's length, ours packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from measure import median_interval, time_rounds, verdict
+
+from megatron_ddrp.config import POSITION_ENCODINGS, ModelConfig, ObjectiveConfig
+from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.packing import join_samples, pack_rows
+from megatron_ddrp.data.samples import SampleIndex
+from megatron_ddrp.model import build_model
+from megatron_ddrp.objectives.mth import Draws, draw
+
+SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BASE = "absolute mlm"
+BOUNDS = {
+    512: {"ddrp mlm": 1.06, "bert-r mlm": 1.06, "tupe-a mlm": 1.08, "tupe-r mlm": 1.08, "deberta mlm": 1.15},
+    128: {"ddrp mlm": 1.04, "bert-r mlm": 1.04, "tupe-a mlm": 1.08, "tupe-r mlm": 1.08, "deberta mlm": 1.15},
+}
+Step = Callable[[], None]
+
+
+def make_rows(lengths: np.ndarray, seq: int) -> Batch:
+    """Rows of random tokens of these lengths, padded to `seq`, 15 % of the tokens predicted."""
+    rng = np.random.default_rng(SEED)
+    place = np.arange(seq)
+    valid = place < lengths[:, None]  # [rows, seq]
+    ids = rng.integers(1000, VOCABULARY, valid.shape) * valid
+    labels = np.where(valid & (rng.random(valid.shape) < 0.15), ids, IGNORED_LABEL)
+    number = np.arange(len(lengths))[:, None]
+    return Batch(ids, labels, valid.astype(np.int64), place * valid, np.zeros_like(ids), number * valid)
+
+
+def pack(samples: Batch, seq: int) -> Batch:
+    """The same documents, several in a row."""
+    lengths = samples.document_ids.sum(-1)
+    rows = pack_rows(lengths, seq)
+    order = np.concatenate([np.asarray(row) for row in rows])
+    documents = np.array([len(row) for row in rows])
+    return join_samples(samples.map(lambda array: array[order]), documents, seq, pad_id=0)
+
+
+def our_step(encoding: str, objective: str, arrays: Batch, dropout: float, emd: bool = False) -> Step:
+    """One training step of our model."""
+    torch.manual_seed(SEED)
+    config = ModelConfig(
+        num_layers=LAYERS,
+        seq_length=arrays.input_ids.shape[1],
+        position_encoding=encoding,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        deberta_emd=emd,
+    )
+    settings = ObjectiveConfig(objective=objective)
+    model = build_model(config).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    batch = arrays.map(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE))
+    sequences = len(np.unique(arrays.sequence_ids[arrays.document_ids > 0]))
+    counts = torch.tensor([int((arrays.labels != IGNORED_LABEL).sum()), sequences, sequences], device=DEVICE)
+    weights = torch.tensor(settings.weights, device=DEVICE) / counts
+    numbers = iter(range(10**9))
+
+    def run() -> None:
+        drawn = draw(
+            arrays.document_ids, arrays.sequence_ids, arrays.position_ids, settings, config, SEED, next(numbers)
+        )
+        draws = Draws(drawn.token_mask.to(DEVICE), drawn.heads.to(DEVICE))
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+            loss = (model(batch, draws) * weights).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def transformers_step(kind: str, arrays: Batch, dropout: float) -> Step:
+    """One training step of BertForMaskedLM or DebertaForMaskedLM."""
+    from transformers import BertConfig, BertForMaskedLM, DebertaConfig, DebertaForMaskedLM
+
+    torch.manual_seed(SEED)
+    common = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 4 * HIDDEN,
+        "max_position_embeddings": arrays.input_ids.shape[1],
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+    if kind == "bert":
+        model = BertForMaskedLM(BertConfig(**common))
+    else:
+        disentangled = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 64}
+        model = DebertaForMaskedLM(DebertaConfig(**common, **disentangled, position_biased_input=False))
+    model = model.to(DEVICE).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    batch = arrays.map(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE))
+
+    def run() -> None:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+            loss = model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), labels=batch.labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def document_lengths(prefix: str, count: int, seq: int) -> np.ndarray:
+    """Lengths of `count` sequences of a dataset, evenly spaced over it."""
+    dataset = IndexedDataset(prefix)
+    samples = SampleIndex(dataset, (0, dataset.num_documents), seq)
+    return samples.lengths(np.linspace(0, len(samples) - 1, count).astype(np.int64))
+
+
+def compare_encodings(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
+    arrays = make_rows(np.full(rows, seq), seq)
+    arms = {BASE: our_step("absolute", "mlm", arrays, dropout), "A/A": our_step("absolute", "mlm", arrays, dropout)}
+    for encoding in arguments.encodings:
+        for objective in arguments.objectives:
+            arms.setdefault(f"{encoding} {objective}", our_step(encoding, objective, arrays, dropout))
+    if "deberta" in arguments.encodings:
+        arms["deberta mlm, mask decoder on"] = our_step("deberta", "mlm", arrays, dropout, emd=True)
+    seconds = time_rounds(arms, arguments.pairs, warm_up=1)
+    print(
+        f"{rows} x {seq} tokens, dropout {dropout}: plain BERT {np.median(seconds[BASE]):.3f} s a step; ratios [95 %]:"
+    )
+    for name, values in seconds.items():
+        if name == BASE:
+            continue
+        ratio = median_interval(values / seconds[BASE])
+        bound = BOUNDS.get(seq, {}).get(name)
+        print(f"  {name:<30} {ratio}   {verdict(ratio, bound) if bound else ''}")
+    for encoding in arguments.encodings:
+        if {f"{encoding} mlm", f"{encoding} mth"} <= seconds.keys():
+            ratio = median_interval(seconds[f"{encoding} mth"] / seconds[f"{encoding} mlm"])
+            print(f"  {encoding + ': mth / mlm':<30} {ratio}   {verdict(ratio, 1.02)}")
+
+
+def compare_transformers(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
+    lengths = document_lengths(arguments.lengths, rows, seq) if arguments.lengths else np.full(rows, seq)
+    arrays = make_rows(lengths, seq)
+    ours = pack(arrays, seq) if arguments.lengths else arrays
+    print(
+        f"{rows} x {seq} rows, {lengths.sum() / (rows * seq):.0%} full, dropout {dropout}; "
+        f"ours in {len(ours.input_ids)} rows; speed-up in non-padding tokens a second [95 %]:"
+    )
+    bound = 2.5 if arguments.lengths else 1.7
+    for kind, encoding in (("bert", "absolute"), ("deberta", "deberta")):
+        arms = {"theirs": transformers_step(kind, arrays, dropout), "ours": our_step(encoding, "mlm", ours, dropout)}
+        seconds = time_rounds(arms, arguments.pairs, warm_up=1)
+        ratio = median_interval(seconds["theirs"] / seconds["ours"])
+        state = "met" if ratio.low >= bound else "missed" if ratio.high < bound else "not resolved"
+        print(f"  {kind:<10} {ratio}   {state} (bound {bound})", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8x512", help="rows x tokens (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=100, help="rounds (default: %(default)s)")
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
+    parser.add_argument("--encodings", nargs="+", default=list(POSITION_ENCODINGS), choices=POSITION_ENCODINGS)
+    parser.add_argument("--objectives", nargs="+", default=["mlm", "mth"], choices=["mlm", "mth"])
+    parser.add_argument("--against", choices=["encodings", "transformers"], default="encodings")
+    parser.add_argument("--lengths", metavar="P", help="take the documents' lengths from this dataset")
+    arguments = parser.parse_args()
+    rows, seq = (int(part) for part in arguments.shape.split("x"))
+    print(f"torch {torch.__version__}, {DEVICE.type}, {torch.get_num_threads()} threads")
+    for dropout in arguments.dropout:
+        compare = compare_encodings if arguments.against == "encodings" else compare_transformers
+        compare(rows, seq, dropout, arguments)
+
+
+if __name__ == "__main__":
+    main()
