@@ -5,7 +5,8 @@
     DIR/iter_0001000/        model.safetensors (fp32 weights, names as in the model), state.json (step, counts,
                              configuration, layout), and DeepSpeed's own files: pickles, needed to go on training only
 
-A checkpoint is written under a temporary name and renamed when complete; `latest` is replaced last.
+A checkpoint is written under a temporary name and renamed when complete; `latest` is replaced last. One that was
+imported is iter_0000000 with weights alone; its state.json says so (`WEIGHTS_ONLY`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from megatron_ddrp.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, STATE, TOKENIZER = "latest", "model.safetensors", "state.json", "tokenizer"
+WEIGHTS_ONLY = "weights_only"
+"""Key of a state.json: there is no optimizer state, and training begins at iteration 0."""
 
 
 def tag(iteration: int) -> str:
@@ -86,6 +89,17 @@ def save_weights(weights: dict[str, Any], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(path / WEIGHTS), {"format": "pt"})
+
+
+def save_weights_only(weights: dict[str, Any], config: Config, folder: Path) -> Path:
+    """Write weights that no training of ours made as iteration 0 of a folder; returns the checkpoint's path."""
+    path = folder / tag(0)
+    path.mkdir()
+    save_weights(weights, path)
+    counts = {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0}
+    state = {**counts, WEIGHTS_ONLY: True, "config": config.to_dict()}
+    (path / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def load_weights(model: Any, path: Path) -> None:

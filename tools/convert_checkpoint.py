@@ -1,11 +1,20 @@
 #!/usr/bin/env python
-"""Training checkpoint → Hugging Face folder, with equal logits.
+"""Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits.
 
-BERT with absolute positions and LayerNorm after each block becomes a plain transformers BERT. Every other model brings
-its own small model file, which transformers runs only when asked to by trust_remote_code=True.
+To Hugging Face (--load): BERT with absolute positions and LayerNorm after each block becomes a plain transformers BERT.
+Every other model brings its own small model files, which transformers runs only when asked to by
+trust_remote_code=True. DeBERTa's enhanced mask decoder goes into the masked-LM model alone.
 
     python tools/convert_checkpoint.py --load checkpoints/base --output hf/base
     python tools/convert_checkpoint.py --load checkpoints/base/iter_0100000 --output hf/base-100k
+
+From Hugging Face (--from-hf): the folder of a BERT or of a DeBERTa in its v1 layout, with model.safetensors or
+pytorch_model.bin, becomes a folder that pretrain_bert.py --load goes on from, with the flags that this command prints.
+
+    python tools/convert_checkpoint.py --from-hf bert-base-uncased --output start
+    deepspeed pretrain_bert.py --load start --save run --data-path corpus_text_document …
+
+Both say what was loaded, left out and initialised.
 """
 
 from __future__ import annotations
@@ -26,28 +35,47 @@ TERMINATED = 143
 def build_parser() -> ArgumentParser:
     """The command's flags, grouped by concern."""
     parser = ArgumentParser(description=__doc__)
-    source = parser.add_argument_group("input")
+    source = parser.add_argument_group("input, one of").add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--load",
         type=Path,
-        required=True,
         metavar="DIR",
         help="a folder that pretrain_bert.py --save wrote (its newest checkpoint), or one DIR/iter_N in it",
     )
+    source.add_argument(
+        "--from-hf",
+        type=Path,
+        metavar="HF_DIR",
+        help="a local Hugging Face folder of a BERT or DeBERTa (v1): config.json, weights and tokenizer",
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=Path, required=True, metavar="HF_DIR", help="folder to write: weights, config and tokenizer"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load and as a "
+        "checkpoint for --from-hf",
     )
-    output.add_argument("--overwrite", action="store_true", help="replace HF_DIR if it is a Hugging Face folder")
+    output.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)",
+    )
     return parser
 
 
 def main() -> None:
     arguments = build_parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+    if arguments.from_hf:
+        from megatron_ddrp.conversion.from_huggingface import import_folder
 
-    print(export_checkpoint(arguments.load, arguments.output, arguments.overwrite).summary())
+        print(import_folder(arguments.from_hf, arguments.output, arguments.overwrite).summary())
+    else:
+        from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+
+        print(export_checkpoint(arguments.load, arguments.output, arguments.overwrite).summary())
 
 
 if __name__ == "__main__":

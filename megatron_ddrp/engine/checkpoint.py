@@ -68,6 +68,26 @@ def whole_weights(engine: Any, config: Config) -> dict[str, Any]:
     return {name: safe_get_full_fp32_param(p).cpu() for name, p in engine.module.named_parameters()}
 
 
+def load_imported_weights(model: Any, folder: Path, config: Config) -> Path | None:
+    """Fill a model from an imported checkpoint, which has no optimizer state; None where the newest is no such one.
+
+    A collective call, before the engine is built: what ZeRO copies and shards are then these weights.
+    """
+    path = agree(lambda: files.newest(folder))
+    if path is None:
+        return None
+
+    def load() -> bool:
+        state = files.read_state(path)
+        if not state.get(files.WEIGHTS_ONLY):
+            return False
+        _check_architecture(path, state, config)
+        files.load_weights(model, path)
+        return True
+
+    return path if agree(load) else None
+
+
 def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Progress | None:
     """Go on from the newest checkpoint of a folder; None where it holds none. A collective call."""
     path = agree(lambda: files.newest(folder))
@@ -91,13 +111,8 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
 def _checked_state(path: Path, config: Config, ranks: Ranks) -> dict[str, Any]:
     """state.json, if its model is ours and its layout is this run's."""
     state = files.read_state(path)
+    _check_architecture(path, state, config)
     ours, theirs = config.to_dict(), state["config"]
-    for name, value in theirs["model"].items():
-        if name not in ("hidden_dropout", "attention_dropout", "attention_backend") and ours["model"][name] != value:
-            raise UserError(
-                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {value} there and "
-                f"{ours['model'][name]} here; give the same, or another --load and --save"
-            )
     layout = ("world_size", ranks.world_size, state["world_size"])
     stage = ("--zero-stage", config.parallel.zero_stage, theirs["parallel"]["zero_stage"])
     for what, here, there in (layout, stage):
@@ -109,3 +124,13 @@ def _checked_state(path: Path, config: Config, ranks: Ranks) -> dict[str, Any]:
     if precision:
         raise UserError(f"--load {path}: written with another precision; give or leave out --{min(precision)} as there")
     return state
+
+
+def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:
+    ours = config.to_dict()["model"]
+    for name, value in state["config"]["model"].items():
+        if name not in ("hidden_dropout", "attention_dropout", "attention_backend") and ours[name] != value:
+            raise UserError(
+                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {value} there and "
+                f"{ours[name]} here; give the same, or another --load and --save"
+            )

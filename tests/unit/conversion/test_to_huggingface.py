@@ -11,10 +11,9 @@ import torch
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import POSITION_ENCODINGS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
-from tests.unit.conversion.conftest import SEQ_LENGTH, write_checkpoint
+from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURES = [
@@ -29,35 +28,6 @@ ARCHITECTURES = [
     {"position_encoding": "ddrp", "relative_distance": 1},
     {"position_encoding": "ddrp", "deberta_emd": True, "layernorm_position": "pre"},
 ]
-
-
-def padded_pair_batch(vocab_size):
-    """(ids, segments, mask), three rows of lengths up to five times the relative distance."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, vocab_size, (3, SEQ_LENGTH), generator=generator)
-    mask = (torch.arange(SEQ_LENGTH) < torch.tensor([[SEQ_LENGTH], [13], [2]])).long()
-    segments = (torch.arange(SEQ_LENGTH) >= torch.tensor([[9], [5], [1]])).long() * mask
-    return ids * mask, segments, mask
-
-
-@torch.no_grad()
-def ours(model, ids, segments, mask):
-    """(hidden states after the embeddings and each layer, logits): those of each token when it alone is predicted."""
-    states = []
-    hooks = [
-        stage.register_forward_hook(lambda _, __, tensors: states.append(tensors[0]))
-        for stage in (model.embeddings, *model.layers)
-    ]
-    positions = torch.arange(ids.shape[1]).expand_as(ids) * mask
-    states[-1:] = [model.encode(ids, segments, mask, positions)]
-    for hook in hooks:
-        hook.remove()
-    logits = torch.zeros(*ids.shape, model.config.vocab_size)
-    for place in range(ids.shape[1]):
-        labels = torch.where((torch.arange(ids.shape[1]) == place) & mask.bool(), ids, IGNORED_LABEL)
-        predicted = model.predict(Batch(ids, labels, mask, positions, segments, mask))
-        logits[mask[:, place].bool(), place] = predicted
-    return states, logits
 
 
 @pytest.mark.parametrize("settings", ARCHITECTURES, ids=lambda settings: " ".join(map(str, settings.values())))

@@ -1,0 +1,133 @@
+"""config.json of a Hugging Face BERT or DeBERTa (v1 layout) → our settings; what our model has not is refused by name.
+
+Absent keys have the values that transformers gives them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.embeddings import NUM_SEGMENTS
+
+EXACT_GELU = ("gelu", "gelu_python")
+"""Names of the activation that our feed-forward block has; "gelu_new" is an approximation of it, so another one."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "bert": {"vocab_size": 30522, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
+    "deberta": {"vocab_size": 50265, "type_vocab_size": 0, "layer_norm_eps": 1e-7},
+}
+SHARED_DEFAULTS = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "max_relative_positions": -1,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "initializer_range": 0.02,
+}
+
+SECOND_LAYOUT = {
+    "position_buckets": "relative positions in logarithmic buckets",
+    "norm_rel_ebd": "a LayerNorm over the relative table",
+    "share_att_key": "position projections shared with the content's",
+    "conv_kernel_size": "a convolution beside the first layer",
+}
+"""Settings of DeBERTa v2 and v3 → what they switch on."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder whose model can be imported."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+        raise UserError(f"{path}: {reason}; give a folder with a Hugging Face model") from None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind == "deberta-v2" or (kind == "deberta" and _second_layout(values)):
+        missing = ", ".join(_second_layout(values)) or "other projections of the relative table"
+        raise UserError(
+            f"{path}: a DeBERTa of the v2/v3 layout; missing here: {missing}. Give one of the v1 layout, or a BERT"
+        )
+    if kind not in DEFAULTS:
+        raise UserError(f"{path}: model_type is {kind!r}; expected {' or '.join(DEFAULTS)}")
+    _refuse_unknown_parts(path, values, kind)
+    return SHARED_DEFAULTS | DEFAULTS[kind] | values
+
+
+def model_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    """Our settings for what `read_config` gave."""
+
+    def number(key: str, kind: type = int) -> Any:
+        if isinstance(values[key], bool) or not isinstance(values[key], (kind, int)):
+            raise UserError(f"{folder / 'config.json'}: {key} is {values[key]!r}, expected a number")
+        return values[key]
+
+    hidden_size, ffn_size = number("hidden_size"), number("intermediate_size")
+    longest, furthest = number("max_position_embeddings"), number("max_relative_positions")
+    is_deberta = values["model_type"] == "deberta"
+    settings: dict[str, Any] = {"position_encoding": "absolute"}
+    if is_deberta:
+        settings = {
+            "position_encoding": "deberta",
+            "relative_distance": furthest if furthest > 0 else longest,
+            "deberta_emd": False,
+        }
+    return ModelConfig(
+        num_layers=number("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_attention_heads=number("num_attention_heads"),
+        ffn_hidden_size=None if ffn_size == 4 * hidden_size else ffn_size,
+        seq_length=longest,
+        hidden_dropout=number("hidden_dropout_prob", float),
+        attention_dropout=number("attention_probs_dropout_prob", float),
+        layernorm_epsilon=number("layer_norm_eps", float),
+        init_method_std=number("initializer_range", float),
+        vocab_size=number("vocab_size"),
+        **settings,
+    )
+
+
+def _second_layout(values: dict[str, Any]) -> list[str]:
+    """What a DeBERTa has that v1 has not."""
+    on = {
+        key: value not in (None, False, "none", "") and not (isinstance(value, int) and value < 1)
+        for key, value in values.items()
+        if key in SECOND_LAYOUT
+    }
+    return [f"{what} ({key})" for key, what in SECOND_LAYOUT.items() if on.get(key)]
+
+
+def _refuse_unknown_parts(path: Path, values: dict[str, Any], kind: str) -> None:
+    """Stop at the first setting that our encoder cannot follow."""
+    required: dict[str, tuple[Any, tuple[Any, ...]]] = {"hidden_act": ("gelu", EXACT_GELU)}
+    if kind == "bert":
+        required |= {
+            "position_embedding_type": ("absolute", ("absolute",)),
+            "is_decoder": (False, (False,)),
+            "add_cross_attention": (False, (False,)),
+            "type_vocab_size": (NUM_SEGMENTS, tuple(range(NUM_SEGMENTS + 1))),
+        }
+    else:
+        width = values.get("hidden_size", SHARED_DEFAULTS["hidden_size"])
+        required |= {
+            "relative_attention": (False, (True,)),
+            "position_biased_input": (True, (False,)),
+            "talking_head": (False, (False,)),
+            "embedding_size": (width, (width,)),
+            "type_vocab_size": (0, tuple(range(NUM_SEGMENTS + 1))),
+        }
+        terms = values.get("pos_att_type") or []
+        terms = terms.split("|") if isinstance(terms, str) else terms
+        if {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
+            raise UserError(f"{path}: pos_att_type is {values.get('pos_att_type')!r}, expected c2p and p2c, no others")
+    for key, (default, allowed) in required.items():
+        if values.get(key, default) not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise UserError(f"{path}: {key} is {values.get(key, default)!r}, which is not built here: need {expected}")

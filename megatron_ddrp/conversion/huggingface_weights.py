@@ -1,0 +1,134 @@
+"""The weights of a Hugging Face BERT or DeBERTa (v1 layout) under our names.
+
+DeBERTa fuses query, key and value head by head and has no key bias. A key bias of 0 is none; so is a segment embedding
+of 0, which DeBERTa leaves out. Both models tie the output matrix to the word embedding, as ours does.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megatron_ddrp.conversion.weight_names import our_name
+from megatron_ddrp.errors import UserError
+
+TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
+OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
+KEY_BIAS = ".attention.key.bias"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What becomes of a folder's tensors."""
+
+    ours: dict[str, Tensor]
+    """fp32, under our names."""
+    left_out: list[str] = field(default_factory=list)
+    """Names there that have no place here."""
+    initialised: list[str] = field(default_factory=list)
+    """Parts of ours that the folder lacks, and what they begin with; known after `fill`."""
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, else of pytorch_model.bin, which is unpickled as tensors alone."""
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    path = safe if safe.is_file() else pickled
+    if not path.is_file():
+        raise UserError(f"{folder}: neither {safe.name} nor {pickled.name} in it; save the model as one of them")
+    try:
+        loaded = load_file(str(safe)) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds a {type(loaded).__name__}; expected named tensors")
+    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+
+def rename(tensors: dict[str, Tensor], num_heads: int, wanted: Collection[str], source: Path) -> Weights:
+    """Bring a folder's tensors under our names; all but the `wanted` are left out."""
+    weights = Weights({})
+    for name, tensor in split_projections(tensors, num_heads).items():
+        ours = our_name(name)
+        if ours is None or (ours not in wanted and ours != OUTPUT_MATRIX):
+            weights.left_out.append(name)
+        elif not torch.equal(weights.ours.setdefault(ours, tensor.float()), tensor.float()):
+            raise UserError(f"{source}: {name} is there under two names, with different values")
+    matrix = weights.ours.pop(OUTPUT_MATRIX, None)  # there in files that write tied weights twice
+    if matrix is not None and not torch.equal(matrix, weights.ours.get(TOKEN_EMBEDDING, matrix)):
+        raise UserError(f"{source}: its output matrix is not its word embedding; here the two are always one")
+    return weights
+
+
+def split_projections(tensors: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+    """DeBERTa's `in_proj` and its two biases as BERT has them; other tensors as they are.
+
+    `in_proj` is `[heads · 3 · d, hidden]`: for each head the d rows of query, of key, of value.
+    """
+    split = {}
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition("attention.self.")
+        if kind == "in_proj.weight":
+            if len(tensor) % (3 * num_heads):
+                raise UserError(f"{name} has {len(tensor)} rows, not three times as many for each of {num_heads} heads")
+            parts = tensor.unflatten(0, (num_heads, 3, -1))  # [heads, 3, d, hidden]
+            for number, part in enumerate(("query", "key", "value")):
+                split[f"{layer}attention.self.{part}.weight"] = parts[:, number].flatten(0, 1)
+        elif kind in ("q_bias", "v_bias"):
+            part = "query" if kind == "q_bias" else "value"
+            split[f"{layer}attention.self.{part}.bias"] = tensor
+        else:
+            split[name] = tensor
+    return split
+
+
+def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> None:
+    """Copy the weights into a freshly initialised model; its vocabulary's padding stays as it is.
+
+    Raises `UserError` for a weight that is missing or has another shape than the configuration says.
+    """
+    parameters = dict(model.named_parameters())
+    _complete(parameters, weights, source)
+    for name, parameter in parameters.items():
+        if name not in weights.ours:
+            continue
+        value, target = weights.ours[name], parameter.data
+        if name in (TOKEN_EMBEDDING, OUTPUT_BIAS):
+            value, target = value[:vocab_size], target[:vocab_size]
+        if name == SEGMENT_EMBEDDING:
+            target.zero_()
+            target = target[: len(value)]
+        if value.shape != target.shape:
+            raise UserError(
+                f"{source}: the weight for {name} is {list(value.shape)}, by config.json it should be "
+                f"{list(target.shape)}"
+            )
+        target.copy_(value)
+
+
+def _complete(parameters: dict[str, nn.Parameter], weights: Weights, source: Path) -> None:
+    """Initialise what a folder may lack, note it, and refuse what it may not."""
+    missing = {name for name in parameters if name not in weights.ours}
+    head = {name for name in parameters if name.startswith("head.")}
+    if head <= missing:
+        missing -= head
+        weights.initialised.append("masked-LM head (drawn anew; the folder has none)")
+    segments = weights.ours.get(SEGMENT_EMBEDDING, ())
+    if len(segments) < len(parameters[SEGMENT_EMBEDDING]):
+        if not len(segments):
+            parameters[SEGMENT_EMBEDDING].data.zero_()
+        missing.discard(SEGMENT_EMBEDDING)
+        rows = len(parameters[SEGMENT_EMBEDDING]) - len(segments)
+        weights.initialised.append(f"segment embedding ({rows} of its rows, with 0)")
+    key_biases = {name for name in missing if name.endswith(KEY_BIAS)}
+    if key_biases and len(key_biases) == sum(name.endswith(KEY_BIAS) for name in parameters):
+        missing -= key_biases
+        weights.initialised.append(f"key biases ({len(key_biases)}, with 0)")
+    if missing:
+        raise UserError(f"{source}: no weight for {min(missing)}, and {len(missing) - 1} more; the folder is not whole")

@@ -1,0 +1,320 @@
+"""An imported folder computes what transformers computes, and says what it took and what it did not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.conversion.from_huggingface import import_folder, model_flags
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.errors import UserError
+from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, write_checkpoint
+from tests.unit.conversion.test_to_huggingface import run_tool
+
+SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": SEQ_LENGTH,
+    "hidden_dropout_prob": 0.0,
+}
+DEBERTA = {
+    "relative_attention": True,
+    "position_biased_input": False,
+    "pos_att_type": "c2p|p2c",
+    "max_relative_positions": 5,
+}
+
+
+def write_folder(folder, tokenizer, model_class, **settings):
+    """A Hugging Face folder with a random model under whose logits every weight acts, and a vocab.txt."""
+    import transformers
+
+    torch.manual_seed(3)
+    model = getattr(transformers, model_class)
+    model = model(model.config_class(**{**SIZES, **settings})).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    shutil.copyfile(tokenizer, folder / "vocab.txt")
+    return model
+
+
+def write_pickle(folder, change=lambda weights: weights):
+    """Replace model.safetensors by pytorch_model.bin, its tensors changed."""
+    torch.save(change(load_file(folder / "model.safetensors")), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def vocab(tmp_path, tokenizer, offline):
+    return tmp_path / "vocab.txt"
+
+
+@pytest.fixture
+def hf(tmp_path):
+    return tmp_path / "hf"
+
+
+@torch.no_grad()
+def assert_equal(model, folder):
+    """Hidden states after the embeddings and every layer, and logits."""
+    loaded, _, config = load_model(folder)
+    ids, segments, mask = padded_pair_batch(SIZES["vocab_size"])
+    valid = mask.bool()
+    output = model(ids, attention_mask=mask, token_type_ids=segments, output_hidden_states=True)
+    states, logits = ours(loaded, ids, segments, mask)
+    for theirs, expected in zip(output.hidden_states, states, strict=True):
+        torch.testing.assert_close(theirs[valid], expected[valid], atol=1e-5, rtol=1e-5)
+    if "logits" in output:
+        torch.testing.assert_close(output.logits[valid], logits[valid], atol=1e-5, rtol=1e-5)
+    return config
+
+
+def test_bert(tmp_path, hf, vocab):
+    model = write_folder(hf, vocab, "BertForMaskedLM", layer_norm_eps=1e-6)
+    imported = import_folder(hf, tmp_path / "run")
+    config = assert_equal(model, tmp_path / "run")
+    assert (config.model.position_encoding, config.model.layernorm_epsilon) == ("absolute", 1e-6)
+    assert imported.weights.left_out == imported.weights.initialised == []
+    assert imported.tokenizer.tokenizer_type == "BertWordPieceLowerCase"
+    assert (tmp_path / "run" / "tokenizer" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["config.json", "iter_0000000", "latest", "tokenizer"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"legacy": True},
+        {"legacy": False, "type_vocab_size": 2, "pos_att_type": ["p2c", "c2p"]},
+        {"max_relative_positions": -1, "type_vocab_size": 1},
+    ],
+    ids=["usual", "two segments", "far"],
+)
+def test_deberta(tmp_path, hf, vocab, settings):
+    model = write_folder(hf, vocab, "DebertaForMaskedLM", **{**DEBERTA, **settings})
+    imported = import_folder(hf, tmp_path / "run")
+    if settings.get("type_vocab_size") == 1:
+        ids = padded_pair_batch(20)[0]
+        with torch.no_grad(), pytest.raises(IndexError):  # transformers has no second segment; ours begins at 0
+            model(ids, token_type_ids=torch.ones_like(ids))
+        model.deberta.embeddings.token_type_embeddings = torch.nn.Embedding.from_pretrained(
+            torch.cat((model.deberta.embeddings.token_type_embeddings.weight.data, torch.zeros(1, 32)))
+        )
+    config = assert_equal(model, tmp_path / "run").model
+    assert config.relative_distance == (5 if "max_relative_positions" not in settings else SEQ_LENGTH)
+    assert (config.position_encoding, config.deberta_emd, config.relative_table) == ("deberta", False, "shared")
+    assert "key biases (2, with 0)" in imported.weights.initialised
+    rows = 2 - settings.get("type_vocab_size", 0)
+    assert (f"segment embedding ({rows} of its rows, with 0)" in imported.weights.initialised) == bool(rows)
+
+
+def test_deberta_as_microsoft_published_it(tmp_path, hf, vocab):
+    """Its head is `lm_predictions`, its absolute positions serve a decoder that is not there, all in a pickle."""
+    model = write_folder(hf, vocab, "DebertaForMaskedLM", legacy=False, **DEBERTA)
+    positions = {"deberta.embeddings.position_embeddings.weight": torch.ones(SEQ_LENGTH, 32)}
+    write_pickle(hf, lambda weights: weights | positions)
+    imported = import_folder(hf, tmp_path / "run")
+    assert_equal(model, tmp_path / "run")
+    assert imported.weights.left_out == list(positions)
+
+
+def test_pretraining_folder_in_the_oldest_spelling(tmp_path, hf, vocab):
+    """LayerNorms as gamma and beta, tied weights twice, a pooler, a next-sentence head, a buffer; as a pickle."""
+    model = write_folder(hf, vocab, "BertForPreTraining")
+
+    def old_spelling(weights):
+        tied = {
+            "cls.predictions.decoder.weight": weights["bert.embeddings.word_embeddings.weight"],
+            "cls.predictions.decoder.bias": weights["cls.predictions.bias"],
+            "bert.embeddings.position_ids": torch.arange(SEQ_LENGTH)[None],
+        }
+        renamed = {
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+            for name, tensor in weights.items()
+        }
+        return renamed | tied
+
+    write_pickle(hf, old_spelling)
+    summary = import_folder(hf, tmp_path / "run").summary()
+    model.cls.forward = lambda hidden, _, head=model.cls.predictions: (head(hidden), None)
+    loaded, _, _ = load_model(tmp_path / "run")
+    ids, segments, mask = padded_pair_batch(20)
+    with torch.no_grad():
+        theirs = model(ids, attention_mask=mask, token_type_ids=segments).prediction_logits
+    torch.testing.assert_close(theirs[mask.bool()], ours(loaded, ids, segments, mask)[1][mask.bool()])
+    (left_out,) = (line for line in summary.splitlines() if line.startswith("left out"))
+    groups = ["bert.embeddings (1)", "bert.pooler.dense (2)", "cls.seq_relationship (2)"]
+    assert sorted(left_out.removeprefix("left out:").strip().split(", ")) == groups
+
+
+def test_a_bare_encoder_gets_a_new_head(tmp_path, hf, vocab):
+    model = write_folder(hf, vocab, "BertModel")
+    imported = import_folder(hf, tmp_path / "run")
+    assert_equal(model, tmp_path / "run")
+    assert imported.weights.initialised == ["masked-LM head (drawn anew; the folder has none)"]
+    head = load_model(tmp_path / "run")[0].head
+    assert 0.01 < head.dense.weight.std() < 0.03 and torch.all(head.norm.weight == 1)
+
+
+def test_export_then_import_gives_the_same_weights(tmp_path, hf, tokenizer):
+    load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="absolute", relative_distance=64)
+    export_checkpoint(load, hf)
+    import_folder(hf, tmp_path / "back")
+    (model, _, config), (back, again, restored) = load_model(load), load_model(tmp_path / "back")
+    assert restored.model == config.model
+    assert again.fingerprint == tokenizer.fingerprint
+    for name, weight in model.named_parameters():
+        rows = slice(tokenizer.vocab_size) if name in ("embeddings.token.weight", "head.decoder.bias") else slice(None)
+        assert torch.equal(back.get_parameter(name)[rows], weight[rows]), name
+
+
+def test_rows_without_a_piece_are_cut(tmp_path, hf, vocab):
+    model = write_folder(hf, vocab, "BertForMaskedLM", vocab_size=24)
+    imported = import_folder(hf, tmp_path / "run")
+    assert "4 rows beyond the tokenizer's vocabulary" in imported.summary()
+    loaded = load_model(tmp_path / "run")[0]
+    ids, segments, mask = padded_pair_batch(20)
+    with torch.no_grad():
+        theirs = model(ids, attention_mask=mask, token_type_ids=segments).logits[..., :20]
+    torch.testing.assert_close(theirs[mask.bool()], ours(loaded, ids, segments, mask)[1][mask.bool()])
+    short = tmp_path / "short"
+    write_folder(short, vocab, "BertForMaskedLM", vocab_size=19)
+    with pytest.raises(UserError, match="20 pieces.*embeds 19"):
+        import_folder(short, tmp_path / "refused")
+
+
+def test_printed_flags_build_the_model(tmp_path, hf, vocab):
+    write_folder(hf, vocab, "DebertaForMaskedLM", layer_norm_eps=1e-7, **DEBERTA)
+    imported = import_folder(hf, tmp_path / "run")
+    flags = model_flags(imported.config)
+    assert "--no-deberta-emd" in flags and all(flag in imported.summary() for flag in flags)
+    parsed = parse_arguments(flags).config.replace(model={"vocab_size": 20})
+    assert parsed.model == imported.config
+
+
+def byte_level_tokenizer(folder):
+    """DeBERTa's kind, as tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcd", "\u0120", "ab", "\u0120a"]
+    merges = [("a", "b"), ("\u0120", "a")]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_tokenizers(tmp_path, hf, vocab):
+    write_folder(hf, vocab, "BertForMaskedLM")
+    (hf / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert import_folder(hf, tmp_path / "cased").tokenizer.tokenizer_type == "BertWordPieceCase"
+    (hf / "vocab.txt").unlink()
+    byte_level_tokenizer(hf)
+    imported = import_folder(hf, tmp_path / "bytes")
+    again = load_model(tmp_path / "bytes")[1]
+    assert again.fingerprint == imported.tokenizer.fingerprint
+    assert again.encode("ab abc") == [10, 9, 10, 7]
+    assert again.word_starts[[9, 11]].all() and not again.word_starts[10]
+    assert f"--tokenizer-type HuggingFace --tokenizer-model {hf}" in imported.summary()
+    (hf / "tokenizer.json").unlink()
+    without = import_folder(hf, tmp_path / "none")
+    assert without.config.vocab_size == 20 and "tokenizer:   none" in without.summary()
+    assert not (tmp_path / "none" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "roberta"}, "'roberta'; expected bert or deberta"),
+        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'.*'gelu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type.*'absolute'"),
+        ({"type_vocab_size": 3}, "type_vocab_size is 3"),
+        ({"hidden_size": "32"}, "hidden_size is '32', expected a number"),
+        ({"max_position_embeddings": 48}, r"embeddings.absolute.weight is \[24, 32\].*\[48, 32\]"),
+        ({"num_hidden_layers": 3}, "no weight for layers.2.*the folder is not whole"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_other_berts_are_refused(tmp_path, hf, vocab, changes, words):
+    write_folder(hf, vocab, "BertForMaskedLM")
+    change_config(hf, **changes)
+    with pytest.raises(UserError, match=words):
+        import_folder(hf, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "deberta-v2", "position_buckets": 256, "norm_rel_ebd": "layer_norm"}, "v2/v3.*bucket.*LayerN"),
+        ({"model_type": "deberta-v2", "position_buckets": -1}, "v2/v3 layout; missing here: other projections"),
+        ({"share_att_key": True}, "v2/v3.*share_att_key"),
+        ({"conv_kernel_size": 3}, "v2/v3.*convolution"),
+        ({"position_biased_input": True}, "position_biased_input is True"),
+        ({"relative_attention": False}, "relative_attention is False"),
+        ({"pos_att_type": ["c2p"]}, r"pos_att_type is \['c2p'\], expected c2p and p2c"),
+        ({"embedding_size": 16}, "embedding_size is 16"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_other_debertas_are_refused(tmp_path, hf, changes, words):
+    hf.mkdir()
+    config = {"model_type": "deberta", **SIZES, **DEBERTA, **changes}
+    (hf / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words):
+        import_folder(hf, tmp_path / "run")
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("unpickled code ran",)
+
+
+def test_damaged_and_foreign_folders_are_named(tmp_path, hf, vocab, capsys):
+    with pytest.raises(UserError, match="config.json: No such file"):
+        import_folder(hf, tmp_path / "run")
+    write_folder(hf, vocab, "BertForMaskedLM")
+    weights = load_file(hf / "model.safetensors")
+    save_file({**weights, "cls.predictions.decoder.weight": torch.zeros(20, 32)}, hf / "model.safetensors")
+    with pytest.raises(UserError, match="output matrix is not its word embedding"):
+        import_folder(hf, tmp_path / "run")
+    (hf / "model.safetensors").write_bytes(b"x" * 40)
+    with pytest.raises(UserError, match="model.safetensors cannot be read"):
+        import_folder(hf, tmp_path / "run")
+    (hf / "model.safetensors").unlink()
+    torch.save({"weight": Malicious()}, hf / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin cannot be read"):
+        import_folder(hf, tmp_path / "run")
+    assert "unpickled code ran" not in capsys.readouterr().out
+    (hf / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match="neither model.safetensors nor pytorch_model.bin"):
+        import_folder(hf, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, vocab):
+    write_folder(hf, vocab, "BertForMaskedLM")
+    run = tmp_path / "run"
+    first = run_tool("--from-hf", hf, "--output", run)
+    assert first.returncode == 0, first.stderr
+    assert f"go on:       deepspeed pretrain_bert.py --data-path P --load {run} --save DIR" in first.stdout
+    assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
+    again = run_tool("--from-hf", hf, "--output", run)
+    assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
+    import_folder(hf, run, overwrite=True)
+    state = run / "iter_0000000" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "weights_only": False}))  # as training leaves it
+    with pytest.raises(UserError, match="no import that nothing was trained from"):
+        import_folder(hf, run, overwrite=True)
