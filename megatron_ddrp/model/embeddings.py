@@ -14,6 +14,15 @@ from megatron_ddrp.model.stages import NUM_LOSSES, StageState
 NUM_SEGMENTS = 2
 
 
+def check_length(length: int, longest: int) -> None:
+    """Refuse rows for whose positions nothing was learned."""
+    if length > longest:
+        raise UserError(
+            f"rows of {length} tokens: this model has positions for --seq-length {longest} only; cut them, or train an "
+            "encoding that is relative"
+        )
+
+
 class Embeddings(nn.Module):
     """Ids → the first `StageState`; computes the position tensors that all layers share."""
 
@@ -32,11 +41,8 @@ class Embeddings(nn.Module):
 
     def embed(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
         """int64 `[batch, seq]` each → `[batch, seq, hidden]`."""
-        if self.longest is not None and input_ids.shape[1] > self.longest:
-            raise UserError(
-                f"rows of {input_ids.shape[1]} tokens: this model has positions for --seq-length {self.longest} only; "
-                "cut them, or train an encoding that is relative"
-            )
+        if self.longest is not None:
+            check_length(input_ids.shape[1], self.longest)
         hidden = self.token(input_ids) + self.segment(segment_ids)
         if self.absolute is not None:
             hidden = hidden + self.absolute(position_ids)

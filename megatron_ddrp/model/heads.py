@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import HCD, StageState
 from megatron_ddrp.objectives.mlm import masked_lm_sum
@@ -71,6 +72,7 @@ class EnhancedMaskDecoder(nn.Module):
     def forward(self, before: tuple[Tensor, ...], last_layer: EncoderLayer) -> Tensor:
         """Packed `StageState` with H[L−1] → `[num_predicted, hidden]`, in the order of the labels."""
         state = StageState.unpack(before)
+        check_length(state.hidden.shape[1], self.absolute.num_embeddings)
         predicted = state.labels != IGNORED_LABEL  # [batch, seq]
         counts = predicted.sum(-1, keepdim=True)  # [batch, 1]
         most = int(counts.max())

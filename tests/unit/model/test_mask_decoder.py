@@ -6,6 +6,7 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, encoder, on_meta_device
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws
@@ -175,3 +176,9 @@ def test_its_dropout_acts_in_training_and_not_in_evaluation(which):
 def test_its_flag_leaves_the_choice_to_the_encoding_unless_given():
     given = [parse_arguments(words).config.model.deberta_emd for words in ([], ["--deberta-emd"], ["--no-deberta-emd"])]
     assert given == [None, True, False]
+
+
+def test_the_decoder_refuses_rows_beyond_its_positions():
+    model, batch = build_model(tiny_config(position_encoding="deberta", seq_length=6)), tiny_batch()
+    with pytest.raises(UserError, match="rows of 7 tokens: this model has positions for --seq-length 6 only"):
+        model(batch, some_draws(batch))
