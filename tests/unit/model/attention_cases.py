@@ -1,0 +1,114 @@
+"""Random attention problems in fp32, and the eager float64 answer to each: for backends that know no float64."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_ddrp.model.attention import attention_logits, eager_attention
+from megatron_ddrp.model.positions import PositionTerms
+
+NO_HEADS = torch.empty(0, dtype=torch.long)
+
+
+@dataclass
+class Case:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    terms: PositionTerms
+    document_ids: torch.Tensor
+
+    @property
+    def inputs(self):
+        """Everything that takes a gradient."""
+        terms = self.terms
+        optional = (terms.query_table, terms.key_table, terms.bias)
+        return [self.query, self.key, self.value, *(x for x in optional if x is not None)]
+
+    @property
+    def valid(self):
+        """bool `[b, 1, s, 1]`."""
+        return (self.document_ids > 0)[:, None, :, None]
+
+    def to(self, *args):
+        """The same numbers on another device or in another dtype, as leaves."""
+
+        def move(x):
+            return None if x is None else x.detach().to(*args).requires_grad_()
+
+        terms = self.terms
+        moved = replace(
+            terms, query_table=move(terms.query_table), key_table=move(terms.key_table), bias=move(terms.bias)
+        )
+        # Heads side by side in memory, as the projections leave them.
+        query, key, value = (move(x.transpose(1, 2)).transpose(1, 2) for x in (self.query, self.key, self.value))
+        return Case(query, key, value, moved, self.document_ids.to(query.device))
+
+    def weight(self):
+        """A fixed random weight for each entry of the context of valid tokens."""
+        weight = torch.randn(self.value.shape, generator=torch.Generator().manual_seed(1))
+        return weight.to(self.value) * self.valid
+
+
+def make_case(
+    document_ids,
+    lowest,
+    highest,
+    tables="",
+    heads=1,
+    head_dim=16,
+    bias_batch=None,
+    scale=0.3,
+    seed=0,
+    dtype=torch.float32,
+):
+    """`tables`: letters out of q, Q, k, K (query and key table; capital = a table a head). `bias_batch`: 1 or b."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    ids = torch.tensor(document_ids)
+    batch, seq = ids.shape
+    rows = highest - lowest + 1
+    chosen = {"query_table": None, "key_table": None}
+    for letter in tables:
+        name = "query_table" if letter in "qQ" else "key_table"
+        chosen[name] = random(heads if letter.isupper() else 1, rows, head_dim)
+    bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
+    vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
+    return Case(*vectors, PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest), ids)
+
+
+def answer(case, backend, dropout=0.0):
+    """Context of the valid tokens and the gradients of a weighted sum of it."""
+    context, _ = backend(case.query, case.key, case.value, case.terms, case.document_ids, NO_HEADS, dropout)
+    context = context * case.valid
+    return context, torch.autograd.grad((context * case.weight()).sum(), case.inputs)
+
+
+def reference(case):
+    """Eager attention in float64, on the CPU."""
+    return answer(case.to("cpu", torch.float64), eager_attention)
+
+
+def reference_with_mask(case, keep, dropout):
+    """Eager attention in float64 under a given dropout mask `[b, h, s, s]`."""
+
+    def backend(query, key, value, terms, document_ids, heads, _):
+        allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]) & (document_ids > 0)[
+            :, None, :, None
+        ]
+        logits = attention_logits(query, key, terms).masked_fill(~allowed, torch.finfo(query.dtype).min)
+        return (logits.softmax(-1) * keep / (1 - dropout)) @ value, None
+
+    return answer(case.to("cpu", torch.float64), backend)
+
+
+def assert_answers_close(got, expected, **tolerance):
+    """`tolerance`: rtol and atol; every tensor is compared in the dtype of the expected one, on the CPU."""
+    flat = [(got[0], expected[0]), *zip(got[1], expected[1], strict=True)]
+    for number, (x, y) in enumerate(flat):
+        torch.testing.assert_close(
+            x.detach().to(y), y.detach(), msg=lambda text, n=number: f"tensor {n}: {text}", **tolerance
+        )

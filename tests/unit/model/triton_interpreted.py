@@ -1,0 +1,165 @@
+"""Triton attention under Triton's interpreter, on a CPU: run by test_triton_attention.py in a process of its own.
+
+The interpreter replaces Triton's functions when they are defined, so TRITON_INTERPRET=1 must stand before the first
+import of triton, and nothing compiled can be used beside it.
+"""
+
+import os
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ddrp.model import triton_attention as module
+from megatron_ddrp.model.attention import sdpa_attention
+from megatron_ddrp.model.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
+from tests.unit.model.attention_cases import (
+    NO_HEADS,
+    answer,
+    assert_answers_close,
+    make_case,
+    reference,
+    reference_with_mask,
+)
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton_attention.py"
+pytest.importorskip("triton")
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+PADDED = [[1] * 17, [1] * 9 + [0] * 8]
+PACKED = [[1] * 5 + [2] * 7 + [3] * 3 + [0] * 2]
+UNORDERED = [[0, 0, 7, 7, 7, 0, 2, 2, 2, 2, 2, 7, 7, 0, 0, 1, 1]]
+
+
+CASES = {
+    "shorter than a tile": ([[1] * 5], (-4, 3), {"tables": "qk"}),
+    "one bin for everything": ([[1] * 5], (0, 0), {"tables": "qk"}),
+    "two bins and no band": ([[1] * 5], (0, 1), {"tables": "qk"}),
+    "content": (PADDED, (-4, 3), {"heads": 2}),
+    "query table": (PADDED, (-4, 3), {"tables": "q", "heads": 2}),
+    "key table a head": (PADDED, (-4, 3), {"tables": "K", "heads": 2}),
+    "query table a head": (PADDED, (-3, 4), {"tables": "Qk", "heads": 2, "head_dim": 24}),
+    "packed": (PACKED, (-4, 3), {"tables": "qK", "heads": 2}),
+    "documents in any order": (UNORDERED, (-4, 3), {"tables": "qk"}),
+    "a row of padding": ([[1] * 6, [0] * 6], (-2, 2), {"tables": "qk"}),
+    "bias": (PADDED, (0, 0), {"bias_batch": 1, "heads": 2}),
+    "bias a sequence": (PADDED, (-4, 3), {"tables": "qk", "bias_batch": 2, "heads": 2}),
+    "band holds everything": ([[1] * 64], (-63, 63), {"tables": "qk"}),
+    "wide heads": ([[1] * 64], (-4, 3), {"tables": "qk", "head_dim": 128}),
+    "whole tiles in each bin": ([[1] * 130], (-4, 3), {"tables": "qk"}),
+    "lopsided band": ([[1] * 130], (-40, 70), {"tables": "qk"}),
+    "long packed": ([[1] * 70 + [2] * 60], (-4, 3), {"tables": "qk", "bias_batch": 1}),
+}
+
+
+@pytest.mark.parametrize("document_ids, bounds, options", CASES.values(), ids=CASES)
+def test_equals_eager_in_float64(document_ids, bounds, options):
+    case = make_case(document_ids, *bounds, **options)
+    assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
+
+
+def test_half_precision_stays_near():
+    case = make_case(PADDED, -4, 3, tables="qk", heads=2, dtype=torch.float16)  # the interpreter multiplies no bfloat16
+    context, gradients = answer(case, triton_attention)
+    assert context.dtype == torch.float16 and all(x.dtype == torch.float16 for x in gradients)
+    step = torch.finfo(torch.float16).eps
+    assert_answers_close((context, gradients), reference(case), rtol=8 * step, atol=8 * step)
+
+
+def dropped_probabilities(case, dropout, seed):
+    """What dropout leaves of the probabilities: the context of unit vectors. Needs head_dim = seq."""
+    torch.manual_seed(seed)
+    unit = torch.eye(case.query.shape[-1]).expand_as(case.value)
+    return triton_attention(case.query, case.key, unit, case.terms, case.document_ids, NO_HEADS, dropout)[0].detach()
+
+
+@pytest.mark.parametrize("bounds", [(-4, 3), (-20, 30)], ids=str)
+def test_dropout_draws_one_mask_for_forward_and_backward(bounds):
+    case = make_case([[1] * 40, [1] * 33 + [0] * 7], *bounds, tables="qk", heads=2, head_dim=40, bias_batch=1)
+    dropout = 0.25  # a whole number of 1/65536
+    keep = dropped_probabilities(case, dropout, 5) > 0
+    torch.manual_seed(5)
+    got = answer(case, triton_attention, dropout)
+    assert_answers_close(got, reference_with_mask(case, keep, dropout), **CLOSE)
+    share = keep[0].double().mean().item()
+    assert abs(share - 0.75) < 5 * (0.25 * 0.75 / keep[0].numel()) ** 0.5
+    assert not torch.equal(keep[0, 0], keep[0, 1]), "heads share a mask"
+    assert not torch.equal(keep[0, :, :33], keep[1, :, :33]), "sequences share a mask"
+    rows, columns = keep[0, 0].double(), keep[0, 0].double().T
+    for lines in (rows, columns):
+        assert len(torch.unique(lines, dim=0)) == len(lines), "rows or columns repeat"
+
+
+def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
+    case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
+    before = dropped_probabilities(case, 0.3, 7)
+    assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
+    monkeypatch.setattr(module, "_tiles", lambda *_: (module._tile(16, 64, 4, 1),) * 3)
+    torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
+
+
+def test_dropout_keeps_the_expected_value():
+    case = make_case([[1] * 64], -4, 3, tables="q", head_dim=64, scale=0.01)
+    exact = round(0.1 * DROPOUT_STEPS) / DROPOUT_STEPS
+    kept = torch.stack([dropped_probabilities(case, 0.1, seed) > 0 for seed in range(8)]).double().mean().item()
+    assert abs(kept - (1 - exact)) < 4 * (0.1 * 0.9 / (8 * 64 * 64)) ** 0.5
+    torch.testing.assert_close(dropped_probabilities(case, 0.1, 0).sum(-1).mean().item(), 1.0, rtol=0, atol=0.03)
+
+
+def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
+    case = make_case(PADDED, -4, 3, tables="qk", heads=2, bias_batch=1)
+
+    def checkpointed(query, key, value, terms, document_ids, heads, dropout):
+        def run(*vectors):
+            return triton_attention(*vectors, terms, document_ids, heads, dropout)[0]
+
+        return checkpoint(run, query, key, value, use_reentrant=False), None
+
+    answers = []
+    for backend in (triton_attention, triton_attention, checkpointed):
+        torch.manual_seed(3)
+        context, gradients = answer(case, backend, 0.2)
+        answers.append((context, *gradients))
+    for other in answers[1:]:
+        for x, y in zip(answers[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_padding_gives_zero_and_is_not_read():
+    case = make_case(PADDED, -4, 3, tables="qk", heads=2)
+    vectors = case.query, case.key, case.value
+    context, _ = triton_attention(*vectors, case.terms, case.document_ids, NO_HEADS, 0.0)
+    padding = ~case.valid.expand_as(context)
+    assert context[padding].eq(0).all()
+    gradients = torch.autograd.grad(context.square().sum(), case.inputs)
+    for gradient in gradients[:3]:
+        assert gradient[padding].eq(0).all() and gradient.isfinite().all()
+    with torch.no_grad():
+        for x in vectors:
+            x[padding] = 1e6
+    again, _ = triton_attention(*vectors, case.terms, case.document_ids, NO_HEADS, 0.0)
+    assert torch.equal(again, context)
+
+
+def test_packed_documents_attend_as_if_alone():
+    case = make_case(PACKED, -4, 3, tables="qK", heads=2)
+    packed, _ = triton_attention(case.query, case.key, case.value, case.terms, case.document_ids, NO_HEADS, 0.0)
+    for part in (slice(0, 5), slice(5, 12), slice(12, 15)):
+        vectors = (x[:, :, part] for x in (case.query, case.key, case.value))
+        ids = torch.ones_like(case.document_ids[:, part])
+        alone, _ = triton_attention(*vectors, case.terms, ids, NO_HEADS, 0.0)
+        torch.testing.assert_close(packed[:, :, part], alone, **CLOSE)
+
+
+def test_cosine_is_that_of_the_other_backends():
+    case = make_case(PADDED, -4, 3, tables="qk", heads=3)
+    arguments = (case.query, case.key, case.value, case.terms, case.document_ids, torch.tensor([0, 2]), 0.0)
+    torch.testing.assert_close(triton_attention(*arguments)[1], sdpa_attention(*arguments)[1])
+    assert triton_attention(*arguments[:5], NO_HEADS, 0.0)[1] is None
+
+
+def test_serves_no_float64_and_says_so():
+    case = make_case(PADDED, -4, 3).to(torch.float64)
+    with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
+        answer(case, triton_attention)
+    assert why_not_triton(torch.device("cpu"), torch.float32, case.terms, 0.1) is None
