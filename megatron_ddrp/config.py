@@ -56,8 +56,9 @@ class ModelConfig:
     )
     attention_backend: str = option(
         "auto",
-        "eager is the reference; blocked is for CPUs; sdpa is torch's fused attention",
-        choices=("auto", "eager", "blocked", "sdpa"),
+        "auto says at start what it chose; eager is the reference, blocked for CPUs, sdpa torch's fused attention, "
+        "triton and flex for A100 and newer",
+        choices=("auto", "eager", "blocked", "sdpa", "triton", "flex"),
     )
     vocab_size: int = 30522
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""

@@ -17,7 +17,7 @@ from megatron_ddrp.engine.step import StepResult, evaluate, train_step
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line
 from megatron_ddrp.model import build_model, count_parameters
-from megatron_ddrp.model.attention import resolve_backend
+from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree
@@ -28,6 +28,7 @@ def train(config: Config) -> None:
     ranks = process_group.start(config.parallel.distributed_timeout_minutes)
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
+    check_attention(config, ranks)
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
@@ -64,6 +65,15 @@ def train(config: Config) -> None:
             if stops:
                 break
     process_group.stop()
+
+
+def check_attention(config: Config, ranks: Ranks) -> None:
+    """Refuse an attention backend that cannot serve here, before anything is read."""
+    model, dtypes = config.model, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtype = dtypes[config.training.precision]
+    reason = refusal(model.attention_backend, ranks.device, dtype, model.attention_dropout, model.head_dim)
+    if reason:
+        raise UserError(f"--attention-backend {model.attention_backend}: {reason}", WRONG_ARGUMENTS)
 
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:

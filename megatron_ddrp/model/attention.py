@@ -3,8 +3,9 @@
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[h,i,j]
 
 `attention_logits` materialises A and is the reference. Backends: `eager` uses A as it is; `sdpa` hands everything but
-Q·K to torch's fused attention as a dense bias; `blocked` (megatron_ddrp.model.blocked) works in cache-sized blocks and
-recomputes A in the backward pass, the fastest on CPUs. HCD (eq. 18) compares the logits of some heads, so each backend
+Q·K to torch's fused attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles and recomputes A in
+the backward pass, the fastest on CPUs; `triton` (triton_attention.py) does so in kernels of its own on GPUs; `flex`
+(flex_attention.py) leaves that to torch's compiler. HCD (eq. 18) compares the logits of some heads, so each backend
 returns their mean pairwise cosine as well, by the cheapest way it has.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
@@ -12,13 +13,17 @@ Names: b = batch, h = heads, s = sequence, d = head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.model.blocked import blocked_attention
+from megatron_ddrp.model.flex_attention import flex_attention, why_not_flex
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import spread
+from megatron_ddrp.model.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.objectives import mth
 
 
@@ -178,6 +183,22 @@ def _probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
 
 
 BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": blocked_attention}
+"""Backends that run everywhere."""
+
+GPU_BACKENDS = {"triton": (triton_attention, why_not_triton), "flex": (flex_attention, why_not_flex)}
+"""Backends for some GPUs, each with what says why it cannot serve."""
+
+
+def backend_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention of a backend's name; all take and give what `eager_attention` does."""
+    return BACKENDS[name] if name in BACKENDS else GPU_BACKENDS[name][0]
+
+
+def refusal(name: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+    """Why a backend cannot serve here, in one line; None where it can."""
+    if name not in GPU_BACKENDS:
+        return None
+    return GPU_BACKENDS[name][1](device, dtype, PositionTerms(1.0), dropout, head_dim)
 
 
 def resolve_backend(name: str, device: torch.device, in_logits: bool, dropout: float) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.attention import BACKENDS, attend_from, resolve_backend
+from megatron_ddrp.model.attention import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.model.stages import HCD, NUM_LOSSES, StageState
 from megatron_ddrp.objectives.mth import document_mask
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         backend, _ = resolve_backend(self.backend, hidden.device, self.in_logits, self.dropout)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        context, cosine = BACKENDS[backend](
+        context, cosine = backend_function(backend)(
             query, key, value, terms, state.document_ids, state.heads[layer], dropout, state.num_documents
         )
         return self.merge(context), cosine
