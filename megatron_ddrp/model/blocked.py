@@ -21,8 +21,9 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile
 from megatron_ddrp.objectives import mth
 
-BLOCK_ELEMENTS = 2**16
-"""Logits up to which several short sequences are taken at once: that copies them, which pays for tiny ones only."""
+BLOCK_ELEMENTS = 2**18
+"""Logits up to which several short sequences are taken at once (1 MiB in fp32), to share the cost of starting each
+operation; above it the copies that this takes cost more."""
 
 TILE_ELEMENTS = 3 * 2**18
 """Logits of a tile of query rows of a long sequence: 3 MiB in fp32, about the second-level caches of a few cores."""

@@ -15,6 +15,8 @@ that writes its own gradient.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ def _band(padded: Tensor, num_relative: int) -> Tensor:
     return padded.as_strided((*leading, rows, num_relative), strides, padded.storage_offset())
 
 
+@functools.lru_cache(maxsize=64)
 def _left_of_band(rows: int, num_relative: int, device: torch.device) -> Tensor:
     """bool `[t, t + num_relative − 1]`: columns before the band of their row."""
     column = torch.arange(rows + num_relative - 1, device=device)
