@@ -17,12 +17,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT=${OUT:-quickstart}
 CORPUS=${CORPUS:-}
-STEPS=${STEPS:-700}
+STEPS=${STEPS:-1200}
 
-MODEL_ARGS=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --position-encoding ddrp)
+MODEL_ARGS=(--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --position-encoding ddrp
+    --hidden-dropout 0 --attention-dropout 0)
 OBJECTIVE_ARGS=(--objective mth --tcd-tokens 50 --hcd-heads 2)
-TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 32 --train-iters "$STEPS" --lr 1e-3 --lr-warmup-fraction 0.1)
-OUTPUT_ARGS=(--log-interval 10 --eval-interval 100 --eval-iters 4 --save-interval 100 --keep-last 1)
+TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 32 --train-iters "$STEPS" --lr 2e-3 --lr-warmup-fraction 0.1)
+OUTPUT_ARGS=(--log-interval 20 --eval-interval 200 --eval-iters 16 --save-interval 400 --keep-last 1)
 NOTE="CoLA is the layout here, not the data: the task is to tell sentences of the corpus from such with two words \
 swapped, scored on documents that fine-tuning has not seen."
 GLUE_ARGS=(--tasks CoLA --grid quick --lr 5e-4 --epochs 3 --seeds 1 --max-seq-length 64)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Make an acceptability task out of any corpus: real sentences, and sentences in which two words changed places.
+"""Make an acceptability task out of any corpus: real sentences against the same with two words swapped.
 
 The output has CoLA's layout: train.tsv and dev.tsv, no header, four columns (source, label, star, sentence), label 1
-for a real sentence and 0 for a changed one. Both classes are equally many, every sentence is used once, and the two
-files come from different documents. First and last words, punctuation and capitals stay where they are, so that only
+for a real sentence and 0 for a changed one. Every sentence comes in both forms, and the two files come from different
+documents. First and last words, punctuation and capitals stay where they are, so that only
 word order tells the classes apart.
 
     python tools/swap_words.py --input corpus.jsonl --output-dir task/CoLA
@@ -60,7 +60,10 @@ def swap(sentence: str, rng: random.Random) -> str | None:
 
 
 def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> list[tuple[int, str]]:
-    """At most `limit` rows (label, sentence), half of each label, in random order."""
+    """At most `limit` rows (label, sentence) in random order: each sentence as it is and with two words swapped.
+
+    Both forms have the same words, so that nothing but their order tells the label.
+    """
     candidates = []
     for found in documents:
         for sentence in found:
@@ -68,8 +71,8 @@ def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> 
             if changed is not None:
                 candidates.append((sentence, changed))
     rng.shuffle(candidates)
-    half = min(limit, len(candidates)) // 2
-    rows = [(1, real) for real, _ in candidates[:half]] + [(0, changed) for _, changed in candidates[half : 2 * half]]
+    half = min(limit // 2, len(candidates))
+    rows = [row for real, changed in candidates[:half] for row in ((1, real), (0, changed))]
     rng.shuffle(rows)
     return rows
 
@@ -79,8 +82,8 @@ def make_task(
 ) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """(training rows, development rows), at most so many, from different documents.
 
-    Documents go to development until it has twice the sentences that it needs, for some cannot be changed, or a tenth
-    of all. A sentence that occurs twice counts once.
+    Documents go to development until it has twice as many sentences as rows, for some cannot be changed, or a tenth of
+    all. A sentence that occurs twice counts once.
     """
     rng = random.Random(seed)
     seen: set[str] = set()

@@ -8,7 +8,9 @@ i = query, j = key. `D` is `[3, d]`, `K^rd` is `[r_s, d]`; both are shared by th
 `--relative-table per-layer`. That is 3·d + r_s·d parameters, 4,288 for a base model, as section 5.4 counts.
 
 Closed gaps: eq. 12 leaves the clip's bounds open; r_s − 1 makes δ use exactly the r_s rows that the paper counts. The
-initialisation is not given: `D` and `K^rd` are drawn as every embedding is (`DIRECTION_INIT_MEAN`).
+initialisation is not given. Departure: `D` is drawn around 1 (`DIRECTION_INIT_MEAN`), all else as every embedding is.
+With both around 0 their product starts, and for thousands of steps stays, too small to learn from: docs/results.md has
+the measurement.
 """
 
 import torch
@@ -17,8 +19,8 @@ from torch import Tensor
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
 
-DIRECTION_INIT_MEAN = 0.0
-"""Mean of the initial `D`. 1 would let `K^rd` act at full size from the start, a departure from the paper's silence."""
+DIRECTION_INIT_MEAN = 1.0
+"""Mean of the initial `D`; with 1 `K^rd` acts at full size from the start, with 0 the logits start at 2e-4."""
 
 
 class Ddrp(PositionEncoding):

@@ -45,14 +45,20 @@ def test_equal_words_are_not_swapped():
     assert swap("Very much much much much much.", random.Random(0)) is None
 
 
-def test_both_labels_are_equally_many_and_no_sentence_is_used_twice():
+def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files():
     train, dev = make_task(corpus(), train=100, dev=30, seed=1)
     assert len(train) == 100
     assert len(dev) == 30
     for rows in (train, dev):
         assert Counter(label for label, _ in rows) == {0: len(rows) // 2, 1: len(rows) // 2}
-    bags = [" ".join(sorted(sentence.split())) for _, sentence in train + dev]
-    assert len(set(bags)) == len(bags)
+    forms = [
+        Counter((" ".join(sorted(s.split())), label) for label, s in rows) for rows in (train, dev)
+    ]  # words, label
+    for counts, rows in zip(forms, (train, dev), strict=True):
+        bags = {words for words, _ in counts}
+        assert set(counts.values()) == {1} and len(bags) == len(rows) // 2
+        assert counts.keys() == {(words, label) for words in bags for label in (0, 1)}
+    assert not {words for words, _ in forms[0]} & {words for words, _ in forms[1]}
 
 
 def test_training_and_development_documents_differ():
