@@ -58,12 +58,32 @@ def mark_latest(folder: Path, name: str) -> None:
     temporary.replace(folder / LATEST)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints; 0 keeps all. Leftovers of killed saves go in any case."""
+def refuse_folders(save: Path | None, load: Path | None) -> None:
+    """Raise `UserError` where a run would be laid over another one, or where `load` is no `--save` folder at all."""
+    if load and not (load / LATEST).is_file():
+        if (load / STATE).is_file():
+            raise UserError(
+                f"--load {load} is one checkpoint: give its folder, --load {load.parent}; to go on from an older one, "
+                f"write its name into {load.parent / LATEST}"
+            )
+        if any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin")):
+            raise UserError(
+                f"--load {load} is a Hugging Face folder: import it, python tools/convert_checkpoint.py "
+                f"--from-hf {load} --output START, and give --load START"
+            )
+    if save and (save / LATEST).is_file() and not (load and load.resolve() == save.resolve()):
+        raise UserError(f"--save {save} holds a run already: go on with it by --load {save}, or give another --save")
+
+
+def prune(folder: Path, keep_last: int, newest_name: str) -> None:
+    """Delete all but `keep_last` checkpoints up to the newest; 0 keeps all. Leftovers of killed saves go in any case.
+
+    Later steps than the newest's are there after going back to an older checkpoint; they are not ours to delete.
+    """
     for leftover in folder.glob("iter_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep_last:
-        for old in sorted(folder.glob("iter_*"))[:-keep_last]:
+        for old in sorted(path for path in folder.glob("iter_*") if path.name <= newest_name)[:-keep_last]:
             shutil.rmtree(old, ignore_errors=True)
 
 

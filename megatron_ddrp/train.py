@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ddrp.checkpoint import TOKENIZER
+from megatron_ddrp.checkpoint import TOKENIZER, refuse_folders
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
@@ -29,12 +29,13 @@ def train(config: Config) -> None:
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
     check_attention(config, ranks)
+    folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
+    agree(lambda: refuse_folders(folder, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, config.parallel.checkpoint_activations)
     total, position = count_parameters(model)
-    folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     imported = load_imported_weights(model, load, config) if load else None
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load and not imported else None
@@ -156,7 +157,9 @@ def introduction(
 def where_we_start(config: Config, resumed: Progress | None, imported: Path | None) -> str:
     """Whether this run begins or goes on."""
     if resumed:
-        return f"resumed from {config.checkpoint.load} at step {resumed.iteration:,}"
+        done = resumed.iteration >= config.training.train_iters
+        nothing = f"; nothing to do: --train-iters is {config.training.train_iters:,}" if done else ""
+        return f"resumed from {config.checkpoint.load} at step {resumed.iteration:,}{nothing}"
     if imported:
         return f"weights from {imported}, optimizer fresh"
     return (

@@ -55,6 +55,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: a DeBERTa of the v2/v3 layout; missing here: {missing}. Give one of the v1 layout, or a BERT"
         )
+    if kind == "megatron_ddrp":
+        raise UserError(f"{path}: exported from a checkpoint of ours: go on from that one, pretrain_bert.py --load")
     if kind not in DEFAULTS:
         raise UserError(f"{path}: model_type is {kind!r}; expected {' or '.join(DEFAULTS)}")
     _refuse_unknown_parts(path, values, kind)

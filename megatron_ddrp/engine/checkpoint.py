@@ -54,7 +54,7 @@ def save_checkpoint(engine: Any, folder: Path, progress: Progress, config: Confi
         shutil.rmtree(folder / name, ignore_errors=True)
         temporary.rename(folder / name)
         files.mark_latest(folder, name)
-        files.prune(folder, config.checkpoint.keep_last)
+        files.prune(folder, config.checkpoint.keep_last, name)
     barrier()
     return folder / name
 

@@ -215,3 +215,24 @@ def test_latest_that_names_nothing(flags: Flags, tmp_path: Path) -> None:
     arguments = flags(save=tmp_path, load=tmp_path)
     assert_refused(start_ranks(arguments), FAILURE, "iter_0000009", "missing or incomplete")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_run_is_not_laid_over_another_one(flags: Flags, tmp_path: Path) -> None:
+    """Neither afresh nor from a third folder: checkpoints, metrics.jsonl and `latest` of the first would be lost."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    start_ranks(flags(save=run, train_iters=1)).check()
+    before = contents(tmp_path)
+    for load in ({}, {"load": other}):
+        assert_refused(start_ranks(flags(save=run, train_iters=1, **load)), FAILURE, f"--load {run}", "another --save")
+    assert contents(tmp_path) == before
+
+
+def test_load_of_what_is_no_run_is_told_the_way(flags: Flags, tmp_path: Path) -> None:
+    """A single checkpoint or a Hugging Face folder would else count as empty, and training start afresh."""
+    one, exported = tmp_path / "run" / "iter_0000001", tmp_path / "exported"
+    for folder in (one, exported):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    (one / "state.json").touch()
+    assert_refused(start_ranks(flags(load=one)), FAILURE, "one checkpoint", f"--load {one.parent}")
+    assert_refused(start_ranks(flags(load=exported)), FAILURE, "Hugging Face folder", f"--from-hf {exported}")

@@ -79,6 +79,14 @@ def test_keep_last(keep_last: int, kept: list[int], flags: Flags, tmp_path: Path
     assert newest(tmp_path) == tmp_path / "iter_0000007"
 
 
+def test_going_back_to_an_older_checkpoint_keeps_what_is_saved_next(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(train_iters=6, save_interval=2, save=tmp_path)).check()
+    (tmp_path / "latest").write_text("iter_0000002\n", encoding="utf-8")
+    again = flags(train_iters=6, save_interval=1, exit_interval=3, keep_last=1, save=tmp_path, load=tmp_path)
+    start_ranks(again).check()
+    assert newest(tmp_path) == tmp_path / "iter_0000003"
+
+
 def valid_losses(folder: Path) -> list[float]:
     return [row["valid_lm_loss"] for row in read_rows(folder) if "valid_lm_loss" in row]
 

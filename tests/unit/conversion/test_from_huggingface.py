@@ -238,6 +238,7 @@ def test_tokenizers(tmp_path, hf, vocab):
     ("changes", "words"),
     [
         ({"model_type": "roberta"}, "'roberta'; expected bert or deberta"),
+        ({"model_type": "megatron_ddrp"}, "go on from that one, pretrain_bert.py --load"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'.*'gelu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type.*'absolute'"),
         ({"type_vocab_size": 3}, "type_vocab_size is 3"),
