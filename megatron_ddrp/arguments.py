@@ -89,11 +89,8 @@ def build_parser() -> ArgumentParser:
 
 def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
     text = f.metadata["help"]
-    if kind is bool and f.default is None:
+    if kind is bool:  # --no-… too, since flags win over --config
         group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        return
-    if kind is bool:
-        group.add_argument(flag(f.name), action="store_true", default=argparse.SUPPRESS, help=text)
         return
     if f.default is not None and "default" not in text:
         text += f" (default: {f.default})"

@@ -46,7 +46,12 @@ class ModelConfig:
     layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
     layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm")
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
-    position_encoding: str = option("ddrp", "how positions enter the model", choices=POSITION_ENCODINGS)
+    position_encoding: str = option(
+        "ddrp",
+        "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
+        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's",
+        choices=POSITION_ENCODINGS,
+    )
     relative_distance: int = option(64, "r_s: relative distances from here on share one embedding")
     relative_table: str = option(
         "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")

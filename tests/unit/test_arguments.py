@@ -30,7 +30,8 @@ def test_help_names_choices_defaults_and_sections(capsys):
         parse_arguments(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    for piece in ("{absolute,bert-r,tupe-a,tupe-r,deberta,ddrp}", "(default: 64)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
+    encodings = "{absolute,bert-r,tupe-a,tupe-r,deberta,ddrp}"
+    for piece in (encodings, "(default: 64)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
         assert piece in text
     assert "==SUPPRESS==" not in text and "--local-rank" not in text
 
@@ -78,6 +79,9 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
 
 def test_a_flag_that_states_the_default_still_wins_over_yaml(tmp_path):
     assert parse_arguments(["--config", yaml_file(tmp_path, "seed: 5"), "--seed", "1234"]).config.training.seed == 1234
+    switched_on = yaml_file(tmp_path, "packing: true\nbf16: true\n")
+    config = parse_arguments(["--config", switched_on, "--no-packing", "--no_bf16"]).config
+    assert not config.data.packing and not config.training.bf16
 
 
 def test_an_empty_yaml_changes_nothing(tmp_path):
