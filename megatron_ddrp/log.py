@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Rows of numbers. `rows(...)` appends one; a row's `iteration` counts from 1."""
+    """Rows of numbers. `write` appends one; a row's `iteration` counts from 1."""
 
     def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
         self.config = config
@@ -88,15 +88,15 @@ class _TensorBoard:
 
 def check_writers(config: Config) -> None:
     """Refuse a missing optional package on every rank, before training, rather than on rank 0 alone later."""
-    for wanted, module, extra in (
-        (config.logging.tensorboard_dir, "tensorboard", "tensorboard"),
-        (config.logging.wandb_project, "wandb", "wandb"),
+    for wanted, module, name in (
+        (config.logging.tensorboard_dir, "tensorboard", "--tensorboard-dir"),
+        (config.logging.wandb_project, "wandb", "--wandb-project"),
     ):
         if wanted:
             try:
                 __import__(module)
             except ImportError:
-                raise UserError(f"--{extra} needs the package {module}: pip install {module}", exit_code=2) from None
+                raise UserError(f"{name} needs the package {module}: pip install {module}", exit_code=2) from None
 
 
 def drop_rows_after(path: Path, iteration: int) -> None:
