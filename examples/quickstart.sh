@@ -26,7 +26,7 @@ TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 32 --train-iters "$STEP
 OUTPUT_ARGS=(--log-interval 20 --eval-interval 200 --eval-iters 16 --save-interval 400 --keep-last 1)
 NOTE="CoLA is the layout here, not the data: the task is to tell sentences of the corpus from such with two words \
 swapped, scored on documents that fine-tuning has not seen."
-GLUE_ARGS=(--tasks CoLA --grid quick --lr 5e-4 --epochs 3 --seeds 1 --max-seq-length 64)
+GLUE_ARGS=(--tasks CoLA --grid quick --batch-size 16 --lr 2e-4 --epochs 2 --seeds 1 --max-seq-length 64)
 
 fail() {
     echo "quickstart: error: $*" >&2
@@ -99,7 +99,7 @@ stage "Export to a Hugging Face folder" "$OUT/huggingface" \
     python tools/convert_checkpoint.py --load "$OUT/checkpoint" --output "$OUT/huggingface"
 
 stage "A task from the corpus: real sentences, and sentences with two words swapped" "" \
-    python tools/swap_words.py --input "$CORPUS" --output-dir "$OUT/task/CoLA"
+    python tools/swap_words.py --input "$CORPUS" --output-dir "$OUT/task/CoLA" --train-rows 16000
 
 stage "Fine-tuning" "$OUT/glue" \
     python -m tasks.glue --data-dir "$OUT/task" --load "$OUT/huggingface" --output-dir "$OUT/glue" "${GLUE_ARGS[@]}"
