@@ -215,7 +215,7 @@ class _BlockedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, query_table, key_table, bias, terms, document_ids, heads, dropout, documents):  # type: ignore[override]
         terms = replace(terms, query_table=query_table, key_table=key_table, bias=bias)
         batch, num_heads = query.shape[:2]
-        context = torch.zeros_like(value)
+        context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
         kept = []
@@ -233,6 +233,7 @@ class _BlockedAttention(torch.autograd.Function):
                     probabilities.mul_(kept[-1]).mul_(1 / (1 - dropout))
                 part = probabilities.to(v.dtype) @ v  # [g, t, d]
                 context[block.rows, :, tile] = part.unflatten(0, (-1, num_heads))
+            context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, context, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
         return context, gram
@@ -242,7 +243,7 @@ class _BlockedAttention(torch.autograd.Function):
         query, key, value, query_table, key_table, bias, document_ids, heads, context, *kept = ctx.saved_tensors
         terms = replace(ctx.terms, query_table=query_table, key_table=key_table, bias=bias)
         num_heads, keep = query.shape[1], iter(kept)
-        whole = [torch.zeros_like(x) for x in (query, key, value)]
+        whole = [torch.empty_like(x) for x in (query, key, value)]
         sums = _PositionGradients(terms)
         for block in _blocks(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
@@ -250,7 +251,7 @@ class _BlockedAttention(torch.autograd.Function):
             delta = (d_out * out).sum(-1, keepdim=True)  # [g, n, 1]
             positions = _Positions(terms, block, q, k * terms.scale if key_table is not None else k)
             head_gram = _HeadGram(heads, block, num_heads, gram_gradient.shape[1]) if len(heads) else None
-            d_query, d_key, d_value = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+            d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
             d_by_key = None if positions.by_key is None else torch.zeros_like(positions.by_key)
             for tile in block.tiles(num_heads):
                 logits = _tile_logits(q, k, positions, tile)
@@ -262,7 +263,8 @@ class _BlockedAttention(torch.autograd.Function):
                     scaled = next(keep) * (1 / (1 - ctx.dropout))
                     dropped = probabilities * scaled
                     d_logits.mul_(scaled)
-                d_value.baddbmm_(dropped.to(v.dtype).transpose(-1, -2), d_out[:, tile])
+                so_far = 0 if tile.start == 0 else 1
+                d_value.baddbmm_(dropped.to(v.dtype).transpose(-1, -2), d_out[:, tile], beta=so_far)
                 d_logits.sub_(delta[:, tile]).mul_(probabilities)
                 if head_gram is not None and chosen is not None:
                     head_gram.add_gradient(d_logits, chosen, gram_gradient[block.rows], tile)
@@ -270,13 +272,14 @@ class _BlockedAttention(torch.autograd.Function):
                 d_tile = d_logits @ k
                 sums.collect_tile(positions, tile, d_logits, d_tile, d_by_key)
                 d_query[:, tile] = d_tile
-                d_key.baddbmm_(d_logits.transpose(-1, -2), q[:, tile])
+                d_key.baddbmm_(d_logits.transpose(-1, -2), q[:, tile], beta=so_far)
             if d_by_key is not None:
                 d_key_table = torch.zeros_like(d_key)
                 sums.collect_keys(positions, d_by_key, d_key_table)
                 d_key += d_key_table.mul_(terms.scale)
             for into, part in zip(whole, (d_query.mul_(terms.scale), d_key, d_value), strict=True):
                 into[block.rows, :, : block.length] = part.unflatten(0, (-1, num_heads))
+                into[block.rows, :, block.length :] = 0
         return (*whole, sums.query_table, sums.key_table, sums.bias, None, None, None, None, None)
 
 

@@ -93,25 +93,33 @@ class BandTile:
         self.low, self.high = max(0, first_key), min(num_keys, first_key + self.width)
         self.inside = slice(self.low - first_key, self.high - first_key)
         self.highest = highest
-        self.left = _left_of_band(rows, self.num_relative, device)
+        self.left = _left_of_band(rows, self.num_relative, device)[:, self.inside]  # [t, high − low]
 
     def add(self, logits: Tensor, by_query: Tensor | None, by_key: Tensor | None) -> None:
         """Add both sources to `logits`, in place."""
         if by_query is not None:
-            padded = torch.where(self.left, by_query[..., :1], by_query[..., -1:])  # [g, t, width]
+            padded = self._padded(by_query, torch.where(self.left, by_query[..., :1], by_query[..., -1:]))
             _band(padded, self.num_relative).copy_(by_query)
             logits[..., : self.low] += by_query[..., :1]
             logits[..., self.high :] += by_query[..., -1:]
             logits[..., self.low : self.high] += padded[..., self.inside]
         if by_key is not None:
             near = by_key[:, self.start : self.start + self.width]  # [g, width, R]
-            ends = near[..., 0].unsqueeze(1), near[..., -1].unsqueeze(1)  # [g, 1, width] each
-            padded = torch.where(self.left, *ends).contiguous()
+            ends = (near[:, self.inside, end].unsqueeze(1) for end in (0, -1))  # [g, 1, high − low] each
+            padded = self._padded(near, torch.where(self.left, *ends))
             _band(padded, self.num_relative).copy_(self._by_row(near))
             keys = by_key[:, self.highest : self.highest + logits.shape[-1]]  # [g, n, R]
             logits[..., : self.low] += keys[:, : self.low, 0].unsqueeze(1)
             logits[..., self.high :] += keys[:, self.high :, -1].unsqueeze(1)
             logits[..., self.low : self.high] += padded[..., self.inside]
+
+    def _padded(self, like: Tensor, inside: Tensor) -> Tensor:
+        """A buffer `[g, t, width]` with `inside` `[g, t, high − low]` where there are keys, 0 elsewhere."""
+        padded = like.new_empty(len(like), self.rows, self.width)
+        padded[..., : self.inside.start] = 0
+        padded[..., self.inside] = inside
+        padded[..., self.inside.stop :] = 0
+        return padded
 
     def _by_row(self, near: Tensor) -> Tensor:
         """View of `[g, width, R]` as `[g, t, R]`: entry (r, b) is (r + b, b), the key at place b of row r's band."""
@@ -124,10 +132,9 @@ class BandTile:
 
         Returns the gradient of `by_query` where wanted; adds that of `by_key` into `by_key_gradient`.
         """
-        padded = gradient.new_zeros(*gradient.shape[:-1], self.width)
-        padded[..., self.inside] = gradient[..., self.low : self.high]
+        padded = self._padded(gradient, gradient[..., self.low : self.high])
         band = _band(padded, self.num_relative)  # [g, t, R]
-        left = padded.masked_fill(~self.left, 0)
+        left = gradient[..., self.low : self.high].masked_fill(~self.left, 0)
         by_query = None
         if wants_query:
             dtype = torch.promote_types(gradient.dtype, torch.float32)
@@ -141,8 +148,8 @@ class BandTile:
             keys = by_key_gradient[:, self.highest : self.highest + gradient.shape[-1]]
             keys[:, : self.low, 0] += gradient[..., : self.low].sum(-2)
             keys[:, self.high :, -1] += gradient[..., self.high :].sum(-2)
-            near[..., 0] += left.sum(-2)
+            near[:, self.inside, 0] += left.sum(-2)
             self._by_row(near).add_(band)
             band.zero_()
-            near[..., -1] += padded.masked_fill_(self.left, 0).sum(-2)
+            near[:, self.inside, -1] += padded[..., self.inside].masked_fill(self.left, 0).sum(-2)
         return by_query
