@@ -76,18 +76,42 @@ def head_cosine(
     query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor, num_documents: int
 ) -> Tensor:
     """Mean pairwise cosine of the logits of `heads` `[m′]`, for backends that never hold A → `[b, documents]`."""
+    all_heads = heads.shape[0] == query.shape[1]
+    if not all_heads:
+        query, key, terms = query.index_select(1, heads), key.index_select(1, heads), choose_heads(terms, heads)
+    return _cosine(query, key, terms, document_ids, num_documents, all_heads)
+
+
+def _cosine(
+    query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, num_documents: int, all_heads: bool
+) -> Tensor:
+    """Mean pairwise cosine of the logits of the heads given, `[b, m′, s, d]`, by the cheapest closed form."""
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
-    takes_all = heads.shape[0] == query.shape[1]
-    if not takes_all:
-        query, key, terms = query.index_select(1, heads), key.index_select(1, heads), choose_heads(terms, heads)
     documents = mth.document_mask(document_ids, num_documents)
     if terms.content_only:
-        if takes_all:
+        if all_heads:
             return mth.content_cosine_of_all(query, key, documents)
         return mth.cosine_of_gram(mth.content_gram(query, key, documents, terms.scale))
     logits = attention_logits(query, key, _in_dtype(terms, query.dtype))
     return mth.logits_cosine(logits, allowed_pairs(document_ids), documents)
+
+
+class _TapHeads(torch.autograd.Function):
+    """x and some of its heads. The heads' gradient is added into that of x in place, where `index_select` would fill a
+    tensor as large as x with zeros and add all of it: several times what HCD itself costs. So whatever else reads x
+    must give it a gradient tensor of its own, as matrix products and torch's fused attention do.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, heads: Tensor):  # type: ignore[override]
+        ctx.save_for_backward(heads)
+        return x.view_as(x), x.index_select(1, heads)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor, chosen_gradient: Tensor):  # type: ignore[override]
+        (heads,) = ctx.saved_tensors
+        return gradient.index_add_(1, heads, chosen_gradient), None
 
 
 def _in_dtype(terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
@@ -132,6 +156,12 @@ def sdpa_attention(
     num_documents: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
+    cosine = None
+    if heads.shape[0] == query.shape[1]:
+        cosine = _cosine(query, key, terms, document_ids, num_documents, all_heads=True)
+    elif heads.shape[0]:
+        (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
+        cosine = _cosine(some_queries, some_keys, choose_heads(terms, heads), document_ids, num_documents, False)
     allowed = allowed_pairs(document_ids)
     position = position_logits(query, key, terms)
     mask = None if position is None else position.masked_fill(~allowed, torch.finfo(query.dtype).min)
@@ -139,9 +169,7 @@ def sdpa_attention(
         # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
         mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
-    if not heads.shape[0]:
-        return context, None
-    return context, head_cosine(query, key, terms, document_ids, heads, num_documents)
+    return context, cosine
 
 
 def attend_from(

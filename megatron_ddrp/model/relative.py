@@ -105,8 +105,8 @@ class BandTile:
             logits[..., self.low : self.high] += padded[..., self.inside]
         if by_key is not None:
             near = by_key[:, self.start : self.start + self.width]  # [g, width, R]
-            ends = (near[:, self.inside, end].unsqueeze(1) for end in (0, -1))  # [g, 1, high − low] each
-            padded = self._padded(near, torch.where(self.left, *ends))
+            first, last = near[:, self.inside, 0].unsqueeze(1), near[:, self.inside, -1].unsqueeze(1)
+            padded = self._padded(near, torch.where(self.left, first, last))
             _band(padded, self.num_relative).copy_(self._by_row(near))
             keys = by_key[:, self.highest : self.highest + logits.shape[-1]]  # [g, n, R]
             logits[..., : self.low] += keys[:, : self.low, 0].unsqueeze(1)
