@@ -145,6 +145,19 @@ def eager_attention(
     return probabilities @ value, cosine
 
 
+def tapped_cosine(
+    query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor, num_documents: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries and keys to go on with, and the mean pairwise cosine `[b, documents]` of `heads` (None for none)."""
+    if not heads.shape[0]:
+        return query, key, None
+    if heads.shape[0] == query.shape[1]:
+        return query, key, _cosine(query, key, terms, document_ids, num_documents, all_heads=True)
+    (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
+    some_terms = choose_heads(terms, heads)
+    return query, key, _cosine(some_queries, some_keys, some_terms, document_ids, num_documents, all_heads=False)
+
+
 def sdpa_attention(
     query: Tensor,
     key: Tensor,
@@ -156,17 +169,13 @@ def sdpa_attention(
     num_documents: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
-    cosine = None
-    if heads.shape[0] == query.shape[1]:
-        cosine = _cosine(query, key, terms, document_ids, num_documents, all_heads=True)
-    elif heads.shape[0]:
-        (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
-        cosine = _cosine(some_queries, some_keys, choose_heads(terms, heads), document_ids, num_documents, False)
-    allowed = allowed_pairs(document_ids)
-    position = position_logits(query, key, terms)
-    mask = None if position is None else position.masked_fill(~allowed, torch.finfo(query.dtype).min)
-    if position is None and (query.is_cuda or not bool((document_ids == 1).all())):  # asking a GPU means waiting
+    query, key, cosine = tapped_cosine(query, key, terms, document_ids, heads, num_documents)
+    position, mask = position_logits(query, key, terms), None
+    if position is not None:
+        mask = position.masked_fill(~allowed_pairs(document_ids), torch.finfo(query.dtype).min)
+    elif query.is_cuda or not bool((document_ids == 1).all()):  # asking a GPU means waiting
         # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
+        allowed = allowed_pairs(document_ids)
         mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
     return context, cosine
@@ -210,7 +219,24 @@ def _probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
 
 
-BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": blocked_attention}
+def cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+    num_documents: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """`blocked_attention`, with HCD in closed form where the logits are content alone: cheaper than holding them."""
+    if not terms.content_only:
+        return blocked_attention(query, key, value, terms, document_ids, heads, dropout, num_documents)
+    query, key, cosine = tapped_cosine(query, key, terms, document_ids, heads, num_documents)
+    return blocked_attention(query, key, value, terms, document_ids, heads[:0], dropout)[0], cosine
+
+
+BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
 """Backends that run everywhere."""
 
 GPU_BACKENDS = {"triton": (triton_attention, why_not_triton), "flex": (flex_attention, why_not_flex)}

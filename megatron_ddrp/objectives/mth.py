@@ -126,6 +126,20 @@ def num_ordered_pairs(num_heads: int) -> int:
     return num_heads * (num_heads - 1)
 
 
+class _SelfProduct(torch.autograd.Function):
+    """xᵀx, `[.., seq, n]` → `[.., n, n]`, whose gradient takes one product, not one for each of the two x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.transpose(-1, -2) @ x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x @ (gradient + gradient.transpose(-1, -2))
+
+
 def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) -> Tensor:
     """Inner products of content-only heads, scale² · ⟨QᵃᵀQᵇ, KᵃᵀKᵇ⟩ over the tokens of each document.
 
@@ -135,8 +149,8 @@ def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) ->
     num_heads, head_dim = query.shape[1], query.shape[3]
 
     def feature_products(x: Tensor) -> Tensor:
-        flat = x.transpose(1, 2).flatten(2).unsqueeze(1)  # [batch, 1, seq, m′·d]
-        products = flat.transpose(-1, -2) @ (flat * documents.unsqueeze(-1))  # [batch, documents, m′·d, m′·d]
+        flat = x.transpose(1, 2).flatten(2).unsqueeze(1) * documents.unsqueeze(-1)  # [batch, documents, seq, m′·d]
+        products = _SelfProduct.apply(flat)  # [batch, documents, m′·d, m′·d]
         return products.unflatten(-1, (num_heads, head_dim)).unflatten(-3, (num_heads, head_dim))
 
     return (feature_products(query) * feature_products(key)).sum((-3, -1)) * scale**2
