@@ -1,22 +1,22 @@
-"""Token sequences on disk in Megatron's indexed format, version 1 (`MMIDIDX`): read by memory map, written atomically.
+"""Token sequences on disk in Megatron's indexed format: read by memory map, written in a stream and atomically.
 
     PREFIX.bin   the token ids of all sequences, one after another, little-endian
-    PREFIX.idx   b"MMIDIDX\\0\\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
-                 | int32 size of each sequence, in tokens | int64 byte offset of each sequence in PREFIX.bin
-                 | int64 document indices: document d is the sequences [indices[d], indices[d + 1])
-    PREFIX.json  the manifest (ours): counts and the tokenizer's fingerprint; absent beside other writers' files
+    PREFIX.idx   where each sequence and document begins (dataset_index.py)
+    PREFIX.json  the manifest (ours): counts, the tokenizer's fingerprint, SHA-256 of both files; absent beside other
+                 writers' files
 
-Opening checks every size against every other, so that a truncated copy is one clear line and not garbage in training.
+Neither opening nor writing takes memory that grows with the dataset. No damage makes the reader return bytes that are
+not the sequence's: it ends in one clear line instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import struct
-from array import array
-from collections.abc import Sequence
-from itertools import accumulate
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,17 +24,25 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset_index import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    MEND,
+    OFFSET,
+    SIZE,
+    VERSION,
+    DatasetIndex,
+    dataset_path,
+    fault_of_bin_size,
+    file_size,
+)
 from megatron_ddrp.errors import UserError
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document indices
-DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""Type code of the index → type of the token ids."""
+CHUNK = 1 << 20
+"""How many numbers of an index are looked at at once."""
 
-_MEND = "copy both files again, or preprocess again"
-
-CHUNK_TOKENS = 1 << 24
+CHUNK_TOKENS = 1 << 22
 """How many tokens are looked at at once where a whole dataset is read."""
 
 
@@ -43,12 +51,18 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
-def dataset_path(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """`PREFIX.bin`, `PREFIX.idx` or `PREFIX.json`; a prefix given with one of these suffixes counts without it."""
-    name = os.fspath(prefix)
-    for known in (".bin", ".idx"):
-        name = name.removesuffix(known)
-    return Path(name + suffix)
+def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The contents of `PREFIX.json`, or None where there is none. Raises `UserError` when it is no manifest."""
+    path = dataset_path(prefix, ".json")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
+        raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
+    return manifest
 
 
 class IndexedDataset:
@@ -57,31 +71,52 @@ class IndexedDataset:
     Attributes:
         dtype: numpy type of the ids.
         sizes: int32 `[sequences]`, tokens in each sequence.
+        pointers: int64 `[sequences]`, byte offset of each sequence.
         document_indices: int64 `[documents + 1]`; document d is the sequences `[d]` up to `[d + 1]`.
 
-    Raises `UserError` when a file is missing, truncated, or not in this format. Pickles as its prefix.
+    The three lists are views of the file, in constant memory however long they are. Raises `UserError` when a file is
+    missing, truncated, or not in this format, and on access to a sequence that does not lie inside `PREFIX.bin`.
+    Pickles as its prefix.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]):
         self.prefix = os.fspath(dataset_path(prefix, ""))
-        self._read_index(dataset_path(prefix, ".idx"))
-        self._map_tokens(dataset_path(prefix, ".bin"))
+        path = dataset_path(prefix, ".idx")
+        index = DatasetIndex(path)
+        for fault in index.faults_of_ends():
+            raise UserError(f"{path}: {fault}")
+        self.dtype, self.sizes, self.pointers = index.dtype, index.sizes, index.pointers
+        self.document_indices = index.document_indices
+        path = dataset_path(prefix, ".bin")
+        for fault in fault_of_bin_size(index, file_size(path)):
+            raise UserError(f"{path}: {fault}")
+        self._tokens = map_tokens(path, self.dtype)  # [tokens]
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        start = self._starts[index]
-        return self._tokens[start : start + self.sizes[index]]  # [size]
+        begin, end = self._span(index)
+        return self._tokens[begin:end]  # [size]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `[offset, offset + length)` of a sequence, to its end when `length` is None; without copying."""
-        size = int(self.sizes[index])
-        stop = size if length is None else offset + length
-        if not 0 <= offset <= stop <= size:
-            raise IndexError(f"{self.prefix}: tokens [{offset}, {stop}) of sequence {index}, which has {size}")
-        start = int(self._starts[index])
-        return self._tokens[start + offset : start + stop]  # [length]
+        begin, end = self._span(index)
+        stop = end - begin if length is None else offset + length
+        if not 0 <= offset <= stop <= end - begin:
+            raise IndexError(f"{self.prefix}: tokens [{offset}, {stop}) of sequence {index}, which has {end - begin}")
+        return self._tokens[begin + offset : begin + stop]  # [length]
+
+    def _span(self, index: int) -> tuple[int, int]:
+        """First token of a sequence and the one behind its last, both inside the file."""
+        size, pointer = int(self.sizes[index]), int(self.pointers[index])
+        begin, rest = divmod(pointer, self.dtype.itemsize)
+        if rest or not 0 <= begin <= begin + size <= len(self._tokens):
+            raise UserError(
+                f"{self.prefix}.idx: sequence {index} has {size} tokens from byte {pointer} of a .bin with "
+                f"{len(self._tokens)} tokens: damaged; {MEND}, and see all of it by tools/dataset.py verify"
+            )
+        return begin, begin + size
 
     @property
     def num_documents(self) -> int:
@@ -91,79 +126,43 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all sequences."""
-        return int(self.sizes.sum(dtype=np.int64))
+        return len(self._tokens)
 
     @property
     def manifest(self) -> dict[str, Any] | None:
         """The contents of `PREFIX.json`, or None where another program wrote the dataset."""
-        path = dataset_path(self.prefix, ".json")
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
+        return read_manifest(self.prefix)
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """All tokens in file order, as views of at most `CHUNK_TOKENS` each."""
+        for begin in range(0, len(self._tokens), CHUNK_TOKENS):
+            yield self._tokens[begin : begin + CHUNK_TOKENS]
 
     def id_range(self) -> tuple[int, int]:
         """The smallest and the largest token id, by reading the whole file; (0, 0) for a dataset without tokens."""
-        parts = [self._tokens[begin : begin + CHUNK_TOKENS] for begin in range(0, len(self._tokens), CHUNK_TOKENS)]
-        lowest = min((int(part.min()) for part in parts), default=0)
-        return lowest, max((int(part.max()) for part in parts), default=0)
+        ranges = [(int(part.min()), int(part.max())) for part in self.chunks()]
+        return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return IndexedDataset, (self.prefix,)
 
-    def _read_index(self, path: Path) -> None:
-        size = _file_size(path)
-        if size < HEADER.size:
-            raise UserError(f"{path}: {size} bytes, expected at least the {HEADER.size} of a header; {_MEND}")
-        with open(path, "rb") as stream:
-            magic, version, code, sequences, documents = HEADER.unpack(stream.read(HEADER.size))
-        if magic != MAGIC:
-            raise UserError(
-                f"{path}: starts with {magic!r}, expected {MAGIC!r}: not a Megatron index; preprocess again"
-            )
-        if version != VERSION:
-            raise UserError(f"{path}: format version {version}, expected {VERSION}; preprocess again")
-        if code not in DTYPES:
-            known = ", ".join(f"{key} ({np.dtype(value).name})" for key, value in DTYPES.items())
-            raise UserError(f"{path}: type code {code}, expected one of {known}; preprocess again")
-        expected = HEADER.size + 12 * sequences + 8 * documents
-        if size != expected:
-            counts = f"{sequences} sequences and {documents} document indices"
-            raise UserError(f"{path}: {size} bytes, expected {expected} for {counts}; {_MEND}")
-        self.dtype = np.dtype(DTYPES[code])
-        index = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # [size]
-        self.sizes, index = _take(index[HEADER.size :], np.dtype("<i4"), sequences)
-        self.pointers, index = _take(index, np.dtype("<i8"), sequences)
-        self.document_indices, _ = _take(index, np.dtype("<i8"), documents)
-        ends = (int(self.document_indices[0]), int(self.document_indices[-1])) if documents else None
-        if ends != (0, sequences):
-            raise UserError(f"{path}: document indices run over {ends}, expected (0, {sequences}); preprocess again")
 
-    def _map_tokens(self, path: Path) -> None:
-        size = _file_size(path)
-        expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
-        if size != expected:
-            raise UserError(f"{path}: {size} bytes, expected {expected} as its .idx says; {_MEND}")
-        mapped = np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
-        self._tokens = np.asarray(mapped)  # [tokens]
-        self._tokens.flags.writeable = False
-        self._starts = self.pointers // self.dtype.itemsize  # [sequences]
+def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The ids of a `PREFIX.bin` `[tokens]`, read-only; bytes behind the last whole id are left out."""
+    count = file_size(path) // dtype.itemsize
+    mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
+    tokens = np.asarray(mapped)  # [tokens]
+    tokens.flags.writeable = False
+    return tokens
 
 
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        hint = "expected PREFIX.bin and PREFIX.idx as tools/preprocess_data.py writes them; check --data-path"
-        raise UserError(f"{path}: {error.strerror}; {hint}") from None
-
-
-def _take(data: np.ndarray, dtype: np.dtype, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split `count` numbers off the front of bytes: (numbers `[count]`, the remaining bytes)."""
-    length = count * dtype.itemsize
-    return data[:length].view(dtype), data[length:]
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while data := stream.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 class IndexedDatasetWriter:
@@ -174,27 +173,29 @@ class IndexedDatasetWriter:
             writer.end_document()
             writer.finalize()
 
-    Leaving the block without `finalize()` removes what was written. Existing files are replaced on `finalize()`.
+    Leaving the block without `finalize()` removes what was written. Existing files are replaced on `finalize()`. Sizes
+    go straight to the index file and document indices to a nameless one, so that memory does not grow.
+
+    Attributes:
+        num_sequences, num_documents, num_tokens: what was written so far.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any):
         self.prefix = os.fspath(dataset_path(prefix, ""))
         self.dtype = np.dtype(dtype)
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        self._sizes = array("i")
-        self._document_indices = array("q", [0])
         self._bin = AtomicFile(dataset_path(prefix, ".bin"))
-        self.num_tokens = 0
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences appended so far."""
-        return len(self._sizes)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents ended so far."""
-        return len(self._document_indices) - 1
+        try:
+            self._index = AtomicFile(dataset_path(prefix, ".idx"))
+        except UserError:
+            self._bin.abort()
+            raise
+        self._index.write(bytes(HEADER.size))
+        self._documents = tempfile.TemporaryFile(dir=self._bin.path.parent)  # noqa: SIM115
+        self._documents.write(bytes(OFFSET.itemsize))
+        self._ended_sequences = 0  # sequences in the documents ended so far
+        self._digest = hashlib.sha256()
+        self.num_sequences = self.num_documents = self.num_tokens = 0
 
     def append(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append one sequence. Raises `ValueError` for an id that the dataset's type cannot hold."""
@@ -202,50 +203,100 @@ class IndexedDatasetWriter:
         limits = np.iinfo(self.dtype)
         if tokens.size and not limits.min <= int(tokens.min()) <= int(tokens.max()) <= limits.max:
             raise ValueError(f"{self.prefix}: ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
-        self._write(tokens.astype(self.dtype), [tokens.size])
+        self._write_sizes(np.array([tokens.size]))
+        self._write_tokens(tokens.astype(self.dtype))
 
-    def append_documents(self, tokens: np.ndarray, sizes: Sequence[int], sequences: Sequence[int]) -> None:
+    def append_documents(
+        self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray, sequences: Sequence[int] | np.ndarray
+    ) -> None:
         """Append whole documents: their ids end to end `[sum(sizes)]`, already of `dtype`; the tokens of each sequence
         `[sum(sequences)]`; the sequences of each document `[documents]`."""
-        assert tokens.dtype == self.dtype and len(tokens) == sum(sizes) and len(sizes) == sum(sequences)
-        first = len(self._sizes)
-        self._write(tokens, sizes)
-        self._document_indices.extend(first + end for end in accumulate(sequences))
+        sizes, sequences = np.asarray(sizes, np.int64), np.asarray(sequences, np.int64)
+        assert tokens.dtype == self.dtype and len(tokens) == sizes.sum() and len(sizes) == sequences.sum()
+        self._write_document_ends(self.num_sequences + np.cumsum(sequences))
+        self._write_sizes(sizes)
+        self._write_tokens(tokens)
 
-    def _write(self, tokens: np.ndarray, sizes: Sequence[int]) -> None:
-        self._bin.write(tokens.tobytes())
-        self._sizes.extend(sizes)
-        self.num_tokens += len(tokens)
+    def append_dataset(self, dataset: IndexedDataset, advance: Callable[[int], object] = lambda size: None) -> None:
+        """Append all documents of a sound dataset of this type or a narrower one, in chunks; `advance` is told the
+        bytes of it that were read."""
+        assert np.can_cast(dataset.dtype, self.dtype)
+        first = self.num_sequences
+        for begin in range(1, len(dataset.document_indices), CHUNK):
+            self._write_document_ends(first + dataset.document_indices[begin : begin + CHUNK])
+        for begin in range(0, len(dataset), CHUNK):
+            self._write_sizes(dataset.sizes[begin : begin + CHUNK])
+        for tokens in dataset.chunks():
+            self._write_tokens(tokens.astype(self.dtype, copy=False))
+            advance(tokens.nbytes)
 
     def end_document(self) -> None:
         """The sequences since the last call are one document."""
-        self._document_indices.append(len(self._sizes))
+        self._write_document_ends(np.array([self.num_sequences]))
 
     def finalize(self, manifest: dict[str, Any] | None = None) -> None:
-        """Make the dataset appear: `.bin`, then the manifest (if any) as `.json`, and `.idx` last."""
-        assert self._document_indices[-1] == len(self._sizes), "end_document() is missing"
-        sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.empty(0, np.int32)  # [sequences]
-        lengths = sizes.astype(np.int64) * self.dtype.itemsize  # bytes
-        pointers = np.cumsum(lengths) - lengths  # [sequences]
-        documents = np.frombuffer(self._document_indices, dtype=np.int64)  # [documents + 1]
-        manifest_path, index_path = dataset_path(self.prefix, ".json"), dataset_path(self.prefix, ".idx")
-        with AtomicFile(index_path) as index:
-            index.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(documents)))
-            for numbers, dtype in ((sizes, "<i4"), (pointers, "<i8"), (documents, "<i8")):
-                index.write(numbers.astype(dtype, copy=False).tobytes())
+        """Make the dataset appear: `.bin`, then the manifest (if any) as `.json`, and `.idx` last.
+
+        The manifest gains `files`: bytes and SHA-256 of `.bin` and `.idx`.
+        """
+        assert self._ended_sequences == self.num_sequences, "end_document() is missing"
+        manifest_path = dataset_path(self.prefix, ".json")
+        with self._index as index:
+            self._complete_index()
             index.sync()
             self._bin.sync()
             # An old index or manifest must never stand beside the new tokens, not even after a crash right here.
-            index_path.unlink(missing_ok=True)
+            index.path.unlink(missing_ok=True)
             manifest_path.unlink(missing_ok=True)
             self._bin.commit()
             if manifest is not None:
+                hashes = ((self._bin.path, self._digest.hexdigest()), (index.temporary, file_sha256(index.temporary)))
+                files = [{"bytes": file_size(path), "sha256": digest} for path, digest in hashes]
+                manifest = {**manifest, "files": dict(zip(("bin", "idx"), files, strict=True))}
                 with AtomicFile(manifest_path) as stream:
                     stream.write((json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+        self._documents.close()
 
     def abort(self) -> None:
         """Remove what was written; nothing happens after `finalize()`."""
         self._bin.abort()
+        self._index.abort()
+        self._documents.close()
+
+    def _write_tokens(self, tokens: np.ndarray) -> None:
+        data = tokens.tobytes()
+        self._bin.write(data)
+        self._digest.update(data)
+        self.num_tokens += len(tokens)
+
+    def _write_sizes(self, sizes: np.ndarray) -> None:
+        most = np.iinfo(SIZE).max
+        if len(sizes) and int(sizes.max()) > most:
+            raise UserError(f"{self.prefix}: a sequence of {sizes.max()} tokens, the format holds {most}; cut the text")
+        self._index.write(sizes.astype(SIZE).tobytes())
+        self.num_sequences += len(sizes)
+
+    def _write_document_ends(self, ends: np.ndarray) -> None:
+        self._documents.write(ends.astype(OFFSET).tobytes())
+        self.num_documents += len(ends)
+        self._ended_sequences = int(ends[-1]) if len(ends) else self._ended_sequences
+
+    def _complete_index(self) -> None:
+        """Behind the sizes, which are there: the byte offsets, the document indices, and at last the header."""
+        index, count = self._index, self.num_sequences
+        index.stream.flush()
+        end = 0
+        for begin in range(0, count, CHUNK):
+            shape = (min(CHUNK, count - begin),)
+            sizes = np.memmap(index.temporary, SIZE, "r", HEADER.size + begin * SIZE.itemsize, shape)
+            lengths = sizes.astype(OFFSET) * self.dtype.itemsize  # bytes
+            ends = end + np.cumsum(lengths)
+            index.write((ends - lengths).tobytes())
+            end = int(ends[-1])
+        self._documents.seek(0)
+        shutil.copyfileobj(self._documents, index.stream, 1 << 20)
+        index.stream.seek(0)
+        index.write(HEADER.pack(MAGIC, VERSION, self._code, count, self.num_documents + 1))
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self

@@ -1,5 +1,6 @@
 """Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind."""
 
+import hashlib
 import json
 import os
 import signal
@@ -60,7 +61,12 @@ def test_one_document_one_sequence_without_specials(folder):
     dataset = IndexedDataset(prefix)
     assert dataset.document_indices.tolist() == [0, 1, 2, 3] and dataset.dtype == np.uint16
     tokenizer = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt")
+    contents = {suffix: Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")}
     assert dataset.manifest == {
+        "files": {
+            suffix: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for suffix, data in contents.items()
+        },
         "documents": 3,
         "sequences": 3,
         "tokens": 17,
