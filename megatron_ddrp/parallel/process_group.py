@@ -1,4 +1,9 @@
-"""Ranks: who we are, sums over all of us, and errors that all of us agree on."""
+"""Ranks: who we are in the grid of layouts, sums over all of us, and errors that all of us agree on.
+
+The grid has three axes. Tensor-parallel neighbours share every layer, pipeline neighbours hand layers' outputs on, and
+data-parallel ones hold the same weights and see other samples. Ranks count along tensor first, then data, then
+pipeline, which is the order of DeepSpeed's `PipeModelDataParallelTopology`: those who talk most sit closest.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +23,31 @@ T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """This process among all of the run."""
+    """This process among all of the run, and the groups that it talks to (None in a run of one rank)."""
 
     rank: int
     world_size: int
     device: torch.device
+    data_rank: int = 0
+    """Which share of the samples this rank reads; equal along the tensor and pipeline axes."""
+    data_size: int = 1
+    tensor_rank: int = 0
+    """Which part of every layer's weights this rank holds."""
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    """Which of the model's layers this rank holds: 0 the first, with the embeddings."""
+    pipeline_size: int = 1
+    data_group: Any = None
+    """Ranks with the same weights."""
+    tensor_group: Any = None
+    """Ranks with the same samples and the same layers."""
+    model_group: Any = None
+    """Ranks that together hold one whole model: the tensor and pipeline axes."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the losses arise here."""
+        return self.pipeline_rank == self.pipeline_size - 1
 
 
 def _complete_environment() -> None:
@@ -40,8 +65,11 @@ def _complete_environment() -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
-def start(timeout_minutes: float) -> Ranks:
-    """Join the other ranks (nccl on GPUs, gloo on CPUs). Works under `deepspeed`, `torchrun`, `srun` and `python`."""
+def start(timeout_minutes: float, tensor_size: int = 1, pipeline_size: int = 1) -> Ranks:
+    """Join the other ranks (nccl on GPUs, gloo on CPUs). Works under `deepspeed`, `torchrun`, `srun` and `python`.
+
+    `tensor_size` x `pipeline_size` must divide the number of ranks (`config.data_parallel_size` refuses in one line).
+    """
     _complete_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -51,7 +79,37 @@ def start(timeout_minutes: float) -> Ranks:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=timeout_minutes)
         )
-    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+    return _place_in_grid(device, tensor_size, pipeline_size)
+
+
+def _place_in_grid(device: torch.device, tensor_size: int, pipeline_size: int) -> Ranks:
+    """Find our place on each axis and make the groups that we are in."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    data_size = world_size // (tensor_size * pipeline_size)
+    grid = torch.arange(world_size).view(pipeline_size, data_size, tensor_size)
+    pipeline_rank, data_rank, tensor_rank = (int(place) for place in (grid == rank).nonzero()[0])
+    return Ranks(
+        rank,
+        world_size,
+        device,
+        data_rank,
+        data_size,
+        tensor_rank,
+        tensor_size,
+        pipeline_rank,
+        pipeline_size,
+        data_group=_own_group(grid.transpose(1, 2).reshape(-1, data_size), rank),
+        tensor_group=_own_group(grid.reshape(-1, tensor_size), rank),
+        model_group=_own_group(grid.transpose(0, 1).reshape(data_size, -1), rank),
+    )
+
+
+def _own_group(members: Tensor, rank: int) -> Any:
+    """The group of our row of `members` `[groups, size]`; None in a run of one rank, which talks to nobody."""
+    if members.numel() == 1:
+        return None
+    own = members[(members == rank).any(1)][0].tolist()
+    return dist.new_group(own, use_local_synchronization=True)
 
 
 def stop() -> None:

@@ -8,7 +8,9 @@ row serves which pair. Attention never asks which encoding it serves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +43,19 @@ class PositionTerms:
         return self.query_table is None and self.key_table is None and self.bias is None
 
 
+NOTHING_BY_HEAD: Mapping[str, int] = MappingProxyType({})
+
+PROJECTIONS_BY_HEAD: Mapping[str, int] = MappingProxyType(
+    {f"{projection}.{kind}": 0 for projection in ("query", "key") for kind in ("weight", "bias")}
+)
+"""Of linear maps `query` and `key` onto all heads."""
+
+
 class LayerPositions(nn.Module):
     """Base of what an encoding adds to every layer: maps the shared tensors to this layer's."""
+
+    by_head: Mapping[str, int] = NOTHING_BY_HEAD
+    """Parameters that belong to single heads → the dimension along which the heads lie."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,6 +83,9 @@ class PositionEncoding(nn.Module):
 
     limits_length = False
     """Whether sequences longer than `seq_length` have no positions."""
+
+    by_head: Mapping[str, int] = NOTHING_BY_HEAD
+    """Parameters that belong to single heads → the dimension along which the heads lie; all others serve all heads."""
 
     layer_part: type[LayerPositions] = LayerPositions
     """What each layer does to the tensors before `terms` names them."""

@@ -16,11 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding, PositionTerms
+from megatron_ddrp.model.positions.contract import (
+    PROJECTIONS_BY_HEAD,
+    LayerPositions,
+    PositionEncoding,
+    PositionTerms,
+)
 
 
 class RelativeProjections(LayerPositions):
     """One layer's W^{K,r} (`key`) and W^{Q,r} (`query`)."""
+
+    by_head = PROJECTIONS_BY_HEAD
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
+from megatron_ddrp.model.positions.contract import PROJECTIONS_BY_HEAD, PositionEncoding, PositionTerms
 
 NUM_BUCKETS = 32
 LARGEST_DISTANCE = 128
@@ -34,10 +34,11 @@ class TupeA(PositionEncoding):
     """Untied absolute positions."""
 
     limits_length = True
+    by_head = PROJECTIONS_BY_HEAD
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.head_dim = config.head_dim
         rows = torch.empty(config.seq_length + 1, config.hidden_size)
         self.table = nn.Parameter(rows.normal_(std=config.init_method_std))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
@@ -61,7 +62,7 @@ class TupeA(PositionEncoding):
         return untie_cls(scores[:, 1:, 1:], to_cls, from_cls)
 
     def _split(self, states: Tensor) -> Tensor:
-        return states.view(len(states), self.num_heads, self.head_dim).transpose(0, 1)  # [heads, rows, head_dim]
+        return states.view(len(states), -1, self.head_dim).transpose(0, 1)  # [heads, rows, head_dim]
 
     @staticmethod
     def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
@@ -70,6 +71,8 @@ class TupeA(PositionEncoding):
 
 class TupeR(TupeA):
     """TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`."""
+
+    by_head = {**PROJECTIONS_BY_HEAD, "relative": 1}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
