@@ -100,16 +100,17 @@ def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
         type=kind,
         default=argparse.SUPPRESS,
         choices=f.metadata.get("choices"),
+        nargs=f.metadata.get("nargs"),
         metavar=metavar,
         help=text.replace("%", "%%"),
     )
 
 
 def _plain_type(hint: Any) -> type:
-    """`int | None` → `int`."""
+    """`int | None` → `int`; `tuple[str, ...]`, a flag of several words, → `str`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return next(member for member in typing.get_args(hint) if member is not type(None))
-    return hint
+        return _plain_type(next(member for member in typing.get_args(hint) if member is not type(None)))
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -148,6 +149,8 @@ def _checked(path: str, key: str, value: Any, f: dataclasses.Field, kind: type) 
     try:
         if value is None and f.default is None:
             return None
+        if isinstance(value, list) and "nargs" in f.metadata:
+            return tuple(_checked(path, key, word, f, kind) for word in value)
         if kind is bool and not isinstance(value, bool) or isinstance(value, (bool, list, dict)) and kind is not bool:
             raise ValueError
         converted = value if kind is bool else kind(value)

@@ -108,6 +108,11 @@ class ObjectiveConfig:
     tcd_tokens: int = option(50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form")
     hcd_heads: int = option(2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form")
     mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted")
+    masking: str = option(
+        "whole-word",
+        "what is masked together: whole words, single tokens, or n-grams of up to three words, p(n) falling as 1/n",
+        choices=("whole-word", "token", "ngram"),
+    )
 
     def __post_init__(self) -> None:
         default_tcd, default_hcd = (1.0, 0.01) if self.objective == "mth" else (0.0, 0.0)
@@ -129,8 +134,18 @@ class ObjectiveConfig:
 class DataConfig:
     """Data"""
 
-    data_path: str | None = option(
-        None, "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote", metavar="P"
+    data_path: tuple[str, ...] | None = option(
+        None,
+        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote; several are blended: all with a WEIGHT in "
+        "front (any number above 0), or none, which is all of them as one corpus",
+        nargs="+",
+        metavar="[WEIGHT] P",
+    )
+    train_data_path: tuple[str, ...] | None = option(
+        None, "the same for training alone, instead of --data-path and --split", nargs="+", metavar="[WEIGHT] P"
+    )
+    valid_data_path: tuple[str, ...] | None = option(
+        None, "the same for validation, beside --train-data-path", nargs="+", metavar="[WEIGHT] P"
     )
     vocab_file: str | None = option(None, "WordPiece vocabulary, one piece a line", metavar="FILE")
     tokenizer_type: str = option(
@@ -139,10 +154,33 @@ class DataConfig:
         choices=("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace"),
     )
     tokenizer_model: str | None = option(None, "SentencePiece model or Hugging Face folder", metavar="FILE")
-    split: str = option("949,50,1", "shares of the documents for training, validation and test")
+    split: str | None = option(
+        None, "shares of the documents of --data-path for training, validation and test (default: 949,50,1)"
+    )
+    index_cache_dir: str | None = option(
+        None,
+        "folder for the sample indices (default: beside the data; in memory where that is read-only)",
+        metavar="DIR",
+    )
     packing: bool = option(
         False, "lay several documents into one row, each attending to itself alone: same losses, less padding"
     )
+
+    def __post_init__(self) -> None:
+        for name in ("data_path", "train_data_path", "valid_data_path"):
+            words = getattr(self, name)
+            if words is not None:  # one prefix may come as a string, lists from JSON and YAML
+                object.__setattr__(self, name, (words,) if isinstance(words, str) else tuple(map(str, words)))
+        separate = self.train_data_path is not None or self.valid_data_path is not None
+        for name in ("data_path", "split"):
+            if separate and getattr(self, name) is not None:
+                given = flag("valid_data_path" if self.train_data_path is None else "train_data_path")
+                refuse(
+                    f"{given} and {flag(name)} exclude each other: give --data-path, which --split divides, or "
+                    "--train-data-path and --valid-data-path, which are taken whole"
+                )
+        if not separate and self.split is None:
+            object.__setattr__(self, "split", "949,50,1")
 
 
 @dataclass(frozen=True)

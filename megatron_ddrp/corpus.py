@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_ddrp.config import Config
+from megatron_ddrp.data.blend import Blend, BlendWords, read_blend
+from megatron_ddrp.data.index_cache import cached_totals
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.loader import BatchLoader
-from megatron_ddrp.data.masking import WholeWordMasker
-from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, split_documents
+from megatron_ddrp.data.masking import Masker
+from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, sample_totals, split_documents
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset of the corpus and the totals of its sample index."""
+
+    dataset: IndexedDataset
+    totals: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -18,38 +31,59 @@ class Corpus:
     """A tokenizer and the documents it cut up, by split."""
 
     tokenizer: Tokenizer
-    dataset: IndexedDataset
     config: Config
+    sources: dict[str, Source]
+    """By prefix, each opened once."""
+    notes: tuple[str, ...]
+    """What the user should know of the opening, one line each."""
 
     @classmethod
-    def open(cls, config: Config) -> Corpus:
-        """Open what `--data-path` and the tokenizer flags name, and check that they belong together."""
-        if config.data.data_path is None:
+    def open(cls, config: Config, keep_indices: bool = True) -> Corpus:
+        """Open what the data flags and the tokenizer flags name, and check that they belong together.
+
+        `keep_indices` keeps the sample indices on disk (see `index_cache`); without it nothing is written.
+        """
+        data = config.data
+        if data.data_path is data.train_data_path is data.valid_data_path is None:
             raise UserError(
                 "--data-path is missing: give the prefix that tools/preprocess_data.py wrote", WRONG_ARGUMENTS
             )
-        tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.vocab_file, config.data.tokenizer_model)
-        check_tokenizer(config.data.data_path, tokenizer)
-        dataset = IndexedDataset(config.data.data_path)
-        if dataset.manifest is None:
-            check_ids(dataset, tokenizer.vocab_size)
-        return cls(tokenizer, dataset, config)
+        blends = [blend_words(config, split) for split in ("train", "valid") if has_split(config, split)]
+        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
+        sources, notes = {}, []
+        for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
+            dataset = open_dataset(prefix, tokenizer)
+            if keep_indices:
+                totals, note = cached_totals(dataset, config.model.seq_length, data.index_cache_dir)
+                notes += [note] if note else []
+            else:
+                totals = sample_totals(dataset, config.model.seq_length)
+            sources[prefix] = Source(dataset, totals)
+        return cls(tokenizer, config, sources, tuple(notes))
 
-    def samples(self, split: str) -> SampleIndex:
-        """The sequences of `train`, `valid` or `test`."""
-        ranges = split_documents(self.dataset.num_documents, self.config.data.split)
-        return SampleIndex(self.dataset, ranges[split], self.config.model.seq_length)
+    def samples(self, split: str) -> Blend:
+        """The sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only."""
+        prefixes, weights = blend_words(self.config, split)
+        return Blend([self._part(prefix, split) for prefix in prefixes], weights)
+
+    def _part(self, prefix: str, split: str) -> SampleIndex:
+        source = self.sources[prefix]
+        documents = (0, source.dataset.num_documents)
+        if self.config.data.split is not None:
+            documents = split_documents(source.dataset.num_documents, self.config.data.split)[split]
+        return SampleIndex(source.dataset, documents, self.config.model.seq_length, source.totals)
 
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
         """Masked micro-batches of a split for one data-parallel rank."""
-        training, tokenizer = self.config.training, self.tokenizer
-        masker = WholeWordMasker(
+        training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
+        masker = Masker(
             tokenizer.word_starts,
             tokenizer.special_ids,
             tokenizer.mask_id,
             tokenizer.vocab_size,
-            self.config.objective.mask_prob,
+            objective.mask_prob,
             training.seed,
+            masking=objective.masking,
             unk_id=tokenizer.unk_id,
         )
         return BatchLoader(
@@ -66,6 +100,45 @@ class Corpus:
             seed=training.seed,
             packing=self.config.data.packing,
         )
+
+    def describe(self, samples: Blend, consumed: int) -> str:
+        """Documents, sequences and epochs of a run over so many of the `samples`; a line for each corpus of a blend."""
+        documents = sum(part.num_documents for part in samples.parts)
+        line = f"{documents:,} documents, {len(samples):,} training sequences"
+        if samples.counts is None:
+            return f"{line}, {consumed / len(samples):.2f} epochs"
+        lines = [f"{line}, blended:"]
+        for part, count, visits in zip(samples.parts, samples.counts, samples.consumed(consumed), strict=True):
+            lines.append(
+                f"  {count / sum(samples.counts):7.2%} {part.source(0)}: {part.num_documents:,} documents, "
+                f"{len(part):,} sequences, {visits / len(part):.2f} epochs"
+            )
+        return "\n".join(lines)
+
+
+def has_split(config: Config, split: str) -> bool:
+    """Whether the flags name data for `train` or `valid`."""
+    return config.data.data_path is not None or getattr(config.data, f"{split}_data_path") is not None
+
+
+def blend_words(config: Config, split: str) -> BlendWords:
+    """Which datasets make a split, and with which weights."""
+    if config.data.data_path is not None:
+        return read_blend(config.data.data_path, "--data-path")
+    words = getattr(config.data, f"{split}_data_path", None)
+    if words is None:
+        instead = "; give it, or --eval-interval 0 to do without validation" if split == "valid" else ""
+        raise UserError(f"--{split}-data-path is missing beside the other{instead}", WRONG_ARGUMENTS)
+    return read_blend(words, f"--{split}-data-path")
+
+
+def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+    """A dataset that this tokenizer made, as far as can be told."""
+    check_tokenizer(prefix, tokenizer)
+    dataset = IndexedDataset(prefix)
+    if dataset.manifest is None:
+        check_ids(dataset, tokenizer.vocab_size)
+    return dataset
 
 
 def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:

@@ -22,14 +22,17 @@ def dry_run(config: Config) -> None:
     if launched_rank() != 0:
         return
     facts: dict[str, Any] = {}
-    if config.data.data_path:
-        corpus = Corpus.open(config)
+    data_lines = ""
+    data = config.data
+    if any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
+        corpus = Corpus.open(config, keep_indices=False)
         config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
-        samples = len(corpus.samples("train"))
-        facts["training_sequences"] = samples
-        facts["epochs"] = config.training.train_iters * config.training.global_batch_size / samples
-    elif config.data.vocab_file or config.data.tokenizer_model:
-        data = config.data
+        samples = corpus.samples("train")
+        consumed = config.training.train_iters * config.training.global_batch_size
+        facts["training_sequences"] = len(samples)
+        facts["epochs"] = consumed / len(samples)
+        data_lines = corpus.describe(samples, consumed)
+    elif data.vocab_file or data.tokenizer_model:
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
         config = config.replace(model={"vocab_size": tokenizer.vocab_size})
     world_size = launched_world_size()
@@ -51,6 +54,8 @@ def dry_run(config: Config) -> None:
     }
     print(describe(config))
     print(summary(config, facts))
+    if data_lines:
+        print(f"data: {data_lines}")
     print(json.dumps(facts))
 
 
@@ -90,7 +95,8 @@ def describe(config: Config) -> str:
     lines = []
     for concern, settings in config.to_dict().items():
         lines.append(f"{concern}:")
-        lines += [f"  {flag(name)} {value}" for name, value in settings.items()]
+        for name, value in settings.items():
+            lines.append(f"  {flag(name)} {' '.join(value) if isinstance(value, tuple) else value}")
     return "\n".join(lines)
 
 
@@ -104,6 +110,4 @@ def summary(config: Config, facts: dict[str, Any]) -> str:
         f"{facts['tokens_per_step']:,} tokens each; {facts['world_size']} rank(s) x {facts['micro_batches_per_step']} "
         f"micro-batch(es) of {config.training.micro_batch_size}",
     ]
-    if "epochs" in facts:
-        lines.append(f"data: {facts['training_sequences']:,} training sequences, {facts['epochs']:.2f} epochs")
     return "\n".join(lines)

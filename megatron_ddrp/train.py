@@ -46,6 +46,8 @@ def train(config: Config) -> None:
         corpus.tokenizer.save(folder / TOKENIZER)
 
     with MetricsLog(config, progress.iteration, active=ranks.rank == 0) as log:
+        for note in corpus.notes:
+            log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
         log.say(where_we_start(config, resumed, imported))
         clock = Clock(progress.iteration, config.training.train_iters)
@@ -130,7 +132,7 @@ def validate(engine, loader: BatchLoader, log: MetricsLog, progress: Progress, c
     """The masked-LM loss on the same held-out samples with the same masks each time."""
     size = config.training.global_batch_size
     steps = min(config.logging.eval_iters, max(1, len(loader.samples) // size))
-    loss = evaluate(engine, (loader.step(number * size) for number in range(steps)), config, ranks)
+    loss = evaluate(engine, iterate(loader, 0, steps), config, ranks)
     log.write({"iteration": progress.iteration, "valid_lm_loss": loss})
     log.say(f"step {progress.iteration}/{config.training.train_iters} | validation mlm {loss:.4f}")
 
@@ -138,17 +140,16 @@ def validate(engine, loader: BatchLoader, log: MetricsLog, progress: Progress, c
 def introduction(
     config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, parameters: int, position_parameters: int
 ) -> str:
-    """What is about to run, in three lines."""
+    """What is about to run, in three lines, and one more for each corpus of a blend."""
     encoding = REGISTRY[config.model.position_encoding]
     backend, why = resolve_backend(
         config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
     )
-    epochs = config.training.train_iters * config.training.global_batch_size / len(loader.samples)
+    data = corpus.describe(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
         f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
-        f"data: {corpus.dataset.num_documents:,} documents, {len(loader.samples):,} training sequences, "
-        f"{epochs:.2f} epochs in {config.training.train_iters:,} steps\n"
+        f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank(s) on {ranks.device.type}, ZeRO {config.parallel.zero_stage}, "
         f"{loader.num_micro_batches} x {config.training.micro_batch_size} sequences a rank and step"
     )

@@ -1,9 +1,9 @@
 """Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and costs nothing.
 
-Training reads an endless stream: epoch after epoch of the samples, each epoch in its own order. Position p of the
-stream is sample `permute(p % num_samples)` of epoch `p // num_samples`, with the masks of (epoch, sample); nothing is
-stored. A global batch is `global_batch_size` consecutive positions: the same samples with the same masks for every
-number of ranks, micro-batch size and resume point.
+Training reads an endless stream: epoch after epoch of the samples, each epoch in its own order, of one corpus or of
+several blended (`data/blend.py`). Position p of the stream names an epoch and a sample, with the masks of the two;
+nothing is stored. A global batch is `global_batch_size` consecutive positions: the same samples with the same masks for
+every number of ranks, micro-batch size and resume point.
 
 Within the global batch the samples are sorted by length and dealt so that all ranks hold rows of similar length at the
 same time, and each micro-batch is cut to its longest row. Order and cut are free: the losses are sums over the global
@@ -25,10 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ddrp.data.batch import Batch
-from megatron_ddrp.data.masking import WholeWordMasker
+from megatron_ddrp.data.blend import Blend
+from megatron_ddrp.data.masking import Masker
 from megatron_ddrp.data.packing import join_samples, pack_rows
-from megatron_ddrp.data.randomness import permute
-from megatron_ddrp.data.samples import Samples
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 
 ROW_MULTIPLE = 8
@@ -48,8 +47,8 @@ class BatchLoader:
 
     def __init__(
         self,
-        samples: Samples,
-        masker: WholeWordMasker,
+        samples: Blend,
+        masker: Masker,
         *,
         cls_id: int,
         sep_id: int,
@@ -85,9 +84,7 @@ class BatchLoader:
         stream, the same in every layout. Raises `UserError` for a token id that the vocabulary does not have.
         """
         positions = consumed_samples + np.arange(self.global_batch_size)
-        epochs, indices = np.divmod(positions, len(self.samples))
-        if self.shuffle:
-            indices = permute(indices, len(self.samples), self.seed, "shuffle", epochs)
+        epochs, indices = self.samples.visits(positions, self.seed, self.shuffle)
         lengths = self.samples.lengths(indices)  # [global_batch]
         micro_batches = self._deal(lengths)
         mine = np.array([sample for rows in micro_batches for row in rows for sample in row])  # in order of use
@@ -130,9 +127,9 @@ class BatchLoader:
         valid = columns < lengths[:, None]  # [samples, seq]
         input_ids = np.full(valid.shape, self.pad_id, np.int64)
         input_ids[:, 0] = self.cls_id
-        for row, (index, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
-            input_ids[row, 1 : length - 1] = self.samples.tokens(index)
-            input_ids[row, length - 1] = self.sep_id
+        input_ids[np.arange(len(lengths)), lengths - 1] = self.sep_id
+        for row, tokens in zip(input_ids, self.samples.tokens(indices), strict=True):
+            row[1 : len(tokens) + 1] = tokens
         self._check_vocabulary(input_ids, indices)
         document_ids = valid.astype(np.int64)
         masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)

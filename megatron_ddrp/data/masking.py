@@ -1,9 +1,18 @@
-"""Dynamic whole-word masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
+"""Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
 
-A row holds one sample. Its n ordinary tokens fall into units: a word is the piece that starts it and the pieces that
-continue it; a word of more than four pieces is split, each piece its own unit. In random order a unit is taken if it
-still fits in the budget `max(1, round(mask_prob · n))`; one that would overflow it is skipped. Every taken piece is
-replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10 %), drawn for each piece on its own.
+A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
+- `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
+  pieces is split, each piece its own unit.
+- `token`: each piece is a unit.
+- `ngram`: units are runs of one to three neighbouring words, p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942;
+  SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops what
+  overlaps; here the whole row is first cut into runs, from its start and each length drawn anew, so that runs never
+  overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single; one
+  that alone exceeds the budget is shortened, word by word.
+
+In random order a unit is taken if it still fits in the budget `max(1, round(mask_prob · n))`; one that would overflow
+it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10 %), drawn
+for each piece on its own.
 
 Where the papers are silent:
 - Where no unit fits (a short row of multi-piece words), the first unit in random order is taken: at least one word is
@@ -27,8 +36,11 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_ddrp.data.batch import IGNORED_LABEL
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
 
+MASKINGS = ("whole-word", "token", "ngram")
 MAX_WORD_PIECES = 4
 """A word of more pieces than this is masked piece by piece."""
+MAX_NGRAM = 3
+"""Words in the longest n-gram."""
 
 # A unit's sort key is one integer, row | 32 random bits | unit number, so that one plain sort orders all units.
 _UNIT_BITS = 20
@@ -36,14 +48,14 @@ _ROW_BITS = 12
 _CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
 
 
-class WholeWordMasker:
+class Masker:
     """`masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
 
-    For a tokenizer `t`: `WholeWordMasker(t.word_starts, t.special_ids, t.mask_id, t.vocab_size, unk_id=t.unk_id)`.
+    For a tokenizer `t`: `Masker(t.word_starts, t.special_ids, t.mask_id, t.vocab_size, unk_id=t.unk_id)`.
 
     `word_starts` is bool `[vocab_size]`: the piece starts a word. `special_ids` are never drawn as random pieces, and
     never selected but for `unk_id`. `mask_share` and `random_share` are the shares of the selected pieces that become
-    [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0).
+    [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0). `masking` is one of `MASKINGS`.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class WholeWordMasker:
         mask_prob: float = 0.15,
         seed: int = 1234,
         *,
+        masking: str = "whole-word",
         unk_id: int | None = None,
         mask_share: float = 0.8,
         random_share: float = 0.1,
@@ -63,6 +76,8 @@ class WholeWordMasker:
             raise ValueError(f"mask_prob is {mask_prob}: expected a share of the tokens in (0, 1], such as 0.15")
         if min(mask_share, random_share) < 0 or mask_share + random_share > 1 + 1e-9:
             raise ValueError(f"mask_share {mask_share} and random_share {random_share}: expected a sum of at most 1")
+        if masking not in MASKINGS:
+            raise ValueError(f"masking is {masking!r}: expected one of {', '.join(MASKINGS)}")
         if len(word_starts) != vocab_size:
             raise ValueError(f"word_starts has {len(word_starts)} entries: expected vocab_size = {vocab_size}")
         special = np.fromiter(special_ids, np.int64)
@@ -70,7 +85,10 @@ class WholeWordMasker:
         self.mask_id = mask_id
         self.mask_prob = mask_prob
         self.seed = seed
+        self.masking = masking
         self._word_starts = np.array(word_starts, bool)
+        if masking == "token":
+            self._word_starts[:] = True
         self._mask_below, self._random_below = mask_share, mask_share + random_share
         ordinary = np.ones(vocab_size, bool)
         ordinary[special] = False
@@ -97,14 +115,16 @@ class WholeWordMasker:
         assert seq_length <= 1 << _UNIT_BITS, f"rows of {seq_length} tokens exceed the sort key"
         masked = np.array(input_ids, np.int64, order="C")
         labels = np.full_like(masked, IGNORED_LABEL)
-        order_keys, action_keys, piece_keys = (
+        order_keys, ngram_keys, action_keys, piece_keys = (
             np.broadcast_to(hash_uint64(self.seed, purpose, epochs, sample_ids), num_rows)
-            for purpose in ("mask-order", "mask-action", "mask-piece")
+            for purpose in ("mask-order", "mask-ngram", "mask-action", "mask-piece")
         )  # [rows]
         chunk = min(max(1, _CHUNK_TOKENS // max(1, seq_length)), 1 << _ROW_BITS)
         for begin in range(0, num_rows, chunk):
             rows = slice(begin, begin + chunk)
-            selected, selected_rows = self._select(masked[rows], document_ids[rows] != 0, order_keys[rows])
+            selected, selected_rows = self._select(
+                masked[rows], document_ids[rows] != 0, order_keys[rows], ngram_keys[rows]
+            )
             columns = selected - selected_rows * seq_length
             ids = masked[rows].reshape(-1)  # a view: rows of a contiguous array
             originals = ids[selected]
@@ -117,7 +137,11 @@ class WholeWordMasker:
         return masked, labels
 
     def _select(
-        self, input_ids: NDArray[np.int64], valid: NDArray[np.bool_], order_keys: NDArray[np.uint64]
+        self,
+        input_ids: NDArray[np.int64],
+        valid: NDArray[np.bool_],
+        order_keys: NDArray[np.uint64],
+        ngram_keys: NDArray[np.uint64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Flat indices into `[rows, seq]` of the tokens to predict, and the row of each; both `[selected]`."""
         num_rows, seq_length = input_ids.shape
@@ -126,17 +150,23 @@ class WholeWordMasker:
         flat = np.flatnonzero(selectable)  # [tokens]: from here on, only the ordinary tokens
         if not flat.size:
             return flat, flat
-        starts = self._word_starts[input_ids] | ~_shift_right(selectable)  # [rows, seq]
-        first, sizes = _units(starts.reshape(-1)[flat])  # [units]
+        budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
+        gaps = ~_shift_right(selectable)  # [rows, seq]: no ordinary token comes right before
+        first, single = _units((self._word_starts[input_ids] | gaps).reshape(-1)[flat])  # [units]
         row_ends = np.cumsum(num_tokens)
-        unit_rows = np.repeat(np.arange(num_rows), np.diff(np.searchsorted(first, row_ends), prepend=0))  # [units]
+        unit_rows = _rows_of(first, row_ends)
+        if self.masking == "ngram":
+            alone = single | gaps.reshape(-1)[flat[first]]  # [units]: joins no unit on its left
+            lengths = _draw_lengths(fold_in(ngram_keys[unit_rows], flat[first] - unit_rows * seq_length))
+            units = _join_words(first, alone, single, lengths, flat.size, budgets[unit_rows])
+            first, unit_rows = first[units], unit_rows[units]
+        sizes = np.diff(first, append=flat.size)
         unit_columns = flat[first] - unit_rows * seq_length
         keys = fold_in(order_keys[unit_rows], unit_columns) >> np.uint64(32) << np.uint64(_UNIT_BITS)
         keys |= unit_rows.astype(np.uint64) << np.uint64(32 + _UNIT_BITS)
         keys |= np.arange(first.size, dtype=np.uint64)
         keys.sort()
         order = (keys & np.uint64((1 << _UNIT_BITS) - 1)).astype(np.int64)  # [units]: by row, then by random key
-        budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
         taken = _take_greedily(order, unit_rows, sizes, budgets)
         return flat[np.repeat(taken, sizes)], np.repeat(unit_rows[taken], sizes[taken])
 
@@ -148,15 +178,64 @@ def _shift_right(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return shifted
 
 
-def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First token and number of tokens of each unit, `[units]`, from the tokens that start a word, `[tokens]`."""
+def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """First token of each word or piece of a long word, and whether it is such a piece; both `[units]`.
+
+    `starts` `[tokens]` says which tokens start a word.
+    """
     first = np.flatnonzero(starts)
     sizes = np.diff(first, append=starts.size)
     too_long = sizes > MAX_WORD_PIECES
-    if too_long.any():
-        first = np.flatnonzero(starts | np.repeat(too_long, sizes))
-        sizes = np.diff(first, append=starts.size)
-    return first, sizes
+    if not too_long.any():
+        return first, too_long
+    single = np.repeat(too_long, sizes)  # [tokens]
+    first = np.flatnonzero(starts | single)
+    return first, single[first]
+
+
+def _rows_of(first: NDArray[np.int64], row_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Row of each unit `[units]`, from its first token and the number of tokens up to each row's end `[rows]`."""
+    return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
+
+
+def _draw_lengths(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Words in an n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
+    shares = 1 / np.arange(1, MAX_NGRAM + 1)
+    return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), to_unit(hashes), side="right")
+
+
+def _join_words(
+    first: NDArray[np.int64],
+    alone: NDArray[np.bool_],
+    single: NDArray[np.bool_],
+    lengths: NDArray[np.int64],
+    num_tokens: int,
+    budgets: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Which units, ascending, start an n-gram when the row is cut into n-grams from its start.
+
+    All arguments `[units]` but `num_tokens`: first token; joins no unit on its left, where each row begins too; is a
+    piece of a long word, which none joins; words of the n-gram that would start here; the budget of its row.
+    """
+    num_units = len(first)
+    units = np.arange(num_units)
+    # How many units from each one on could be in one n-gram: up to the next that joins none on its left.
+    bounds = np.append(np.flatnonzero(alone), num_units)
+    room = np.where(single, 1, bounds[np.searchsorted(bounds, units, side="right")] - units)
+    lengths = np.minimum(lengths, room)
+    ends = np.append(first, num_tokens)  # [units + 1]
+    for words in range(MAX_NGRAM, 1, -1):
+        over = (lengths == words) & (ends[np.minimum(units + words, num_units)] - first > budgets)
+        lengths[over] = words - 1
+    # Runs of joined units are walked side by side, a word's n-gram naming where the next begins.
+    starts = np.zeros(num_units + 1, bool)
+    place, end = bounds[:-1], bounds[1:]
+    while place.size:
+        starts[place] = True
+        place = place + lengths[place]
+        going = place < end
+        place, end = place[going], end[going]
+    return np.flatnonzero(starts)
 
 
 def _take_greedily(
@@ -164,9 +243,9 @@ def _take_greedily(
 ) -> NDArray[np.bool_]:
     """Which units, bool `[units]`, are taken when each row takes its units in `order` while they fit its budget.
 
-    Exact, in at most 1 + MAX_WORD_PIECES passes. Units larger than what remains will never fit and are set aside; of
-    the others a row takes the longest run from the front that fits. The unit that ends the run is larger than what
-    then remains, so less than MAX_WORD_PIECES remains after the first pass, and less after each pass.
+    Exact, in at most 1 + the largest unit's size passes. Units larger than what remains will never fit and are set
+    aside; of the others a row takes the longest run from the front that fits. The unit that ends the run is larger than
+    what then remains, so less than the largest unit remains after the first pass, and less after each pass.
     """
     taken = np.zeros(order.size, bool)
     remaining = budgets.copy()  # [rows]

@@ -97,12 +97,13 @@ def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, 
     ends = np.cumsum(lengths)
     begins = ends - lengths - (ends - lengths)[first]  # [samples]: column of its first token
     columns = begins[:, None] + np.arange(valid.shape[1])
-    target = np.broadcast_to(rows[:, None], valid.shape)[valid], columns[valid]  # row and column of each token
+    source = np.flatnonzero(valid)  # [tokens]: where each lies
+    target = (rows[:, None] * row_length + columns).ravel()[source]  # [tokens]: where it goes
 
     def lay(field: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
-        laid = np.full((len(documents), row_length), padding, np.int64)
-        laid[target] = field[valid]
-        return laid
+        laid = np.full(len(documents) * row_length, padding, np.int64)
+        laid[target] = field.ravel()[source]
+        return laid.reshape(len(documents), row_length)
 
     numbered = samples._replace(document_ids=samples.document_ids * numbers[:, None])
     padding = Batch(pad_id, IGNORED_LABEL, document_ids=0, position_ids=0, segment_ids=0, sequence_ids=0)

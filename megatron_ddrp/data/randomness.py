@@ -42,11 +42,6 @@ def fold_in(state: NDArray[np.uint64], counter: ArrayLike) -> NDArray[np.uint64]
     return mixed.reshape(shape)
 
 
-def uniform(seed: int, purpose: str, *counters: ArrayLike) -> NDArray[np.float64]:
-    """Uniform float64 in [0, 1), 53 random bits, one for each element of the broadcast counters."""
-    return to_unit(hash_uint64(seed, purpose, *counters))
-
-
 def to_unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     """The upper 53 bits of 64-bit hashes as float64 in [0, 1)."""
     return (hashes >> np.uint64(11)) * 2.0**-53

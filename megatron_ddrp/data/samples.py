@@ -3,14 +3,17 @@
 A sample comes from one document; a longer document gives consecutive pieces of at most `seq_length - 2` tokens, which
 leaves room for [CLS] and [SEP]. There is no filling from the next document and no random shortening. The last piece of
 a document may be short, and is kept: dropping it would lose text, and the loader's sorting by length makes it cheap.
-The index holds two numbers a document and nothing a sample.
+
+The index keeps running totals before every 64th document, 3/8 byte a document and nothing a sample; what lies between
+two of them is counted again from the dataset's own index when asked for. The totals belong to a whole dataset and a
+sequence length, so that training and validation share them whatever `--split` says; `index_cache` keeps them on disk.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,22 +25,10 @@ SPLIT_NAMES = ("train", "valid", "test")
 MIN_DOCUMENT_TOKENS = 8
 """Shorter documents give no sample; they stay in the files."""
 NUM_SPECIAL_TOKENS = 2
-
-
-class Samples(Protocol):
-    """What the loader needs: a `SampleIndex`, or several of them blended."""
-
-    def __len__(self) -> int:
-        """Number of samples in an epoch."""
-
-    def tokens(self, index: int) -> NDArray[Any]:
-        """Ids of one sample without specials, `[length - 2]`."""
-
-    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Tokens of each sample, specials included; the shape of `indices`."""
-
-    def source(self, index: int) -> str:
-        """Name of the dataset that a sample comes from, for messages."""
+BLOCK = 64
+"""Documents between two running totals."""
+_CHUNK = BLOCK << 12  # documents looked at at once while the totals are made
+_SAMPLES, _DOCUMENTS, _TOKENS = range(3)  # columns of the totals
 
 
 class TokenizerIdentity(Protocol):
@@ -52,10 +43,21 @@ class TokenizerIdentity(Protocol):
         """Number of ids."""
 
 
+class _Pieces(NamedTuple):
+    """Where samples lie, int64 in the shape of what was asked for."""
+
+    documents: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    """First token within the document."""
+    lengths: NDArray[np.int64]
+    """Tokens, without specials."""
+
+
 class SampleIndex:
     """Samples of the documents `[low, high)` of a dataset.
 
-    Raises `UserError` where not one document is long enough.
+    `totals` is what `sample_totals(dataset, seq_length)` gives, if it is at hand. Raises `UserError` where not one
+    document is long enough.
 
     Attributes:
         num_documents: documents in the range.
@@ -63,26 +65,26 @@ class SampleIndex:
         num_tokens: tokens in all samples, without specials.
     """
 
-    def __init__(self, dataset: IndexedDataset, document_range: tuple[int, int], seq_length: int) -> None:
-        if seq_length <= NUM_SPECIAL_TOKENS:
-            raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        document_range: tuple[int, int],
+        seq_length: int,
+        totals: NDArray[np.int64] | None = None,
+    ) -> None:
         low, high = document_range
         if not 0 <= low <= high <= dataset.num_documents:
             raise ValueError(f"documents [{low}, {high}) of {dataset.prefix}, which has {dataset.num_documents}")
         self.dataset = dataset
         self.seq_length = seq_length
         self._piece_length = seq_length - NUM_SPECIAL_TOKENS
-        self._first_sequence = dataset.document_indices[low : high + 1]  # [documents + 1], a view of the file
-        begin, end = self._first_sequence[0], self._first_sequence[-1]
-        token_ends = np.cumsum(dataset.sizes[begin:end], dtype=np.int64)
-        token_ends = np.concatenate([[0], token_ends])
-        self._document_tokens = np.diff(token_ends[self._first_sequence - begin])  # [documents]
-        kept = self._document_tokens >= MIN_DOCUMENT_TOKENS
-        pieces = np.where(kept, -(-self._document_tokens // self._piece_length), 0)
-        self._first_sample = np.concatenate([[0], np.cumsum(pieces)])  # [documents + 1]
+        self._totals = sample_totals(dataset, seq_length) if totals is None else totals  # [blocks + 1, 3]
+        self._first_samples = self._totals[:, _SAMPLES]  # [blocks + 1]
+        before, after = self._totals_before(low), self._totals_before(high)
+        self._first, self._last = int(before[_SAMPLES]), int(after[_SAMPLES])
         self.num_documents = high - low
-        self.num_dropped_documents = int(self.num_documents - np.count_nonzero(kept))
-        self.num_tokens = int(self._document_tokens[kept].sum())
+        self.num_dropped_documents = self.num_documents - int(after[_DOCUMENTS] - before[_DOCUMENTS])
+        self.num_tokens = int(after[_TOKENS] - before[_TOKENS])
         if not len(self):
             raise UserError(
                 f"{dataset.prefix}: no sample in documents [{low}, {high}) of {dataset.num_documents}: "
@@ -93,41 +95,117 @@ class SampleIndex:
 
     def __len__(self) -> int:
         """Number of samples."""
-        return int(self._first_sample[-1])
+        return self._last - self._first
 
-    def tokens(self, index: int) -> NDArray[Any]:
-        """Ids of sample `index` without specials, `[1 … seq_length - 2]`, in the dataset's own integer type."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        document = int(np.searchsorted(self._first_sample, index, side="right")) - 1
-        begin = int(index - self._first_sample[document]) * self._piece_length
-        length = min(self._piece_length, int(self._document_tokens[document]) - begin)
-        first, last = int(self._first_sequence[document]), int(self._first_sequence[document + 1])
-        if last - first == 1:
-            return self.dataset.get(first, begin, length)
-        # A document of several sequences, such as one a sentence: gather those that the piece overlaps.
+    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
+        """Ids of each of the samples `indices` `[n]` without specials, in the dataset's own integer type.
+
+        n arrays `[1 … seq_length - 2]`.
+        """
+        pieces = self._find(np.asarray(indices))
+        firsts = self.dataset.document_indices[pieces.documents].tolist()
+        lasts = self.dataset.document_indices[pieces.documents + 1].tolist()
+        places = zip(firsts, lasts, pieces.begins.tolist(), pieces.lengths.tolist(), strict=True)
+        return [
+            self.dataset.get(first, begin, length)
+            if last - first == 1
+            else self._gather(first, last, begin, begin + length)
+            for first, last, begin, length in places
+        ]
+
+    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of each sample, [CLS] and [SEP] included; the shape of `indices`."""
+        return self._find(np.asarray(indices)).lengths + NUM_SPECIAL_TOKENS
+
+    def source(self, index: int) -> str:
+        """Prefix of the dataset."""
+        return self.dataset.prefix
+
+    def _find(self, indices: NDArray[np.int64]) -> _Pieces:
+        """Documents and places of samples, by a search among the totals and a count of the documents in one block."""
+        if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
+        numbers = indices.ravel() + self._first
+        blocks = np.searchsorted(self._first_samples, numbers, side="right") - 1
+        tokens = _document_tokens(self.dataset, blocks * BLOCK, BLOCK)  # [n, BLOCK]
+        ends = np.cumsum(_num_pieces(tokens, self._piece_length), axis=1)
+        within = numbers - self._first_samples[blocks]
+        places = np.count_nonzero(ends <= within[:, None], axis=1)  # [n]: the document within its block
+        rows = np.arange(len(numbers))
+        before = np.where(places > 0, ends[rows, places - 1], 0)
+        begins = (within - before) * self._piece_length
+        lengths = np.minimum(self._piece_length, tokens[rows, places] - begins)
+        found = blocks * BLOCK + places, begins, lengths
+        return _Pieces(*(values.reshape(indices.shape) for values in found))
+
+    def _totals_before(self, document: int) -> NDArray[np.int64]:
+        """Samples, kept documents and their tokens before a document, `[3]`."""
+        block, rest = divmod(document, BLOCK)
+        tokens = _document_tokens(self.dataset, np.array([block * BLOCK]), rest)  # [1, rest]
+        return self._totals[block] + _count(tokens, self._piece_length).sum(axis=(0, 1))
+
+    def _gather(self, first: int, last: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `[begin, end)` of a document of the sequences `[first, last)`, such as one a sentence."""
         ends = np.cumsum(self.dataset.sizes[first:last], dtype=np.int64)
         parts = []
         sequence = int(np.searchsorted(ends, begin, side="right"))
         position = begin
-        while position < begin + length:
+        while position < end:
             sequence_begin = int(ends[sequence - 1]) if sequence else 0
-            taken = min(int(ends[sequence]), begin + length) - position
+            taken = min(int(ends[sequence]), end) - position
             parts.append(self.dataset.get(first + sequence, position - sequence_begin, taken))
             position += taken
             sequence += 1
         return np.concatenate(parts)
 
-    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Tokens of each sample, [CLS] and [SEP] included; the shape of `indices`."""
-        indices = np.asarray(indices)
-        documents = np.searchsorted(self._first_sample, indices, side="right") - 1
-        begins = (indices - self._first_sample[documents]) * self._piece_length
-        return np.minimum(self._piece_length, self._document_tokens[documents] - begins) + NUM_SPECIAL_TOKENS
 
-    def source(self, index: int) -> str:
-        """Prefix of the dataset."""
-        return self.dataset.prefix
+def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:
+    """Samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
+
+    The last row is before document `BLOCK * blocks` or, where the last block is not full, at the end.
+    """
+    if seq_length <= NUM_SPECIAL_TOKENS:
+        raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
+    totals = np.zeros((num_blocks(dataset.num_documents) + 1, 3), np.int64)
+    for low in range(0, dataset.num_documents, _CHUNK):
+        high = min(low + _CHUNK, dataset.num_documents)
+        tokens = _document_tokens(dataset, np.array([low]), high - low)[0]  # [documents]
+        counts = _count(tokens, seq_length - NUM_SPECIAL_TOKENS)  # [documents, 3]
+        begin = low // BLOCK
+        totals[begin + 1 : begin + 1 + num_blocks(high - low)] = np.add.reduceat(
+            counts, np.arange(0, high - low, BLOCK), axis=0
+        )
+    return np.cumsum(totals, axis=0, out=totals)
+
+
+def num_blocks(num_documents: int) -> int:
+    """Blocks that so many documents fill or begin."""
+    return -(-num_documents // BLOCK)
+
+
+def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last document."""
+    documents = np.minimum(firsts[:, None] + np.arange(count + 1), dataset.num_documents)  # [n, count + 1]
+    bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 1]: sequences
+    widths = bounds[:, -1] - bounds[:, 0]  # [n]
+    ends = np.cumsum(widths)
+    if len(firsts) == 1:
+        sizes = dataset.sizes[bounds[0, 0] : bounds[0, -1]]
+    else:
+        sizes = dataset.sizes[np.arange(widths.sum()) + np.repeat(bounds[:, 0] - ends + widths, widths)]
+    running = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    return np.diff(running[bounds - (bounds[:, 0] - ends + widths)[:, None]], axis=1)
+
+
+def _num_pieces(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
+    """Samples of documents of so many tokens."""
+    return np.where(tokens >= MIN_DOCUMENT_TOKENS, -(-tokens // piece_length), 0)
+
+
+def _count(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
+    """What documents of so many tokens add to the totals, `[…, 3]`."""
+    kept = tokens >= MIN_DOCUMENT_TOKENS
+    return np.stack([_num_pieces(tokens, piece_length), kept, tokens * kept], axis=-1)
 
 
 def split_documents(num_documents: int, split: str) -> dict[str, tuple[int, int]]:

@@ -1,12 +1,12 @@
-"""Loop twin of whole-word masking, written from the rule: one row, one word, one piece at a time.
+"""Loop twin of masking, written from the rule: one row, one word, one piece at a time.
 
 The random numbers are arguments, one of each kind for every column, so that the twin and the code under test can be
 given the same ones and must then agree exactly.
 """
 
 
-def units_of(ids, selectable, starts_word):
-    """Lists of columns that are masked together: words, and the single pieces of words of more than four pieces."""
+def words_of(ids, selectable, starts_word):
+    """Lists of columns: the words."""
     words: list[list[int]] = []
     previous_selectable = False
     for column, token in enumerate(ids):
@@ -15,18 +15,44 @@ def units_of(ids, selectable, starts_word):
                 words.append([])
             words[-1].append(column)
         previous_selectable = selectable[column]
+    return words
+
+
+def units_of(words, masking, budget, word_counts):
+    """Lists of columns that are masked together: tokens, words, or n-grams of as many words as drawn for their first
+    column; the pieces of words of more than four pieces stay single."""
+    if masking == "token":
+        return [[column] for word in words for column in word]
     units = []
-    for word in words:
-        units.extend([word] if len(word) <= 4 else [[column] for column in word])
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if len(word) > 4:
+            units.extend([column] for column in word)
+            continue
+        unit = [word]
+        while masking == "ngram" and len(unit) < word_counts[word[0]] and words:
+            neighbour = words[0][0] == unit[-1][-1] + 1
+            if len(words[0]) > 4 or not neighbour or len(sum(unit, [])) + len(words[0]) > budget:
+                break
+            unit.append(words.pop(0))
+        units.append(sum(unit, []))
     return units
 
 
-def select(ids, selectable, starts_word, order_numbers, mask_prob):
+def words_drawn(number):
+    """Words of an n-gram, p(n) proportional to 1/n for n up to 3, from a number in [0, 1)."""
+    return 1 if number < 6 / 11 else 2 if number < 9 / 11 else 3
+
+
+def select(ids, selectable, starts_word, order_numbers, mask_prob, masking="whole-word", ngram_numbers=None):
     """Columns to predict. Units in the order of their first column's number, each taken if it fits the budget."""
-    units = sorted(units_of(ids, selectable, starts_word), key=lambda unit: (order_numbers[unit[0]], unit[0]))
+    budget = max(1, round(mask_prob * sum(selectable)))
+    word_counts = None if ngram_numbers is None else [words_drawn(number) for number in ngram_numbers]
+    units = units_of(words_of(ids, selectable, starts_word), masking, budget, word_counts)
+    units.sort(key=lambda unit: (order_numbers[unit[0]], unit[0]))
     if not units:
         return []
-    budget = max(1, round(mask_prob * sum(selectable)))
     selected: list[int] = []
     for unit in units:
         if len(selected) + len(unit) <= budget:

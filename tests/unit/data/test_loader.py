@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.blend import Blend
 from megatron_ddrp.data.loader import BatchLoader, iterate
-from megatron_ddrp.data.masking import WholeWordMasker
+from megatron_ddrp.data.masking import Masker
 from megatron_ddrp.errors import UserError
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -27,8 +28,8 @@ class FakeSamples:
     def __len__(self):
         return len(self.ids)
 
-    def tokens(self, index):
-        return self.ids[index]
+    def tokens(self, indices):
+        return [self.ids[index] for index in indices]
 
     def lengths(self, indices):
         return np.array([len(ids) + 2 for ids in self.ids])[indices]
@@ -38,11 +39,11 @@ class FakeSamples:
 
 
 def make_loader(samples=None, *, micro=2, world=1, rank=0, global_batch=16, **options):
-    masker = WholeWordMasker(np.arange(VOCAB) % 4 != 0, SPECIAL, MASK, VOCAB, seed=7, unk_id=UNK)
+    masker = Masker(np.arange(VOCAB) % 4 != 0, SPECIAL, MASK, VOCAB, seed=7, unk_id=UNK)
     sizes = {"seq_length": SEQ, "micro_batch_size": micro, "global_batch_size": global_batch}
     layout = {"rank": rank, "world_size": world, "seed": options.pop("seed", 7)}
     ids = {"cls_id": CLS, "sep_id": SEP, "pad_id": PAD}
-    return BatchLoader(samples or FakeSamples(), masker, **ids, **sizes, **layout, **options)
+    return BatchLoader(Blend([samples or FakeSamples()]), masker, **ids, **sizes, **layout, **options)
 
 
 def rows_of(batches):

@@ -1,4 +1,4 @@
-"""Whole-word masking: equal to the loop twin, the promised rates, purity, and specials left alone."""
+"""Masking in words, tokens and n-grams: equal to the loop twin, the promised rates, purity, and specials left alone."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.masking import WholeWordMasker
-from megatron_ddrp.data.randomness import fold_in, hash_uint64, uniform
+from megatron_ddrp.data.masking import MASKINGS, Masker
+from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
 from tests.reference import masking as twin
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -17,7 +17,7 @@ SEED = 99
 
 
 def make_masker(**options):
-    return WholeWordMasker(WORD_STARTS, SPECIAL, MASK, VOCAB, unk_id=UNK, seed=SEED, **options)
+    return Masker(WORD_STARTS, SPECIAL, MASK, VOCAB, unk_id=UNK, seed=SEED, **options)
 
 
 def make_rows(num_rows, seq_length, rng, continuation=0.3, unknown=0.02):
@@ -34,48 +34,61 @@ def make_rows(num_rows, seq_length, rng, continuation=0.3, unknown=0.02):
     return ids, documents
 
 
-def twin_masks(ids, documents, epoch, sample, mask_prob):
+def uniform(purpose, *counters):
+    return to_unit(hash_uint64(SEED, purpose, *counters))
+
+
+def twin_masks(ids, documents, epoch, sample, mask_prob, masking="whole-word"):
     """The twin on one row, given the numbers that (seed, purpose, epoch, sample, column) name."""
     columns = np.arange(len(ids))
     order = hash_uint64(SEED, "mask-order", epoch, sample, columns) >> np.uint64(32)
-    action = uniform(SEED, "mask-action", epoch, sample, columns)
+    action = uniform("mask-action", epoch, sample, columns)
     ordinary = [token for token in range(VOCAB) if token not in SPECIAL]
-    pieces = [ordinary[int(draw * len(ordinary))] for draw in uniform(SEED, "mask-piece", epoch, sample, columns)]
+    pieces = [ordinary[int(draw * len(ordinary))] for draw in uniform("mask-piece", epoch, sample, columns)]
     selectable = [
         bool(document) and token not in (PAD, CLS, SEP, MASK) for token, document in zip(ids, documents, strict=True)
     ]
-    selected = twin.select(ids, selectable, WORD_STARTS, order.tolist(), mask_prob)
+    ngrams = uniform("mask-ngram", epoch, sample, columns)
+    selected = twin.select(ids, selectable, WORD_STARTS, order.tolist(), mask_prob, masking, ngrams)
     return twin.corrupt(ids, selected, MASK, action, pieces)
 
 
-def assert_equals_twin(ids, documents, epochs, samples, mask_prob=0.15):
-    masked, labels = make_masker(mask_prob=mask_prob)(ids, documents, epochs, samples)
+def assert_equals_twin(ids, documents, epochs, samples, mask_prob=0.15, masking="whole-word"):
+    masked, labels = make_masker(mask_prob=mask_prob, masking=masking)(ids, documents, epochs, samples)
     for row in range(len(ids)):
         expected = twin_masks(
-            ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row]), mask_prob
+            ids[row].tolist(), documents[row].tolist(), int(epochs[row]), int(samples[row]), mask_prob, masking
         )
         assert (masked[row].tolist(), labels[row].tolist()) == expected
 
 
+@pytest.mark.parametrize("masking", MASKINGS)
 @pytest.mark.parametrize("continuation", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("mask_prob", [0.15, 0.4, 1.0])
-def test_equals_the_loop_twin(continuation, mask_prob):
+def test_equals_the_loop_twin(continuation, mask_prob, masking):
     rng = np.random.default_rng(0)
     ids, documents = make_rows(40, 96, rng, continuation)
-    assert_equals_twin(ids, documents, rng.integers(0, 9, 40), rng.integers(0, 10**9, 40), mask_prob)
+    assert_equals_twin(ids, documents, rng.integers(0, 9, 40), rng.integers(0, 10**9, 40), mask_prob, masking)
 
 
 rows_of_ids = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=9, max_size=9), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
-@given(rows_of_ids, st.floats(0.01, 1.0), st.integers(0, 5), st.integers(0, 2**40), st.integers(0, 9))
-def test_equals_the_loop_twin_on_any_ids(rows, mask_prob, epoch, sample, padding):
+@settings(max_examples=300, deadline=None)
+@given(
+    rows_of_ids,
+    st.floats(0.01, 1.0),
+    st.integers(0, 5),
+    st.integers(0, 2**40),
+    st.integers(0, 9),
+    st.sampled_from(MASKINGS),
+)
+def test_equals_the_loop_twin_on_any_ids(rows, mask_prob, epoch, sample, padding, masking):
     ids = np.array(rows)
     documents = np.ones_like(ids)
     documents[:, 9 - padding :] = 0
     samples = sample + np.arange(len(ids))
-    assert_equals_twin(ids, documents, np.full(len(ids), epoch), samples, mask_prob)
+    assert_equals_twin(ids, documents, np.full(len(ids), epoch), samples, mask_prob, masking)
 
 
 def test_many_chunks_equal_the_loop_twin():
@@ -193,7 +206,12 @@ def test_shares_can_be_set_for_electra():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mask_prob": 0.0}, "mask_prob"), ({"mask_prob": 1.5}, "mask_prob"), ({"mask_share": 0.95}, "mask_share")],
+    [
+        ({"mask_prob": 0.0}, "mask_prob"),
+        ({"mask_prob": 1.5}, "mask_prob"),
+        ({"mask_share": 0.95}, "mask_share"),
+        ({"masking": "words"}, "expected one of whole-word, token, ngram"),
+    ],
 )
 def test_refuses_impossible_shares(options, message):
     with pytest.raises(ValueError, match=message):
@@ -202,4 +220,4 @@ def test_refuses_impossible_shares(options, message):
 
 def test_refuses_a_map_of_another_vocabulary():
     with pytest.raises(ValueError, match="expected vocab_size = 200"):
-        WholeWordMasker(WORD_STARTS[:-1], SPECIAL, MASK, VOCAB)
+        Masker(WORD_STARTS[:-1], SPECIAL, MASK, VOCAB)

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.blend import Blend
 from megatron_ddrp.data.loader import BatchLoader
-from megatron_ddrp.data.masking import WholeWordMasker
+from megatron_ddrp.data.masking import Masker
 from megatron_ddrp.data.packing import join_samples, pack_rows
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -104,8 +105,8 @@ class FakeSamples:
     def __len__(self):
         return len(self.ids)
 
-    def tokens(self, index):
-        return self.ids[index]
+    def tokens(self, indices):
+        return [self.ids[index] for index in indices]
 
     def lengths(self, indices):
         return np.array([len(ids) + 2 for ids in self.ids])[indices]
@@ -115,11 +116,11 @@ class FakeSamples:
 
 
 def make_loader(*, micro=8, world=1, rank=0, **options):
-    masker = WholeWordMasker(np.arange(VOCAB) % 4 != 0, SPECIAL, MASK, VOCAB, seed=7, unk_id=UNK)
+    masker = Masker(np.arange(VOCAB) % 4 != 0, SPECIAL, MASK, VOCAB, seed=7, unk_id=UNK)
     sizes = {"seq_length": SEQ, "micro_batch_size": micro, "global_batch_size": 64}
     ids = {"cls_id": CLS, "sep_id": SEP, "pad_id": PAD}
     options = {"packing": True} | options
-    return BatchLoader(FakeSamples(), masker, **ids, **sizes, rank=rank, world_size=world, seed=7, **options)
+    return BatchLoader(Blend([FakeSamples()]), masker, **ids, **sizes, rank=rank, world_size=world, seed=7, **options)
 
 
 def documents_of(batches):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, uniform
+from megatron_ddrp.data.randomness import fold_in, hash_uint64, permute, to_unit
 
 
 def test_values_are_frozen():
@@ -40,7 +40,7 @@ def test_no_overflow_warnings():
 
 
 def test_uniform_is_uniform_and_uncorrelated():
-    draws = uniform(7, "test", np.arange(200)[:, None], np.arange(500))
+    draws = to_unit(hash_uint64(7, "test", np.arange(200)[:, None], np.arange(500)))
     assert draws.min() >= 0 and draws.max() < 1
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
     for first, second in ((draws[:, :-1], draws[:, 1:]), (draws[:-1], draws[1:])):

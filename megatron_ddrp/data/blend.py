@@ -1,0 +1,210 @@
+"""Several corpora as one endless stream in which every prefix keeps to the weights, addressed by position.
+
+`--data-path 0.7 A 0.3 B`: of the first p samples of the stream, corpus c has given ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and
+c. This is the chairman assignment problem (Tijdeman, 1980), and earliest deadline first over the slots in which a
+corpus' j-th sample may stand solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule, the corpus with
+the largest deficit first, is close to it but promises no bound. Integer weights give a pattern that repeats after their
+sum, so that position p needs one look into one period: nothing is stored a sample, and a resumed run starts anywhere.
+
+Each corpus is walked on its own, epoch after epoch, each epoch and corpus in its own order. Without weights the corpora
+are one: an epoch is all their samples in one common order, just as if the files had been merged.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_ddrp.data.randomness import permute
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+MAX_PERIOD = 1 << 20
+"""Longest pattern. Weights that need a longer one are rounded to parts in this."""
+
+
+class Samples(Protocol):
+    """One corpus of a blend: a `SampleIndex`."""
+
+    num_documents: int
+
+    def __len__(self) -> int:
+        """Number of samples in an epoch."""
+
+    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of each sample, specials included; the shape of `indices`."""
+
+    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
+        """Ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
+
+    def source(self, index: int) -> str:
+        """Name of the dataset that a sample comes from, for messages."""
+
+
+class BlendWords(NamedTuple):
+    """What `--data-path` and its kin ask for."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[Fraction, ...] | None
+    """One a prefix, exactly as written; None where none is given."""
+
+
+class Blend:
+    """`Samples` of several corpora, numbered one corpus after the other, and the order in which a run visits them.
+
+    Attributes:
+        parts: the corpora.
+        counts: samples each corpus gives in one period of the pattern; None without weights.
+    """
+
+    def __init__(self, parts: Sequence[Samples], weights: Sequence[Fraction] | None = None) -> None:
+        assert parts and (weights is None or len(weights) == len(parts)), (len(parts), weights)
+        self.parts = list(parts)
+        self._offsets = np.cumsum([0, *(len(part) for part in parts)])  # [parts + 1]
+        self.counts = None if weights is None else whole_weights(weights)
+        if self.counts is not None:
+            self._pattern = interleave(self.counts)  # [period]
+            order = np.argsort(self._pattern, kind="stable")
+            self._ordinals = np.empty(len(order), np.int64)  # [period]: how often the same corpus came before
+            self._ordinals[order] = np.concatenate([np.arange(count) for count in self.counts])
+
+    def __len__(self) -> int:
+        """Number of samples of all corpora."""
+        return int(self._offsets[-1])
+
+    def visits(self, positions: NDArray[np.int64], seed: int, shuffle: bool = True) -> tuple[NDArray, NDArray]:
+        """Epoch and sample at each of the `positions` `[n]` of the stream, both int64 `[n]`.
+
+        An epoch is the corpus' own where there are weights.
+        """
+        if self.counts is None:
+            return _walk(positions, len(self), seed, "shuffle", shuffle)
+        cycles, places = np.divmod(positions, len(self._pattern))
+        parts = self._pattern[places]
+        numbers = cycles * np.array(self.counts)[parts] + self._ordinals[places]  # [n]: in the corpus' own stream
+        epochs, indices = np.empty_like(positions), np.empty_like(positions)
+        for part in np.unique(parts).tolist():
+            mine = parts == part
+            purpose = f"shuffle {part}" if part else "shuffle"
+            epochs[mine], own = _walk(numbers[mine], len(self.parts[part]), seed, purpose, shuffle)
+            indices[mine] = self._offsets[part] + own
+        return epochs, indices
+
+    def consumed(self, positions: int) -> list[int]:
+        """Samples that each weighted corpus gives within the first `positions` of the stream."""
+        assert self.counts is not None
+        cycles, rest = divmod(positions, len(self._pattern))
+        begun = np.bincount(self._pattern[:rest], minlength=len(self.parts)).tolist()
+        return [cycles * count + more for count, more in zip(self.counts, begun, strict=True)]
+
+    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of each sample, specials included; the shape of `indices`."""
+        indices = np.asarray(indices)
+        lengths = np.empty(indices.shape, np.int64)
+        for part, mine in self._by_part(indices):
+            lengths[mine] = self.parts[part].lengths(indices[mine] - self._offsets[part])
+        return lengths
+
+    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
+        """Ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
+        indices = np.asarray(indices)
+        if len(self.parts) == 1:
+            return self.parts[0].tokens(indices)
+        tokens: list[Any] = [None] * len(indices)
+        for part, mine in self._by_part(indices):
+            read = self.parts[part].tokens(indices[mine] - self._offsets[part])
+            for place, ids in zip(np.flatnonzero(mine).tolist(), read, strict=True):
+                tokens[place] = ids
+        return tokens
+
+    def source(self, index: int) -> str:
+        """Name of the dataset that a sample comes from."""
+        part = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        return self.parts[part].source(int(index - self._offsets[part]))
+
+    def _by_part(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
+        """The corpora that `indices` touch, each with the mask of its own."""
+        parts = np.searchsorted(self._offsets, indices, side="right") - 1
+        return [(part, parts == part) for part in np.unique(parts).tolist()]
+
+
+def _walk(
+    numbers: NDArray[np.int64], size: int, seed: int, purpose: str, shuffle: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Epoch and sample of each of the `numbers` of one endless stream over `size` samples."""
+    epochs, indices = np.divmod(numbers, size)
+    return epochs, permute(indices, size, seed, purpose, epochs) if shuffle else indices
+
+
+def read_blend(words: Sequence[str], flag: str) -> BlendWords:
+    """The words of `[WEIGHT] P …`. Raises `UserError`, exit code 2, naming `flag`, for anything between the two forms.
+
+    A word is a weight if it reads as a number; a prefix that does is written as a path, such as ./2024. A single word
+    is always a prefix.
+    """
+    shown = f"{flag} {' '.join(words)}".strip()
+    if not words:
+        raise UserError(f"{flag} is empty: give one prefix or more, such as {flag} 0.7 A 0.3 B", WRONG_ARGUMENTS)
+    numbers = [_is_number(word) for word in words]
+    if len(words) == 1 or not any(numbers):
+        return BlendWords(tuple(words), None)
+    if numbers != [True, False] * (len(words) // 2):
+        raise UserError(
+            f"{shown}: expected a weight before every prefix or before none, got {len(words)} words of which "
+            f"{sum(numbers)} are numbers; write {flag} 0.7 A 0.3 B or {flag} A B",
+            WRONG_ARGUMENTS,
+        )
+    for word in words[::2]:
+        if not 0 < float(word) < math.inf:
+            raise UserError(
+                f"{shown}: weight {word} must be a number above 0; leave out a corpus that is to give nothing",
+                WRONG_ARGUMENTS,
+            )
+    return BlendWords(tuple(words[1::2]), tuple(Fraction(Decimal(word)) for word in words[::2]))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def whole_weights(weights: Sequence[Fraction]) -> list[int]:
+    """The smallest integers in the proportions of `weights`; rounded, none to 0, if their sum exceeds `MAX_PERIOD`."""
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    counts = [int(weight * scale) for weight in weights]
+    if sum(counts) // math.gcd(*counts) > MAX_PERIOD:
+        total = sum(counts)
+        counts = [max(1, round(Fraction(count * MAX_PERIOD, total))) for count in counts]
+    divisor = math.gcd(*counts)
+    return [count // divisor for count in counts]
+
+
+def interleave(counts: Sequence[int]) -> NDArray[np.int64]:
+    """Which corpus stands at each slot of a period `[sum(counts)]`, corpus c at `counts[c]` of them.
+
+    Its j-th sample (from 0) may stand in the slots from ⌊j/w⌋ to ⌈(j+1)/w⌉ - 1, w = counts[c] / sum(counts). Of the
+    samples whose slots have begun, the one whose slots end first comes next; of equal ones the one that waits longer.
+    """
+    period = sum(counts)
+    waiting = [(0, corpus, 0) for corpus in range(len(counts))]  # (first slot, corpus, j)
+    ready: list[tuple[int, int, int, int]] = []  # (last slot, first slot, corpus, j)
+    pattern = np.empty(period, np.int64)
+    for slot in range(period):
+        while waiting and waiting[0][0] <= slot:
+            first, corpus, j = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(j + 1) * period // counts[corpus]) - 1, first, corpus, j))
+        last, _, corpus, j = heapq.heappop(ready)
+        assert last >= slot, "earliest deadline first meets every deadline"
+        pattern[slot] = corpus
+        if j + 1 < counts[corpus]:
+            heapq.heappush(waiting, ((j + 1) * period // counts[corpus], corpus, j + 1))
+    return pattern

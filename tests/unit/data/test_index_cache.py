@@ -1,0 +1,124 @@
+"""The kept sample index: the same totals from disk, in memory or made anew, for any number of writers at once."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.data.index_cache import cache_path, cached_totals
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.samples import SampleIndex, sample_totals
+from megatron_ddrp.errors import UserError
+
+
+def write_dataset(prefix, lengths):
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for length in lengths:
+            writer.append(np.arange(length))
+            writer.end_document()
+        writer.finalize()
+    return IndexedDataset(prefix)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    lengths = np.random.default_rng(0).integers(0, 60, 1000)
+    return write_dataset(tmp_path / "data" / "corpus_text_document", lengths.tolist())
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_opening_reads_what_the_first_wrote(dataset, tmp_path, monkeypatch):
+    before = files(tmp_path / "data")
+    totals, note = cached_totals(dataset, 32)
+    (name,) = set(files(tmp_path / "data")) - set(before)
+    assert note is None and name.startswith("corpus_text_document.") and name.endswith(".samples.npy")
+    assert np.array_equal(totals, sample_totals(dataset, 32))
+    mode = stat.S_IMODE(os.stat(tmp_path / "data" / name).st_mode)
+    assert mode == stat.S_IMODE(os.stat(dataset.prefix + ".idx").st_mode)
+
+    monkeypatch.setattr("megatron_ddrp.data.index_cache.sample_totals", None)
+    again, note = cached_totals(dataset, 32)
+    assert note is None and np.array_equal(again, totals)
+
+
+def test_kept_and_fresh_totals_give_the_same_samples(dataset, tmp_path):
+    cached_totals(dataset, 32, tmp_path / "cache")
+    totals, _ = cached_totals(dataset, 32, tmp_path / "cache")
+    for low, high in ((0, 1000), (64, 128), (333, 999)):
+        kept, fresh = SampleIndex(dataset, (low, high), 32, totals), SampleIndex(dataset, (low, high), 32)
+        everything = np.arange(len(fresh))
+        assert len(kept) == len(fresh) and kept.num_tokens == fresh.num_tokens
+        for one, other in zip(kept.tokens(everything), fresh.tokens(everything), strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_the_name_follows_content_and_sequence_length(dataset, tmp_path):
+    names = {cache_path(dataset, 32).name, cache_path(dataset, 33).name}
+    lengths = dataset.sizes.tolist()
+    lengths[10], lengths[20] = 5, lengths[10] + lengths[20] - 5  # as many documents and tokens as before
+    names.add(cache_path(write_dataset(dataset.prefix, lengths), 32).name)
+    assert len(names) == 3
+    assert cache_path(dataset, 32, tmp_path / "elsewhere").parent == tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", "truncated", "other"])
+def test_a_damaged_file_is_made_again(dataset, damage):
+    totals, _ = cached_totals(dataset, 32)
+    path = cache_path(dataset, 32)
+    whole = path.read_bytes()
+    if damage == "other":
+        np.save(path, np.zeros((3, 3)))
+    else:
+        path.write_bytes(whole[:-9] if damage == "truncated" else damage)
+    again, note = cached_totals(dataset, 32)
+    assert note is None and np.array_equal(again, totals) and path.read_bytes() == whole
+
+
+def test_many_writers_at_once_leave_one_whole_file(dataset, tmp_path):
+    folder = tmp_path / "cache"
+    program = (
+        "import sys, zlib\n"
+        "from megatron_ddrp.data.index_cache import cached_totals\n"
+        "from megatron_ddrp.data.indexed_dataset import IndexedDataset\n"
+        "dataset = IndexedDataset(sys.argv[1])\n"
+        "for _ in range(50):\n"
+        "    totals, note = cached_totals(dataset, 32, sys.argv[2])\n"
+        "    assert note is None\n"
+        "    for path in __import__('pathlib').Path(sys.argv[2]).glob('*.npy'):\n"
+        "        path.unlink(missing_ok=True)\n"
+        "print(zlib.crc32(cached_totals(dataset, 32, sys.argv[2])[0].tobytes()))\n"
+    )
+    command = [sys.executable, "-c", program, dataset.prefix, str(folder)]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    results = [(*writer.communicate(timeout=60), writer.returncode) for writer in writers]
+    assert [code for _, _, code in results] == [0] * 4, results
+    assert len({out for out, _, _ in results}) == 1
+    cached_totals(dataset, 32, folder)
+    assert files(folder) == [cache_path(dataset, 32).name], "no temporary file stays"
+
+
+def refuse_writing(*_arguments, **_options):
+    raise OSError(30, "Read-only file system")
+
+
+def test_read_only_data_keep_the_index_in_memory_and_say_so(dataset, tmp_path, monkeypatch):
+    before = files(tmp_path / "data")
+    monkeypatch.setattr("tempfile.mkstemp", refuse_writing)
+    totals, note = cached_totals(dataset, 32)
+    assert np.array_equal(totals, sample_totals(dataset, 32)) and files(tmp_path / "data") == before
+    for part in (str(tmp_path / "data"), "Read-only file system", "stays in memory", "--index-cache-dir DIR"):
+        assert part in note
+    assert "\n" not in note
+
+
+def test_a_named_folder_that_cannot_be_written_is_refused(dataset, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--index-cache-dir .*folder: cannot be written: Not a directory") as error:
+        cached_totals(dataset, 32, tmp_path / "file" / "folder")
+    assert error.value.exit_code == 1
