@@ -99,7 +99,7 @@ def load_model(folder: str | Path) -> tuple[Any, Tokenizer, Config]:
     if path is None:
         raise UserError(f"{folder} holds no checkpoint: expected a folder that pretrain_bert.py --save wrote")
     config = Config.from_dict(read_state(path)["config"])
-    model = build_model(config.model)
+    model = build_model(config.model, objective=config.objective)
     load_weights(model, path)
     return model.eval(), load_tokenizer(path.parent / TOKENIZER), config
 

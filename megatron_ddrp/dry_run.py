@@ -39,7 +39,7 @@ def dry_run(config: Config) -> None:
     training = config.training
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, world_size)
     deepspeed_settings(config, micro_batches, world_size)
-    parameters, position_parameters = count_parameters(on_meta_device(config.model))
+    parameters, position_parameters = count_parameters(on_meta_device(config.model, config.objective))
     memory = memory_per_rank(config, parameters, world_size)
     facts = {
         "parameters": parameters,

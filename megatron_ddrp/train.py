@@ -34,7 +34,7 @@ def train(config: Config) -> None:
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
-    model = build_model(config.model, config.parallel.checkpoint_activations)
+    model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
     total, position = count_parameters(model)
     imported = load_imported_weights(model, load, config) if load else None
     engine = build_engine(model, config, ranks, loader.num_micro_batches)

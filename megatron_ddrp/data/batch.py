@@ -29,7 +29,9 @@ class Batch(NamedTuple):
     """0 for the first sentence, 1 for the second (fine-tuning on pairs); 0 at padding."""
     sequence_ids: Any
     """Number of the sample that the token belongs to, unique within a step; 0 at padding."""
+    note_ids: Any = None
+    """Under `--notes`: w at the first piece of rare word w = 1, 2, …, −w at its others, 0 elsewhere. Else None."""
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
-        """Apply `function` to every field: move to a device, slice rows, turn into tensors."""
-        return Batch(*map(function, self))
+        """Apply `function` to every field there is: move to a device, slice rows, turn into tensors."""
+        return Batch(*(field if field is None else function(field) for field in self))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,11 +96,11 @@ class BatchLoader:
             documents = np.array([len(row) for row in rows])
             end = begin + int(documents.sum())
             width = self._row_length(max(int(lengths[row].sum()) for row in rows))
-            chosen = Batch(*(field[begin:end] for field in samples))
+            chosen = samples.map(itemgetter(slice(begin, end)))
             if self.packing:
                 batches.append(join_samples(chosen, documents, width, self.pad_id))
             else:
-                batches.append(Batch(*(np.ascontiguousarray(field[:, :width]) for field in chosen)))
+                batches.append(chosen.map(itemgetter((slice(None), slice(width)))).map(np.ascontiguousarray))
             begin = end
         return batches
 

@@ -106,5 +106,5 @@ def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, 
         return laid.reshape(len(documents), row_length)
 
     numbered = samples._replace(document_ids=samples.document_ids * numbers[:, None])
-    padding = Batch(pad_id, IGNORED_LABEL, document_ids=0, position_ids=0, segment_ids=0, sequence_ids=0)
-    return Batch(*map(lay, numbered, padding))
+    padding = Batch(pad_id, IGNORED_LABEL, document_ids=0, position_ids=0, segment_ids=0, sequence_ids=0, note_ids=0)
+    return Batch(*(None if field is None else lay(field, fill) for field, fill in zip(numbered, padding, strict=True)))

@@ -5,7 +5,6 @@ One process runs the list in order; a pipeline is given the same list. Nothing h
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,27 +12,24 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, MaskedLMHead
-from megatron_ddrp.model.positions import REGISTRY, LayerPositions, PositionEncoding
+from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead
+from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.stages import StageState
 from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.objectives.notes import NoteInputs
 
 
-class Bert(nn.Module):
-    """A BERT-class encoder with its masked-LM head. Call it for loss sums, `encode` for hidden states."""
+class Encoder(nn.Module):
+    """Embeddings and layers, which every model here has, and what runs its stages. A subclass adds `head`."""
 
-    def __init__(self, config: ModelConfig, checkpoint_activations: bool = False) -> None:
+    head: MaskedLMHead | ReplacedTokenHead
+
+    def __init__(self, config: ModelConfig, checkpoint_activations: bool = False, notes_mix: float = 0.0) -> None:
         super().__init__()
         self.config = config
         self.checkpoint_activations = checkpoint_activations
-        self.embeddings = Embeddings(config)
+        self.embeddings = Embeddings(config, notes_mix)
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
-        self.head = MaskedLMHead(config, self.embeddings.token)
-        decodes = config.deberta_emd
-        if decodes is None:
-            decodes = REGISTRY[config.position_encoding].decodes_absolute
-        self.mask_decoder = EnhancedMaskDecoder(config) if decodes else None
-        self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
         """BERT's: normal(0, `init_method_std`) matrices, zero biases, unit LayerNorms. Encodings draw their own."""
@@ -44,14 +40,14 @@ class Bert(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """The model as stages, each mapping a tuple of tensors to the next one's."""
-        if self.mask_decoder is None:
-            return [self.embeddings, *self.layers, self.head]
-        *first, last = self.layers
-        return [self.embeddings, *first, DecodingStage(last, self.mask_decoder, self.head)]
+        raise AssertionError(f"{type(self).__name__} does not say its stages")
 
-    def forward(self, batch: Batch, draws: Draws) -> Tensor:
-        """Sums `[3]` over this micro-batch of −log p (LM), TCD and HCD; the caller divides by the global counts."""
-        tensors = first_tensors(batch, draws)
+    def forward(self, batch: Batch, draws: Draws, notes: NoteInputs | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Sums over this micro-batch of −log p (LM), TCD and HCD, `[3]`, and what else the objective adds.
+
+        The caller divides by the global counts. With `notes` also the notes taken, `[occurrences, hidden]`.
+        """
+        tensors = first_tensors(batch, draws, notes)
         for stage in self.stages():
             tensors = self._run(stage, tensors)
         return tensors  # type: ignore[return-value]
@@ -65,6 +61,29 @@ class Bert(nn.Module):
         for stage in (self.embeddings, *self.layers):
             tensors = self._run(stage, tensors)
         return self.head.last_hidden(StageState.unpack(tensors).hidden)
+
+    def _run(self, stage: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.checkpoint_activations and self.training and isinstance(stage, (EncoderLayer, DecodingStage)):
+            return checkpoint(stage, tensors, use_reentrant=False)  # type: ignore[return-value]
+        return stage(tensors)
+
+
+class Bert(Encoder):
+    """A BERT-class encoder with its masked-LM head. Call it for loss sums, `encode` for hidden states."""
+
+    head: MaskedLMHead
+
+    def __init__(self, config: ModelConfig, checkpoint_activations: bool = False, notes_mix: float = 0.0) -> None:
+        super().__init__(config, checkpoint_activations, notes_mix)
+        self.head = MaskedLMHead(config, self.embeddings.token)
+        self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
+        self.apply(self._initialise)
+
+    def stages(self) -> list[nn.Module]:
+        if self.mask_decoder is None:
+            return [self.embeddings, *self.layers, self.head]
+        *first, last = self.layers
+        return [self.embeddings, *first, DecodingStage(last, self.mask_decoder, self.head)]
 
     def predict(self, batch: Batch) -> Tensor:
         """Vocabulary logits where the labels are not `IGNORED_LABEL`, as in training: with the mask decoder if any.
@@ -86,42 +105,15 @@ class Bert(nn.Module):
         """Vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, padding cut off."""
         return self.head.logits(hidden)[..., : self.config.vocab_size]
 
-    def _run(self, stage: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self.checkpoint_activations and self.training and isinstance(stage, (EncoderLayer, DecodingStage)):
-            return checkpoint(stage, tensors, use_reentrant=False)  # type: ignore[return-value]
-        return stage(tensors)
+
+def decodes_masks(config: ModelConfig) -> bool:
+    """Whether a masked LM of this configuration has the enhanced mask decoder."""
+    return REGISTRY[config.position_encoding].decodes_absolute if config.deberta_emd is None else config.deberta_emd
 
 
-def first_tensors(batch: Batch, draws: Draws) -> tuple[Tensor, ...]:
-    """What the first stage takes."""
+def first_tensors(batch: Batch, draws: Draws, notes: NoteInputs | None = None) -> tuple[Tensor, ...]:
+    """What the first stage takes: ids, draws, ELECTRA's sample keys if any, notes if any."""
     ids = (batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
-    return (*ids, batch.labels, draws.token_mask, draws.heads)
-
-
-def build_model(config: ModelConfig, checkpoint_activations: bool = False) -> Bert:
-    """The model of a configuration, freshly initialised from torch's random state, on the CPU, without DeepSpeed."""
-    return Bert(config, checkpoint_activations)
-
-
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(all parameters without the vocabulary's padding, those of the position encoding)."""
-    position = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (PositionEncoding, LayerPositions, EnhancedMaskDecoder))
-        for parameter in module.parameters()
-    }
-    if isinstance(model, Bert) and model.embeddings.absolute is not None:
-        position.add(id(model.embeddings.absolute.weight))
-    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    padding = 0
-    if isinstance(model, Bert):
-        rows = model.config.padded_vocab_size - model.config.vocab_size
-        padding = rows * (model.config.hidden_size + 1)
-    return sum(sizes.values()) - padding, sum(size for key, size in sizes.items() if key in position)
-
-
-def on_meta_device(config: ModelConfig) -> Bert:
-    """The model's shapes without its memory."""
-    with torch.device("meta"):
-        return Bert(config)
+    keys = () if draws.sample_keys is None else (draws.sample_keys,)
+    taken = () if notes is None else notes.integers()
+    return (*ids, batch.labels, draws.token_mask, draws.heads, *keys, *taken)

@@ -10,6 +10,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.stages import NUM_LOSSES, StageState
+from megatron_ddrp.objectives.notes import NoteInputs, blend
 
 NUM_SEGMENTS = 2
 
@@ -24,13 +25,21 @@ def check_length(length: int, longest: int) -> None:
 
 
 class Embeddings(nn.Module):
-    """Ids → the first `StageState`; computes the position tensors that all layers share."""
+    """Ids → the first `StageState`; computes the position tensors that all layers share.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `shared`, for ELECTRA's generator, lends its token and segment embeddings, which are projected to this width.
+    """
+
+    def __init__(self, config: ModelConfig, notes_mix: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
-        self.token = nn.Embedding(config.padded_vocab_size, config.hidden_size)
-        self.segment = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
+        self.config, self.dropout, self.notes_mix = config, config.hidden_dropout, notes_mix
+        if shared is None:
+            self.token = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+            self.segment = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
+            self.projection = None
+        else:
+            self.token, self.segment = shared.token, shared.segment
+            self.projection = nn.Linear(shared.token.embedding_dim, config.hidden_size)
         encoding = REGISTRY[config.position_encoding](config)
         self.longest = config.seq_length if encoding.limits_length else None
         self.absolute = (
@@ -39,20 +48,42 @@ class Embeddings(nn.Module):
         self.position = encoding if config.relative_table == "shared" else None
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
 
-    def embed(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """int64 `[batch, seq]` each → `[batch, seq, hidden]`."""
+    def embed(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, notes: NoteInputs | None = None
+    ) -> Tensor:
+        """int64 `[batch, seq]` each, and the notes to read → `[batch, seq, hidden]`."""
         if self.longest is not None:
             check_length(input_ids.shape[1], self.longest)
-        hidden = self.token(input_ids) + self.segment(segment_ids)
+        hidden = self._project(self.token(input_ids) + self.segment(segment_ids))
         if self.absolute is not None:
             hidden = hidden + self.absolute(position_ids)
+        if notes is not None:
+            hidden = blend(hidden, notes.places, self._project(notes.vectors.to(hidden.dtype)), self.notes_mix)
         return F.dropout(self.norm(hidden), self.dropout, self.training)
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(input_ids, segment_ids, document_ids, position_ids, labels, token_mask, heads) → packed `StageState`."""
-        input_ids, segment_ids, document_ids, position_ids, labels, token_mask, heads = tensors
-        hidden = self.embed(input_ids, segment_ids, position_ids)
+        """What `first_tensors` gives → packed `StageState`."""
+        input_ids, segment_ids, document_ids, position_ids, labels, token_mask, heads, *rest = tensors
+        notes = NoteInputs.from_integers(*rest) if rest else None
+        hidden = self.embed(input_ids, segment_ids, position_ids, notes)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.zeros(NUM_LOSSES, dtype=dtype, device=hidden.device)
-        position = self.position(position_ids) if self.position is not None else ()
-        return StageState(hidden, losses, position, document_ids, position_ids, labels, token_mask, heads).pack()
+        windows = () if notes is None else (notes.windows,)
+        return StageState(
+            hidden,
+            losses,
+            self.shared_positions(position_ids),
+            document_ids,
+            position_ids,
+            labels,
+            token_mask,
+            heads,
+            windows,
+        ).pack()
+
+    def shared_positions(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """The position tensors of all layers; none where each layer has its own."""
+        return self.position(position_ids) if self.position is not None else ()
+
+    def _project(self, states: Tensor) -> Tensor:
+        return states if self.projection is None else self.projection(states)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
-from megatron_ddrp.model.stages import HCD, NUM_LOSSES, StageState
+from megatron_ddrp.model.stages import HCD, StageState
 from megatron_ddrp.objectives.mth import document_mask
 
 
@@ -118,8 +118,8 @@ class EncoderLayer(nn.Module):
         return F.dropout(x, self.config.hidden_dropout, self.training)
 
     def _hcd_share(self, cosine: Tensor, state: StageState) -> Tensor:
-        """Σ over the documents with at least two valid tokens ÷ layers, at HCD's place in `[3]`."""
+        """Σ over the documents with at least two valid tokens ÷ layers, at HCD's place among the sums."""
         counted = document_mask(state.document_ids, state.num_documents).sum(-1) >= 2  # [batch, documents]
         share = torch.where(counted, cosine, 0.0).sum() / self.config.num_layers
-        place = torch.arange(NUM_LOSSES, device=share.device) == HCD
+        place = torch.arange(len(state.losses), device=share.device) == HCD
         return torch.where(place, share, 0.0).to(state.losses.dtype)

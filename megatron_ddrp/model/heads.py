@@ -1,4 +1,4 @@
-"""The last stage: TCD on the last hidden states, and the masked-LM head on the predicted positions alone."""
+"""The last stage: TCD on the last hidden states, and the masked-LM head on the predicted positions, or ELECTRA's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.stages import HCD, StageState
+from megatron_ddrp.model.stages import HCD, REPLACED, REPLACED_FOUND, RTD, RTD_CORRECT, TCD, StageState
+from megatron_ddrp.objectives.electra import rtd_sums
 from megatron_ddrp.objectives.mlm import masked_lm_sum
 from megatron_ddrp.objectives.mth import token_cosine
+from megatron_ddrp.objectives.notes import window_means
 
 
 class MaskedLMHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the token embedding itself as the output matrix (tied), plus a bias a piece."""
+    """Dense, GELU, LayerNorm, then the token embedding itself as the output matrix (tied), plus a bias a piece.
+
+    The embedding may be of another width than the hidden states, as for ELECTRA's generator; the dense map goes there.
+    """
 
     def __init__(self, config: ModelConfig, token_embedding: nn.Embedding) -> None:
         super().__init__()
@@ -26,9 +31,10 @@ class MaskedLMHead(nn.Module):
             if config.layernorm_position == "pre"
             else None
         )
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.decoder = nn.Linear(config.hidden_size, config.padded_vocab_size)
+        width = token_embedding.embedding_dim
+        self.dense = nn.Linear(config.hidden_size, width)
+        self.norm = nn.LayerNorm(width, eps=config.layernorm_epsilon)
+        self.decoder = nn.Linear(width, config.padded_vocab_size)
         self.decoder.weight = token_embedding.weight
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
@@ -41,19 +47,66 @@ class MaskedLMHead(nn.Module):
         padding = torch.arange(logits.shape[-1], device=logits.device) >= self.vocab_size
         return logits.masked_fill(padding, float("-inf")) if len(padding) > self.vocab_size else logits
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Packed `StageState` → the sums `[3]` of the LM, TCD and HCD terms over this micro-batch."""
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        """Packed `StageState` → the sums `[3]` of the LM, TCD and HCD terms over this micro-batch, and the notes."""
         state = StageState.unpack(tensors)
         hidden = self.last_hidden(state.hidden)
-        predicted = (state.labels.flatten() != IGNORED_LABEL).nonzero().squeeze(-1)  # [num_predicted]
-        chosen = hidden.flatten(0, 1).index_select(0, predicted)  # [num_predicted, hidden]
+        chosen = hidden.flatten(0, 1).index_select(0, predicted_places(state.labels))  # [num_predicted, hidden]
         return self.losses(chosen, hidden, state)
 
-    def losses(self, predicted_hidden: Tensor, hidden: Tensor, state: StageState) -> Tensor:
+    def losses(self, predicted_hidden: Tensor, hidden: Tensor, state: StageState) -> Tensor | tuple[Tensor, Tensor]:
         """The sums `[3]`: LM of `predicted_hidden` `[num_predicted, hidden]`, TCD of the last hidden states."""
         lm = masked_lm_sum(self.logits(predicted_hidden), state.labels[state.labels != IGNORED_LABEL])
-        tcd = token_cosine(hidden, state.token_mask).sum() if state.token_mask.shape[2] else lm.new_zeros(())
-        return torch.stack((lm, tcd, state.losses[HCD]))
+        return with_notes(torch.stack((lm, tcd_sum(hidden, state), state.losses[HCD])), hidden, state)
+
+
+class ReplacedTokenHead(nn.Module):
+    """ELECTRA's judge of every token, original or replaced: dense, GELU, one logit."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.final_norm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+            if config.layernorm_position == "pre"
+            else None
+        )
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, 1)
+
+    def last_hidden(self, hidden: Tensor) -> Tensor:
+        """The encoder's output, `[batch, seq, hidden]`: normalised once more in a pre-LN model."""
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
+        return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        """Packed `StageState`, whose labels are RTD's targets → its sums `[8]` with TCD and RTD's, and the notes."""
+        state = StageState.unpack(tensors)
+        hidden = self.last_hidden(state.hidden)
+        loss, correct, replaced, found = rtd_sums(self.logits(hidden), state.labels)
+        sums = list(state.losses.unbind())
+        sums[TCD], sums[RTD] = tcd_sum(hidden, state), loss
+        sums[RTD_CORRECT], sums[REPLACED], sums[REPLACED_FOUND] = correct, replaced, found
+        return with_notes(torch.stack(sums), hidden, state)
+
+
+def predicted_places(labels: Tensor) -> Tensor:
+    """int64 `[num_predicted]`: flat places of the tokens of `labels` `[batch, seq]` that are to be predicted."""
+    return (labels.flatten() != IGNORED_LABEL).nonzero().squeeze(-1)
+
+
+def tcd_sum(hidden: Tensor, state: StageState) -> Tensor:
+    """TCD of the last hidden states `[batch, seq, hidden]`, summed over the documents; 0 where it is off."""
+    if not state.token_mask.shape[2]:
+        return state.losses.new_zeros(())
+    return token_cosine(hidden, state.token_mask).sum().to(state.losses.dtype)
+
+
+def with_notes(sums: Tensor, hidden: Tensor, state: StageState) -> Tensor | tuple[Tensor, Tensor]:
+    """The sums, and beside them the notes of the rare words' windows where these were carried here."""
+    return (sums, window_means(hidden, state.carried[0])) if state.carried else sums
 
 
 class EnhancedMaskDecoder(nn.Module):
@@ -92,8 +145,8 @@ class DecodingStage(nn.Module):
         assert isinstance(last_layer, EncoderLayer)
         self.last_layer, self.decoder, self.head = last_layer, decoder, head
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Packed `StageState` with H[L−1] → the sums `[3]`."""
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        """Packed `StageState` with H[L−1] → the sums `[3]`, and the notes."""
         state = StageState.unpack(self.last_layer(tensors))
         decoded = self.head.last_hidden(self.decoder(tensors, self.last_layer))
         return self.head.losses(decoded, self.head.last_hidden(state.hidden), state)

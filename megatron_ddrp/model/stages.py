@@ -15,7 +15,10 @@ LM, TCD, HCD = 0, 1, 2
 
 NUM_LOSSES = 3
 
-_NUM_INTEGERS = 5
+RTD, GENERATOR_CORRECT, RTD_CORRECT, REPLACED, REPLACED_FOUND = 3, 4, 5, 6, 7
+"""Further places under ELECTRA: replaced-token detection, and four counts that only ride along."""
+
+NUM_ELECTRA_SUMS = 8
 
 
 class StageState(NamedTuple):
@@ -24,7 +27,7 @@ class StageState(NamedTuple):
     hidden: Tensor
     """`[batch, seq, hidden]`."""
     losses: Tensor
-    """fp32 `[3]`: sums so far of the LM, TCD and HCD terms."""
+    """fp32 `[3]`: sums so far of the LM, TCD and HCD terms; `[8]` under ELECTRA."""
     position: tuple[Tensor, ...]
     """The position encoding's tensors, where one set serves all layers."""
     document_ids: Tensor
@@ -37,6 +40,8 @@ class StageState(NamedTuple):
     """`[batch, documents, seq]` tokens of TCD, or `[batch, documents, 0]`; see `Draws`."""
     heads: Tensor
     """`[layers, m′]` heads of HCD, or `[layers, 0]`."""
+    carried: tuple[Tensor, ...] = ()
+    """Integers that the layers hand on unread: what a later stage needs of the batch."""
 
     @property
     def num_documents(self) -> int:
@@ -45,10 +50,14 @@ class StageState(NamedTuple):
 
     def pack(self) -> tuple[Tensor, ...]:
         """As a flat tuple of tensors."""
-        return (self.hidden, self.losses, *self.position, *self[-_NUM_INTEGERS:])  # type: ignore[arg-type]
+        integers = (self.document_ids, self.position_ids, self.labels, self.token_mask, self.heads)
+        return (self.hidden, self.losses, *self.position, *integers, *self.carried)
 
     @classmethod
     def unpack(cls, tensors: tuple[Tensor, ...]) -> StageState:
         """The inverse of `pack`."""
-        hidden, losses, *position = tensors[:-_NUM_INTEGERS]
-        return cls(hidden, losses, tuple(position), *tensors[-_NUM_INTEGERS:])
+        hidden, losses, *position = (tensor for tensor in tensors if tensor.is_floating_point())
+        integers = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        document_ids, position_ids, labels, token_mask, heads, *carried = integers
+        own = (document_ids, position_ids, labels, token_mask, heads)
+        return cls(hidden, losses, tuple(position), *own, tuple(carried))

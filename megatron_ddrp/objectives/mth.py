@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.objectives.electra import sample_keys
 
 SMALLEST_NORM = 1e-12
 """Below this a vector counts as zero and its cosine with anything as 0."""
@@ -34,6 +35,8 @@ class Draws:
     switches TCD off."""
     heads: Tensor
     """int64 `[layers, m′]` head numbers, ascending; `[layers, 0]` switches HCD off."""
+    sample_keys: Tensor | None = None
+    """int64 `[batch, seq]`: what ELECTRA samples its replacements by; None under other objectives."""
 
     @classmethod
     def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
@@ -71,7 +74,8 @@ def draw(
         heads = torch.from_numpy(
             sample_heads(model.num_layers, model.num_attention_heads, objective.hcd_heads, seed, step)
         )
-    return Draws(token_mask, heads)
+    keys = sample_keys(sequence_ids, position_ids, seed, step) if objective.generates else None
+    return Draws(token_mask, heads, keys)
 
 
 def sample_tokens(

@@ -63,7 +63,11 @@ def packed_batch(batch, rows):
             packed[number, : len(tokens)] = tokens
         return packed
 
-    fields = {name: lay(field, IGNORED_LABEL if name == "labels" else 0) for name, field in batch._asdict().items()}
+    fields = {
+        name: lay(field, IGNORED_LABEL if name == "labels" else 0)
+        for name, field in batch._asdict().items()
+        if field is not None
+    }
     numbers = [[number + 1 for number, d in enumerate(row) for _ in range(lengths[d])] for row in rows]
     fields["document_ids"] = torch.tensor([row + [0] * (longest - len(row)) for row in numbers])
     return Batch(**fields)

@@ -1,0 +1,196 @@
+"""The counting pass of Taking Notes on the Fly: how often each word stands in the training text, cached beside it.
+
+A pass over the token ids in memory-mapped chunks: about 40 bytes a different word are held, however long the text. The
+result is stored under a fingerprint of the data, the tokenizer and the bounds; the first process that needs it counts,
+under a lock, while others wait for its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.rare_words import RareWords, WordFinder
+from megatron_ddrp.data.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+
+Part = tuple[IndexedDataset, tuple[int, int]]
+"""A dataset and the range of its documents that are counted."""
+
+_CHUNK_TOKENS = 1 << 22
+_MERGE_WORDS = 1 << 23
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Different words, `[words]` each: hash, count, and where one of them stands."""
+
+    hashes: NDArray[np.uint64]
+    counts: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    @classmethod
+    def merged(cls, parts: Sequence[_Counts]) -> _Counts:
+        """All parts as one, sorted by hash."""
+        hashes, counts, sequences, offsets, sizes = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("hashes", "counts", "sequences", "offsets", "sizes")
+        )
+        unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        total = np.bincount(inverse, weights=counts, minlength=len(unique)).astype(np.int64)
+        return cls(unique, total, sequences[first], offsets[first], sizes[first])
+
+
+def count_rare_words(
+    parts: Sequence[Part],
+    finder: WordFinder,
+    bounds: tuple[int, int],
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> RareWords:
+    """The words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
+
+    `progress` is told how many tokens were read since it was last called.
+    """
+    nothing = np.empty(0, np.int64)
+    known = _Counts(nothing.astype(np.uint64), nothing, nothing, nothing, nothing)
+    fresh: list[_Counts] = []
+    waiting = 0
+    for sequences, begins, ids in _chunks(parts):
+        row_begins = np.zeros(len(ids), bool)
+        row_begins[begins] = True
+        first, sizes, hashes = finder.words(ids, row_begins)
+        row = np.searchsorted(begins, first, side="right") - 1
+        ones = np.ones(len(first), np.int64)
+        fresh.append(_Counts.merged([_Counts(hashes, ones, sequences[row], first - begins[row], sizes)]))
+        waiting += len(fresh[-1].hashes)
+        if waiting > max(_MERGE_WORDS, len(known.hashes)):
+            known, fresh, waiting = _Counts.merged([known, *fresh]), [], 0
+        progress(len(ids))
+    known = _Counts.merged([known, *fresh])
+    rare = np.flatnonzero((known.counts >= bounds[0]) & (known.counts <= bounds[1]))
+    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
+    pieces = [nothing]
+    for word in rare.tolist():
+        part = int(np.searchsorted(firsts, known.sequences[word], side="right")) - 1
+        sequence = int(known.sequences[word] - firsts[part])
+        pieces.append(parts[part][0].get(sequence, int(known.offsets[word]), int(known.sizes[word])))
+    flat = np.concatenate(pieces).astype(np.int64)
+    return RareWords(known.hashes[rare], known.counts[rare], flat, np.cumsum(known.sizes[rare]))
+
+
+def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Numbers of some non-empty sequences, where each begins, and their ids laid end to end."""
+    base = 0
+    for dataset, (low, high) in parts:
+        numbers: list[int] = []
+        rows: list[np.ndarray] = []
+        tokens = 0
+        last = int(dataset.document_indices[high])
+        for sequence in range(int(dataset.document_indices[low]), last):
+            row = dataset[sequence]
+            if len(row):
+                numbers.append(base + sequence)
+                rows.append(row)
+                tokens += len(row)
+            if rows and (tokens >= _CHUNK_TOKENS or sequence == last - 1):
+                begins = np.cumsum([0, *(len(row) for row in rows[:-1])])
+                yield np.array(numbers), begins, np.concatenate(rows).astype(np.int64)
+                numbers, rows, tokens = [], [], 0
+        base += len(dataset)
+
+
+def open_rare_words(
+    parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: Path | None = None
+) -> RareWords:
+    """The rare words of a corpus: from the cache beside its first dataset or in `folder`, else counted and put there.
+
+    Raises `UserError` where the cache cannot be written, and where no word lies in the bounds.
+    """
+    path = cache_path(parts, tokenizer, bounds, folder)
+    with _locked(path):
+        if path.is_file():
+            words = read_rare_words(path)
+        else:
+            words = _count_with_bar(parts, tokenizer, bounds)
+            write_rare_words(words, path)
+    if not len(words):
+        raise UserError(
+            f"--notes-min-count {bounds[0]} and --notes-max-count {bounds[1]}: the training text holds no word so "
+            "often; choose wider bounds, or leave --notes out"
+        )
+    return words
+
+
+def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: Path | None) -> Path:
+    """Where the words of this corpus, tokenizer and bounds are kept; another corpus has another name."""
+    identity = [
+        [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
+        for dataset, documents in parts
+    ]
+    key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds])
+    prefix = Path(parts[0][0].prefix)
+    return (folder or prefix.parent) / f"{prefix.name}_rare_words_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+
+
+def _sample_digest(dataset: IndexedDataset) -> str:
+    """A hash of up to 64 sequences, evenly spread: tells apart datasets whose counts agree by chance."""
+    digest = hashlib.sha256()
+    for sequence in np.unique(np.linspace(0, max(0, len(dataset) - 1), 64).astype(int)) if len(dataset) else ():
+        digest.update(np.ascontiguousarray(dataset[int(sequence)]).tobytes())
+    return digest.hexdigest()
+
+
+def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int]) -> RareWords:
+    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
+    total = sum(
+        int(dataset.sizes[dataset.document_indices[low] : dataset.document_indices[high]].sum(dtype=np.int64))
+        for dataset, (low, high) in parts
+    )
+    with tqdm(total=total, desc="counting words", unit="token", unit_scale=True, file=sys.stderr) as bar:
+        return count_rare_words(parts, finder, bounds, bar.update)
+
+
+def write_rare_words(words: RareWords, path: Path) -> None:
+    """Store them whole or not at all."""
+    with AtomicFile(path) as file:
+        np.savez(file.stream, hashes=words.hashes, counts=words.counts, pieces=words.pieces, ends=words.ends)
+
+
+def read_rare_words(path: Path) -> RareWords:
+    """The inverse of `write_rare_words`."""
+    try:
+        with np.load(path) as arrays:
+            return RareWords(arrays["hashes"], arrays["counts"], arrays["pieces"], arrays["ends"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove it, and the words are counted again") from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process of this machine at a time."""
+    lock = path.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        stream = lock.open("w")
+    except OSError as error:
+        raise UserError(
+            f"{lock}: cannot be written: {error.strerror}; name another folder by --index-cache-dir"
+        ) from None
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,54 @@
+"""Configuration → model, and how large it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.model.bert import Bert, Encoder
+from megatron_ddrp.model.electra import Electra
+from megatron_ddrp.model.embeddings import Embeddings
+from megatron_ddrp.model.heads import EnhancedMaskDecoder
+from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
+
+
+def build_model(
+    config: ModelConfig, checkpoint_activations: bool = False, objective: ObjectiveConfig | None = None
+) -> Encoder:
+    """The model of a configuration, freshly initialised from torch's random state, on the CPU, without DeepSpeed.
+
+    Under `--objective electra` an `Electra`, whose encoder is the discriminator; else, also by default, a `Bert`.
+    """
+    if objective is None:
+        return Bert(config, checkpoint_activations)
+    if objective.generates:
+        return Electra(config, objective.generator_size, checkpoint_activations, objective.notes_share)
+    return Bert(config, checkpoint_activations, objective.notes_share)
+
+
+def on_meta_device(config: ModelConfig, objective: ObjectiveConfig | None = None) -> Encoder:
+    """The model's shapes without its memory."""
+    with torch.device("meta"):
+        return build_model(config, objective=objective)
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(all parameters without the vocabulary's padding, those of the position encoding)."""
+    position = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (PositionEncoding, LayerPositions, EnhancedMaskDecoder))
+        for parameter in module.parameters()
+    }
+    position |= {
+        id(module.absolute.weight)
+        for module in model.modules()
+        if isinstance(module, Embeddings) and module.absolute is not None
+    }
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    padding = 0
+    if isinstance(model, Encoder):
+        rows = model.config.padded_vocab_size - model.config.vocab_size
+        padding = rows * (model.config.hidden_size + 1)
+    return sum(sizes.values()) - padding, sum(size for key, size in sizes.items() if key in position)

@@ -1,0 +1,146 @@
+"""ELECTRA as stages: generator's embeddings and layers, the sampling stage, discriminator's layers and head.
+
+    ids with [MASK] → generator → sampling → ids with replacements → discriminator → replaced or not
+
+The discriminator is the encoder proper: it bears the names of a `Bert`'s, and is what `encode`, export and fine-tuning
+see. The generator, under `generator.`, is as deep, has max(1, round(heads · f)) heads of the discriminator's head size
+(halves round to even), feed-forward blocks of 4 × its width, position parameters of its own, and the discriminator's
+token and segment embeddings, projected to its width; its output matrix is that token embedding too.
+
+The generator is a masked LM and so has DeBERTa's mask decoder where a `Bert` would; the discriminator has none. TCD,
+HCD and notes belong to the discriminator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.model.bert import Encoder, decodes_masks
+from megatron_ddrp.model.embeddings import Embeddings
+from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, predicted_places
+from megatron_ddrp.model.stages import GENERATOR_CORRECT, LM, NUM_ELECTRA_SUMS, StageState
+from megatron_ddrp.objectives import electra
+from megatron_ddrp.objectives.mlm import masked_lm_sum
+from megatron_ddrp.objectives.notes import NoteInputs
+
+
+class Electra(Encoder):
+    """A discriminator with the generator that is trained beside it. Call it for the sums `[8]`."""
+
+    head: ReplacedTokenHead
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        generator_size: float,
+        checkpoint_activations: bool = False,
+        notes_mix: float = 0.0,
+    ) -> None:
+        super().__init__(config, checkpoint_activations, notes_mix)
+        self.head = ReplacedTokenHead(config)
+        self.generator = Generator(generator_config(config, generator_size), self.embeddings, notes_mix)
+        self.apply(self._initialise)
+
+    def stages(self) -> list[nn.Module]:
+        layers = list(self.generator.layers)
+        if self.generator.mask_decoder is not None:
+            layers.pop()  # the sampling stage applies it
+        sampling = SamplingStage(self.generator, self.embeddings)
+        return [self.generator.embeddings, *layers, sampling, *self.layers, self.head]
+
+
+def generator_config(config: ModelConfig, size: float) -> ModelConfig:
+    """The generator's configuration: `size` of the discriminator's heads, each as wide as there."""
+    heads = max(1, round(config.num_attention_heads * size))
+    return replace(
+        config,
+        num_attention_heads=heads,
+        hidden_size=heads * config.head_dim,
+        ffn_hidden_size=4 * heads * config.head_dim,
+    )
+
+
+class Generator(nn.Module):
+    """A small masked LM over the embeddings of another encoder."""
+
+    def __init__(self, config: ModelConfig, shared: Embeddings, notes_mix: float) -> None:
+        super().__init__()
+        self.embeddings = GeneratorEmbeddings(config, notes_mix, shared)
+        self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
+        self.head = MaskedLMHead(config, shared.token)
+        self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
+
+
+class GeneratorEmbeddings(Embeddings):
+    """The first stage. The discriminator's draws and notes are carried along, the generator's own being none."""
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `first_tensors` gives → packed `StageState`."""
+        input_ids, segment_ids, document_ids, position_ids, labels, token_mask, heads, keys, *notes = tensors
+        hidden = self.embed(input_ids, segment_ids, position_ids, NoteInputs.from_integers(*notes) if notes else None)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return StageState(
+            hidden,
+            torch.zeros(NUM_ELECTRA_SUMS, dtype=dtype, device=hidden.device),
+            self.shared_positions(position_ids),
+            document_ids,
+            position_ids,
+            labels,
+            token_mask[..., :0],
+            heads[:, :0],
+            (input_ids, segment_ids, token_mask, heads, keys, *notes),
+        ).pack()
+
+
+class SamplingStage(nn.Module):
+    """The generator's end and the discriminator's beginning: masked LM, replacements, embeddings.
+
+    Has no parameter of its own: they are the generator's and those of the discriminator's embeddings.
+    """
+
+    def __init__(self, generator: Generator, embeddings: Embeddings) -> None:
+        super().__init__()
+        self.generator_head, self.embeddings = generator.head, embeddings
+        self.decoder = generator.mask_decoder
+        self.last_layer = None if self.decoder is None else generator.layers[-1]
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The generator's packed `StageState`, its last or (with a mask decoder) its last but one → the first one of
+        the discriminator, whose labels are RTD's targets."""
+        state = StageState.unpack(tensors)
+        input_ids, segment_ids, token_mask, heads, keys, *notes = state.carried
+        places = predicted_places(state.labels)  # [num_predicted]
+        labels = state.labels.flatten().index_select(0, places)
+        logits = self.generator_head.logits(self._predicted_hidden(tensors, state, places))  # [num_predicted, vocab]
+        _, sampled = electra.gumbel_argmax(logits, keys.flatten().index_select(0, places))
+        originals = torch.where(state.labels == IGNORED_LABEL, input_ids, state.labels)
+        replaced = electra.replace(originals, places, sampled)
+        sums = list(state.losses.unbind())
+        sums[LM] = masked_lm_sum(logits, labels).to(state.losses.dtype)
+        sums[GENERATOR_CORRECT] = (logits.argmax(-1) == labels).sum().to(state.losses.dtype)
+        reads = NoteInputs.from_integers(*notes) if notes else None
+        return StageState(
+            self.embeddings.embed(replaced, segment_ids, state.position_ids, reads),
+            torch.stack(sums),
+            self.embeddings.shared_positions(state.position_ids),
+            state.document_ids,
+            state.position_ids,
+            electra.rtd_targets(replaced, originals, state.document_ids),
+            token_mask,
+            heads,
+            () if reads is None else (reads.windows,),
+        ).pack()
+
+    def _predicted_hidden(self, tensors: tuple[Tensor, ...], state: StageState, places: Tensor) -> Tensor:
+        """`[num_predicted, width]`, in the order of the labels."""
+        if self.decoder is None:
+            hidden = state.hidden.flatten(0, 1).index_select(0, places)
+        else:
+            hidden = self.decoder(tensors, self.last_layer)
+        return self.generator_head.last_hidden(hidden)

@@ -1,0 +1,91 @@
+"""ELECTRA (Clark et al., arXiv:2003.10555): masked LM for a generator, replaced-token detection for a discriminator.
+
+    loss = MLM(generator) + 50 · RTD(discriminator)
+    x̂_t ~ softmax(generator logits_t) at the selected tokens t,  x_t elsewhere; no gradient through the sampling
+    RTD = − Σ_t [x̂_t ≠ x_t] log p_t + [x̂_t = x_t] log(1 − p_t)   over all tokens that are not padding
+
+A sampled token equal to the original counts as original. The sample is Gumbel's argmax, argmax_v logits_v + g_v, whose
+noise is a counter-based hash of (seed, step, sample, position, v): every layout, also one that splits the vocabulary,
+draws the same replacements.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.randomness import hash_uint64
+
+_CHUNK = 1 << 19
+"""Logits looked at once: their noise stays in a core's cache."""
+
+_GOLDEN, _FIRST, _SECOND = -1640531527, 0x21F0AAAD, -749094293
+"""An odd constant that spreads the pieces, and the factors of a 32-bit finaliser of SplitMix's kind."""
+
+
+def sample_keys(sequence_ids: np.ndarray, position_ids: np.ndarray, seed: int, step: int) -> Tensor:
+    """int64 `[batch, seq]`: what each token's Gumbel noise grows from, on the CPU."""
+    keys = hash_uint64(seed, "replace", np.uint64(step), sequence_ids, position_ids)
+    return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32).astype(np.int64))
+
+
+def gumbel_argmax(logits: Tensor, keys: Tensor, first_piece: int = 0) -> tuple[Tensor, Tensor]:
+    """Sample a piece for each row from softmax(logits), temperature 1.
+
+    `logits` `[tokens, pieces]`, whose columns are the pieces from `first_piece` on; `keys` int64 `[tokens]` from
+    `sample_keys` → (the winning score, the winning column), both `[tokens]`. The larger score wins where several
+    calls share the vocabulary.
+    """
+    tokens, pieces = logits.shape
+    scores = logits.new_empty(tokens, dtype=torch.float32)
+    winners = keys.new_empty(tokens)
+    numbers = torch.arange(first_piece, first_piece + pieces, dtype=torch.int32, device=logits.device)
+    spread = numbers.add_(1).mul_(_GOLDEN)  # [pieces]
+    rows = max(1, _CHUNK // max(1, pieces))
+    for begin in range(0, tokens, rows):
+        part = slice(begin, begin + rows)
+        noise = _gumbel(keys[part].to(torch.int32).unsqueeze(1) ^ spread)
+        noise += logits[part].detach()
+        scores[part], winners[part] = noise.max(-1)
+    return scores, winners
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise −log(−log u), fp32, from int32 counters, which are overwritten.
+
+    u = 1 − (n + ½)/2³¹ for the hash n in 0 … 2³¹ − 1: the large values, which win, come from small n, exact in fp32.
+    """
+    for factor, shift in ((_FIRST, 16), (_SECOND, 15)):
+        bits ^= (bits >> shift) & (0xFFFFFFFF >> shift)
+        bits *= factor
+    bits ^= (bits >> 15) & (0xFFFFFFFF >> 15)
+    complement = (bits & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-(2.0**-31))  # −(1 − u)
+    return complement.log1p_().neg_().log_().neg_()
+
+
+def replace(originals: Tensor, predicted: Tensor, sampled: Tensor) -> Tensor:
+    """`originals` int64 `[batch, seq]` with `sampled` `[num_predicted]` at the flat places `predicted`."""
+    return originals.flatten().index_copy(0, predicted, sampled).view_as(originals)
+
+
+def rtd_targets(replaced: Tensor, originals: Tensor, document_ids: Tensor) -> Tensor:
+    """int64 `[batch, seq]`: 1 where a token was replaced, 0 where it is the original, `IGNORED_LABEL` at padding."""
+    return (replaced != originals).long().masked_fill(document_ids == 0, IGNORED_LABEL)
+
+
+def rtd_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, tokens judged rightly, replaced tokens, replaced tokens found), summed over the tokens with a target.
+
+    `logits` of "replaced" and `targets` `[batch, seq]`, see `rtd_targets` → fp32 (or fp64) scalars.
+    """
+    logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+    valid, is_replaced = targets != IGNORED_LABEL, targets == 1
+    losses = F.binary_cross_entropy_with_logits(logits, is_replaced.to(logits.dtype), reduction="none")
+    judged_replaced = logits.detach() > 0
+    correct = ((judged_replaced == is_replaced) & valid).sum()
+    found = (judged_replaced & is_replaced).sum()
+    counts = (count.to(losses.dtype) for count in (correct, is_replaced.sum(), found))
+    return (losses * valid).sum(), *counts  # type: ignore[return-value]

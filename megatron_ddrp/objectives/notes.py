@@ -1,0 +1,117 @@
+"""Taking Notes on the Fly (Wu et al., arXiv:2008.01466): a dictionary of contexts for rare words.
+
+    input at a rare word's pieces:   (1 − λ)(token + position) + λ · NoteDict(w)
+    note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
+    after the step:                  NoteDict(w) ← (1 − γ) NoteDict(w) + γ · (mean note of w in the global batch)
+
+Where the paper is silent: a window ends with its sequence, [CLS] and [SEP] included, and the true count divides. A
+word's first note is stored unblended, and before it λ acts as 0. A note is read only where no piece of its word is
+selected for masking, since it would name the label. Under ELECTRA the discriminator's hidden states make the notes;
+generator and discriminator read them at the same places. No gradient enters a note.
+
+The dictionary lives in host memory, not on a GPU and not among the parameters: a step touches a few hundred of its
+rows. Every process holds the same copy, since every process applies the same update.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.rare_words import Occurrences, find_occurrences
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Value of `--notes-dtype` → type of the stored notes."""
+
+
+class NoteInputs(NamedTuple):
+    """What a micro-batch reads from the dictionary, and where its new notes come from."""
+
+    places: Tensor
+    """int64 `[m]`: flat places `row · seq + column` of the pieces that read a note."""
+    vectors: Tensor
+    """fp32 `[m, hidden]`: the note of each."""
+    windows: Tensor
+    """int64 `[occurrences, 2]`: flat begin and end (exclusive) of each rare word's window."""
+
+    def to(self, device: torch.device) -> NoteInputs:
+        """On another device."""
+        return NoteInputs(*(tensor.to(device, non_blocking=True) for tensor in self))
+
+    def integers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As integers, the vectors by their bits: a pipeline asks a gradient of every float that it sends."""
+        return self.places, self.vectors.view(torch.int32), self.windows
+
+    @classmethod
+    def from_integers(cls, places: Tensor, bits: Tensor, windows: Tensor) -> NoteInputs:
+        """The inverse of `integers`."""
+        return cls(places, bits.view(torch.float32), windows)
+
+
+def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor:
+    """`hidden` `[batch, seq, hidden]` with (1 − mix)·x + mix·note at the flat `places` `[m]`; `vectors` `[m, hidden]`.
+
+    As x + mix·(note − x), so that mix 0 changes no bit.
+    """
+    flat = hidden.flatten(0, 1)
+    towards = mix * (vectors.to(hidden.dtype) - flat.index_select(0, places))
+    return flat.index_add(0, places, towards).view_as(hidden)
+
+
+def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
+    """The notes: `hidden` `[batch, seq, hidden]`, `windows` int64 `[n, 2]` → fp32 (or fp64) `[n, hidden]`, detached."""
+    hidden = hidden.detach().flatten(0, 1)
+    begin, end = windows[:, :1], windows[:, 1:]
+    widest = int((end - begin).max()) if len(windows) else 0
+    places = begin + torch.arange(widest, device=windows.device)  # [n, widest]
+    inside = places < end
+    states = hidden[places.clamp_max(len(hidden) - 1)]  # [n, widest, hidden]
+    states = states if states.dtype.itemsize >= 4 else states.float()
+    return (states * inside.unsqueeze(-1)).sum(1) / (end - begin)
+
+
+class NoteDictionary:
+    """The notes of `num_words` rare words, numbered from 1, in host memory.
+
+    Attributes:
+        notes: `[num_words, hidden]` in the chosen type; rows of words not met yet are 0, and take no memory.
+        met: bool `[num_words]`, whether a word has a note.
+    """
+
+    def __init__(self, num_words: int, hidden_size: int, dtype: str, mix: float, decay: float, window: int) -> None:
+        self.notes = torch.zeros(num_words, hidden_size, dtype=DTYPES[dtype])
+        self.met = torch.zeros(num_words, dtype=torch.bool)
+        self.mix, self.decay, self.window = mix, decay, window
+
+    def inputs(self, batch: Batch) -> tuple[NoteInputs, Occurrences]:
+        """What the model needs for a micro-batch of numpy arrays, and whose the new notes will be."""
+        found = find_occurrences(batch, self.window)
+        words = torch.from_numpy(found.read_words) - 1  # [m]
+        known = self.met[words]
+        places = torch.from_numpy(found.read_places)[known]
+        vectors = self.notes[words[known]].float()
+        return NoteInputs(places, vectors, torch.from_numpy(found.windows)), found
+
+    def update(self, words: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, notes: Tensor) -> None:
+        """Take in all notes of a global batch: three int64 `[n]`, and `[n, hidden]` on the CPU.
+
+        The order of the rows is free: they are summed in double precision by (word, sequence, position), so that every
+        layout ends with the same dictionary. Notes that are not finite, from a step that overflowed, are left out.
+        """
+        finite = notes.isfinite().all(-1).numpy()
+        order = np.lexsort((position_ids[finite], sequence_ids[finite], words[finite]))
+        if not len(order):
+            return
+        unique, row = np.unique(words[finite][order], return_inverse=True)
+        sums = torch.zeros(len(unique), notes.shape[1], dtype=torch.float64)
+        sums.index_add_(0, torch.from_numpy(row), notes[torch.from_numpy(np.flatnonzero(finite)[order])].double())
+        means = sums / torch.from_numpy(np.bincount(row)).unsqueeze(-1)
+        index = torch.from_numpy(unique) - 1
+        old = self.notes[index].double()
+        share = torch.where(self.met[index], self.decay, 1.0).double().unsqueeze(-1)  # a first note enters whole
+        self.notes[index] = ((1 - share) * old + share * means).to(self.notes.dtype)
+        self.met[index] = True

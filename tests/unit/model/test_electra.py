@@ -1,0 +1,165 @@
+"""ELECTRA's stages: sizes, what is shared, where gradients go, and what the discriminator sees."""
+
+import pytest
+import torch
+
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
+from megatron_ddrp.model.bert import first_tensors
+from megatron_ddrp.model.electra import generator_config
+from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.model.stages import (
+    GENERATOR_CORRECT,
+    HCD,
+    LM,
+    REPLACED,
+    REPLACED_FOUND,
+    RTD,
+    RTD_CORRECT,
+    TCD,
+    StageState,
+)
+from megatron_ddrp.objectives.electra import sample_keys
+from megatron_ddrp.objectives.mth import Draws
+from tests.reference.electra import replaced_token_detection
+from tests.reference.losses import masked_lm
+from tests.unit.model.tiny import encode, packed_batch, some_draws, tiny_batch, tiny_config
+
+ELECTRA = ObjectiveConfig(objective="electra")
+
+
+def tiny_electra(seed=0, objective=ELECTRA, **changes):
+    """float64, every bias and LayerNorm random."""
+    torch.manual_seed(seed)
+    model = build_model(tiny_config(**changes), objective=objective).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def with_keys(batch, draws, step=1):
+    keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, step)
+    return Draws(draws.token_mask, draws.heads, keys)
+
+
+def no_draws(batch, step=1):
+    return with_keys(batch, Draws.none(len(batch.input_ids), 2), step)
+
+
+def discriminator_view(model, batch, draws):
+    """(what the sampling stage hands on, what it was given)."""
+    tensors = first_tensors(batch, draws)
+    for stage in model.stages():
+        if type(stage).__name__ == "SamplingStage":
+            return StageState.unpack(stage(tensors)), tensors
+        tensors = stage(tensors)
+    raise AssertionError("no sampling stage")
+
+
+@pytest.mark.parametrize(
+    "heads, size, expected", [(12, 1 / 3, 4), (12, 0.25, 3), (4, 0.25, 1), (2, 0.25, 1), (3, 1 / 3, 1), (10, 0.25, 2)]
+)
+def test_the_generator_has_some_whole_heads_of_the_discriminators_size(heads, size, expected):
+    config = ModelConfig(num_attention_heads=heads, hidden_size=16 * heads, num_layers=3, ffn_hidden_size=7)
+    generator = generator_config(config, size)
+    assert (generator.num_attention_heads, generator.head_dim, generator.hidden_size) == (expected, 16, 16 * expected)
+    assert (generator.ffn_size, generator.num_layers) == (4 * 16 * expected, 3)
+
+
+@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("order", ["post", "pre"])
+def test_every_parameter_learns_and_the_generator_not_from_the_discriminator(encoding, order):
+    model = tiny_electra(position_encoding=encoding, layernorm_position=order)
+    batch = tiny_batch(lengths=(7, 6, 5), vocab=11)
+    sums = model(batch, with_keys(batch, some_draws(batch)))
+    parameters = dict(model.named_parameters())
+
+    def learned(loss):
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
+        return {n for n, g in zip(parameters, found, strict=True) if g is not None and g.abs().max() > 0}
+
+    by_generator, by_discriminator = learned(sums[LM]), learned(sums[RTD] + sums[TCD] + sums[HCD])
+    generator = {name for name in parameters if name.startswith("generator.")}
+    assert not by_discriminator & generator
+    assert not by_generator & (parameters.keys() - generator) - {"embeddings.token.weight", "embeddings.segment.weight"}
+    unused = {n for n in parameters if "relative" in n or "key.bias" in n or "position" in n}  # some rows, no effect
+    assert parameters.keys() - (by_generator | by_discriminator) <= unused
+    assert {"embeddings.token.weight", "generator.embeddings.projection.weight"} <= by_generator
+    assert {"embeddings.token.weight", "head.dense.weight", "layers.0.attention.query.weight"} <= by_discriminator
+
+
+def test_the_sums_are_those_of_the_loops():
+    model = tiny_electra(vocab_size=5)
+    batch = tiny_batch(lengths=(7, 6, 5), vocab=5, predicted=3)
+    seen_both = set()
+    for step in range(6):
+        draws = no_draws(batch, step)
+        state, entered = discriminator_view(model, batch, draws)
+        entered = StageState.unpack(entered)
+        chosen = batch.labels != IGNORED_LABEL
+        logits = model.generator.head.logits(model.generator.head.last_hidden(entered.hidden[chosen]))
+        originals = torch.where(chosen, batch.labels, batch.input_ids)
+        keys = draws.sample_keys[chosen]
+        from megatron_ddrp.objectives.electra import gumbel_argmax
+
+        sampled = gumbel_argmax(logits, keys)[1]
+        assert (sampled < 5).all(), "a piece of the vocabulary's padding was drawn"
+        seen = originals.clone()
+        seen[chosen] = sampled
+        valid = batch.document_ids > 0
+        assert torch.equal(state.labels, (seen != originals).long().masked_fill(~valid, IGNORED_LABEL))
+        hidden = encode(model, batch._replace(input_ids=seen))
+        rtd = replaced_token_detection(model.head.logits(hidden), seen.tolist(), originals.tolist(), valid.tolist())
+        sums = model(batch, draws)
+        torch.testing.assert_close(sums[RTD], rtd[0])
+        assert [int(sums[k]) for k in (RTD_CORRECT, REPLACED, REPLACED_FOUND)] == list(rtd[1:])
+        torch.testing.assert_close(sums[LM], masked_lm(logits, batch.labels[chosen]))
+        assert int(sums[GENERATOR_CORRECT]) == int((logits.argmax(-1) == batch.labels[chosen]).sum())
+        seen_both |= set((sampled != batch.labels[chosen]).tolist())
+    assert seen_both == {True, False}, "the draws never met, or always met, the original: the test shows little"
+
+
+def test_a_row_of_several_documents_gives_the_sums_of_one_each():
+    model = tiny_electra(objective=ObjectiveConfig(objective="electra", tcd_weight=1.0, hcd_weight=0.01), seq_length=16)
+    batch = tiny_batch(lengths=(7, 4, 5), predicted=2)
+    packed = packed_batch(batch, [[0, 2], [1]])
+    ours = model(packed, with_keys(packed, some_draws(packed)))
+    torch.testing.assert_close(ours, model(batch, with_keys(batch, some_draws(batch))))
+    assert ours[REPLACED] > 0 and ours[TCD] != 0 and ours[HCD] != 0
+
+
+def test_recomputed_layers_give_the_same():
+    batch = tiny_batch()
+    draws = with_keys(batch, some_draws(batch))
+    plain, recomputed = tiny_electra(), tiny_electra()
+    recomputed.checkpoint_activations = True
+    torch.testing.assert_close(recomputed(batch, draws), plain(batch, draws), rtol=0, atol=0)
+
+
+def test_the_base_models_sizes():
+    """Discriminator without a vocabulary head; generator of 4 heads: 256 wide, FFN 1,024, the embeddings shared."""
+    model = on_meta_device(ModelConfig(position_encoding="absolute"), ELECTRA)
+    assert isinstance(model, Electra)
+    total, position = count_parameters(model)
+    hidden, width, ffn, layers, vocab = 768, 256, 1024, 12, 30522
+    norm = 2 * width
+    layer = 4 * (width * width + width) + (width * ffn + ffn) + (ffn * width + width) + 2 * norm
+    embeddings = hidden * width + width + 512 * width + norm
+    generator = embeddings + layers * layer + (width * hidden + hidden) + 2 * hidden + vocab
+    discriminator = 109_514_298 - vocab - 2 * hidden + hidden + 1  # no LayerNorm or vocabulary bias in the head
+    assert total == generator + discriminator
+    assert position == 512 * hidden + 512 * width
+
+
+def test_the_encoder_is_the_discriminator():
+    model = tiny_electra()
+    batch = tiny_batch()
+    bert = build_model(tiny_config()).double()
+    own = dict(model.named_parameters())
+    for name, parameter in bert.named_parameters():
+        if name in own and not name.startswith("head."):
+            parameter.data.copy_(own[name])
+    torch.testing.assert_close(encode(model, batch), encode(bert, batch))
