@@ -156,6 +156,12 @@ class ObjectiveConfig:
         return self.objective == "electra"
 
     @property
+    def mask_shares(self) -> dict[str, float]:
+        """What becomes of the selected pieces: BERT's 80 % [MASK], 10 % random, 10 % kept; ELECTRA's 85, 0 and 15."""
+        mask, random = (0.85, 0.0) if self.generates else (0.8, 0.1)
+        return {"mask_share": mask, "random_share": random}
+
+    @property
     def notes_share(self) -> float:
         """λ where notes are taken, else 0."""
         return self.notes_mix if self.notes else 0.0

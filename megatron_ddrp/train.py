@@ -15,7 +15,7 @@ from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, load_imported_weights, save_checkpoint
 from megatron_ddrp.engine.step import StepResult, evaluate, train_step
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line
+from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, terms
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
@@ -55,7 +55,7 @@ def train(config: Config) -> None:
         for micro_batches in iterate(loader, progress.consumed_samples, to_do):
             result = train_step(engine, micro_batches, config, ranks, progress.iteration + 1)
             progress = advance(progress, result, config)
-            clock.count(result.tokens)
+            clock.count(result.counts.tokens)
             log_step(log, clock, result, progress, config)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
                 validate(engine, validation, log, progress, config, ranks)
@@ -96,7 +96,7 @@ def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
         progress,
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + config.training.global_batch_size,
-        consumed_tokens=progress.consumed_tokens + result.tokens,
+        consumed_tokens=progress.consumed_tokens + result.counts.tokens,
     )
 
 
@@ -129,12 +129,12 @@ def log_step(log: MetricsLog, clock: Clock, result: StepResult, progress: Progre
 
 
 def validate(engine, loader: BatchLoader, log: MetricsLog, progress: Progress, config: Config, ranks: Ranks) -> None:
-    """The masked-LM loss on the same held-out samples with the same masks each time."""
+    """The losses on the same held-out samples with the same masks each time."""
     size = config.training.global_batch_size
     steps = min(config.logging.eval_iters, max(1, len(loader.samples) // size))
-    loss = evaluate(engine, iterate(loader, 0, steps), config, ranks)
-    log.write({"iteration": progress.iteration, "valid_lm_loss": loss})
-    log.say(f"step {progress.iteration}/{config.training.train_iters} | validation mlm {loss:.4f}")
+    losses = evaluate(engine, iterate(loader, 0, steps), config, ranks)
+    log.write({"iteration": progress.iteration, **losses})
+    log.say(f"step {progress.iteration}/{config.training.train_iters} | validation {terms(losses, 4, 'valid_')}")
 
 
 def introduction(

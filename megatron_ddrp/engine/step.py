@@ -6,6 +6,7 @@ micro-batch's loss is already its exact share of the step's loss; a mean of micr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ddrp.config import Config
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.config import Config, ObjectiveConfig
+from megatron_ddrp.data.batch import Batch
 from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.data.rare_words import Occurrences
+from megatron_ddrp.engine.losses import Counts, num_sums, own_counts, step_losses
 from megatron_ddrp.engine.schedule import learning_rate
-from megatron_ddrp.model.stages import HCD, LM, TCD
 from megatron_ddrp.objectives.mth import Draws, draw
-from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.parallel.process_group import Ranks, gather_rows, sum_over_ranks
+
+VALIDATION_STEP = 0
+"""The step whose draws every validation uses."""
 
 
 @dataclass(frozen=True)
@@ -28,79 +34,91 @@ class StepResult:
     """What a step knows of itself; the losses are global sums still on the device, so reading them is the only wait."""
 
     loss_sums: Tensor
-    """fp32 `[3]`, this rank's sums of LM, TCD and HCD."""
-    predicted: int
-    """Predicted tokens of the global batch."""
-    sequences: int
-    """Sequences of the global batch with at least two valid tokens."""
-    tokens: int
-    """Non-padding tokens of the global batch."""
+    """fp32 `[3]`, this rank's sums of LM, TCD and HCD; `[8]` under ELECTRA."""
+    counts: Counts
     lr: float
     grad_norm: float
 
     def losses(self, config: Config) -> dict[str, float]:
         """The step's own losses over all ranks; a collective call."""
-        sums = sum_over_ranks(self.loss_sums.double()).tolist()
-        means = {
-            "lm_loss": sums[LM] / max(1, self.predicted),
-            "tcd_loss": sums[TCD] / max(1, self.sequences),
-            "hcd_loss": sums[HCD] / max(1, self.sequences),
-        }
-        weights = dict(zip(means, config.objective.weights, strict=True))
-        total = sum(weights[name] * mean for name, mean in means.items())
-        return {"loss": total, **{name: mean for name, mean in means.items() if weights[name]}}
+        return step_losses(sum_over_ranks(self.loss_sums.double()).tolist(), self.counts, config.objective)
 
 
-def train_step(engine: Any, micro_batches: list[Batch], config: Config, ranks: Ranks, step: int) -> StepResult:
-    """Forward, backward and update over this rank's `micro_batches` of step 1, 2, …"""
-    predicted, sequences, tokens = _global_counts(micro_batches, ranks)
+def train_step(
+    engine: Any,
+    micro_batches: list[Batch],
+    config: Config,
+    ranks: Ranks,
+    step: int,
+    notes: NoteDictionary | None = None,
+) -> StepResult:
+    """Forward, backward and update over this rank's `micro_batches` of step 1, 2, …, and then the notes taken."""
+    counts = _global_counts(micro_batches, ranks)
     share = ranks.world_size * len(micro_batches)  # DeepSpeed averages over both; our sums want neither
-    counts = (predicted, sequences, sequences)
-    weights = torch.tensor(
-        [share * weight / max(1, count) for weight, count in zip(config.objective.weights, counts, strict=True)],
-        dtype=torch.float32,
-        device=ranks.device,
-    )
+    loss_sums = torch.zeros(num_sums(config.objective), dtype=torch.float32, device=ranks.device)
+    factors = zip(config.objective.weights, counts.of_terms(config.objective), strict=True)
+    weights = torch.zeros_like(loss_sums)
+    weights[: len(config.objective.weights)] = torch.tensor([share * weight / count for weight, count in factors])
     lr = learning_rate(step, config.training.train_iters, config.optimizer)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    loss_sums = torch.zeros(3, dtype=torch.float32, device=ranks.device)
     own_norm = None
+    taken = []
     for number, arrays in enumerate(micro_batches):
-        draws = draw(
-            arrays.document_ids,
-            arrays.sequence_ids,
-            arrays.position_ids,
-            config.objective,
-            config.model,
-            config.training.seed,
-            step,
-        )
+        draws = _draws_of(arrays, config.objective, config, step)
         seed_dropout(config.training.seed, step, number, ranks.rank)
-        sums = engine(_to_device(arrays, ranks.device), _draws_to_device(draws, ranks.device))
+        batch, draws = _to_device(arrays, ranks.device), _draws_to_device(draws, ranks.device)
+        if notes is None:
+            sums = engine(batch, draws)
+        else:
+            inputs, occurrences = notes.inputs(arrays)
+            sums, new_notes = engine(batch, draws, inputs.to(ranks.device))
+            taken.append((occurrences, new_notes))
         engine.backward((sums * weights).sum())
         loss_sums += sums.detach()
         if number + 1 == len(micro_batches):
             own_norm = _own_grad_norm(engine, config)
         engine.step()
+    if notes is not None:
+        take_notes(notes, taken, ranks)
     grad_norm = own_norm if own_norm is not None else float(engine.get_global_grad_norm())
-    return StepResult(loss_sums, predicted, sequences, tokens, lr, grad_norm)
+    return StepResult(loss_sums, counts, lr, grad_norm)
 
 
-def evaluate(engine: Any, steps: Iterable[list[Batch]], config: Config, ranks: Ranks) -> float:
-    """Masked-LM loss in nats a predicted token over some global batches of held-out text, dropout off."""
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+def take_notes(notes: NoteDictionary, taken: list[tuple[Occurrences, Tensor]], ranks: Ranks) -> None:
+    """Put the notes of all ranks' micro-batches into everyone's dictionary; a collective call."""
+    names = np.concatenate([np.stack([o.words, o.sequence_ids, o.position_ids], axis=1) for o, _ in taken])
+    names = gather_rows(torch.from_numpy(names).to(ranks.device), ranks).cpu().numpy()  # [n, 3]
+    vectors = gather_rows(torch.cat([vectors for _, vectors in taken]).float(), ranks).cpu()  # [n, hidden]
+    notes.update(names, vectors)
+
+
+def evaluate(
+    engine: Any, steps: Iterable[list[Batch]], config: Config, ranks: Ranks, notes: NoteDictionary | None = None
+) -> dict[str, float]:
+    """Losses over some global batches of held-out text, dropout off, notes read but not taken.
+
+    `valid_lm_loss` in nats a predicted token, the generator's under ELECTRA, with its detector's beside it.
+    """
+    objective = dataclasses.replace(config.objective, tcd_weight=0.0, hcd_weight=0.0)
+    total = torch.zeros(num_sums(objective), dtype=torch.float64, device=ranks.device)
+    counted = np.zeros(len(Counts._fields), np.int64)
     engine.eval()
     with torch.no_grad():
         for micro_batches in steps:
+            counted += own_counts(micro_batches)
             for arrays in micro_batches:
                 batch = _to_device(arrays, ranks.device)
-                draws = Draws.none(len(batch.input_ids), config.model.num_layers, ranks.device)
-                total[0] += engine(batch, draws)[LM]
-                total[1] += int((arrays.labels != IGNORED_LABEL).sum())
+                draws = _draws_to_device(_draws_of(arrays, objective, config, VALIDATION_STEP), ranks.device)
+                if notes is None:
+                    total += engine(batch, draws)
+                else:
+                    total += engine(batch, draws, notes.inputs(arrays)[0].to(ranks.device))[0]
     engine.train()
-    loss_sum, predicted = sum_over_ranks(total).tolist()
-    return loss_sum / max(1.0, predicted)
+    sums = sum_over_ranks(total).tolist()
+    counts = Counts(*sum_over_ranks(torch.from_numpy(counted).to(ranks.device)).tolist())
+    losses = step_losses(sums, counts, objective)
+    return {f"valid_{name}": value for name, value in losses.items() if name != "loss"}
 
 
 def seed_dropout(seed: int, step: int, micro_batch: int, rank: int) -> None:
@@ -108,23 +126,17 @@ def seed_dropout(seed: int, step: int, micro_batch: int, rank: int) -> None:
     torch.manual_seed(int(hash_uint64(seed, "dropout", np.uint64(step), micro_batch, rank)) & (2**63 - 1))
 
 
-def _global_counts(micro_batches: list[Batch], ranks: Ranks) -> tuple[int, int, int]:
-    """(predicted tokens, sequences with at least two valid tokens, non-padding tokens) over all ranks."""
-    predicted = sum(int((b.labels != IGNORED_LABEL).sum()) for b in micro_batches)
-    sequences = sum(_count_sequences(b.document_ids) for b in micro_batches)
-    tokens = sum(int((b.document_ids > 0).sum()) for b in micro_batches)
-    if ranks.world_size == 1:
-        return predicted, sequences, tokens
-    counts = torch.tensor([predicted, sequences, tokens], dtype=torch.int64, device=ranks.device)
-    predicted, sequences, tokens = sum_over_ranks(counts).tolist()
-    return predicted, sequences, tokens
+def _draws_of(arrays: Batch, objective: ObjectiveConfig, config: Config, step: int) -> Draws:
+    ids = (arrays.document_ids, arrays.sequence_ids, arrays.position_ids)
+    return draw(*ids, objective, config.model, config.training.seed, step)
 
 
-def _count_sequences(document_ids: np.ndarray) -> int:
-    """Documents of all rows `[batch, seq]` with at least two tokens."""
-    batch, seq = document_ids.shape
-    numbers = document_ids + np.arange(batch)[:, None] * (seq + 1)  # one a document: a row holds at most seq of them
-    return int((np.bincount(numbers[document_ids > 0]) >= 2).sum())
+def _global_counts(micro_batches: list[Batch], ranks: Ranks) -> Counts:
+    """The counts over all ranks; a collective call."""
+    counts = own_counts(micro_batches)
+    if ranks.world_size > 1:
+        counts = sum_over_ranks(torch.from_numpy(counts).to(ranks.device)).cpu().numpy()
+    return Counts(*counts.tolist())
 
 
 def _own_grad_norm(engine: Any, config: Config) -> float | None:
@@ -146,4 +158,9 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _draws_to_device(draws: Draws, device: torch.device) -> Draws:
-    return Draws(draws.token_mask.to(device, non_blocking=True), draws.heads.to(device, non_blocking=True))
+    keys = draws.sample_keys
+    return Draws(
+        draws.token_mask.to(device, non_blocking=True),
+        draws.heads.to(device, non_blocking=True),
+        keys if keys is None else keys.to(device, non_blocking=True),
+    )

@@ -96,19 +96,19 @@ class NoteDictionary:
         vectors = self.notes[words[known]].float()
         return NoteInputs(places, vectors, torch.from_numpy(found.windows)), found
 
-    def update(self, words: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, notes: Tensor) -> None:
-        """Take in all notes of a global batch: three int64 `[n]`, and `[n, hidden]` on the CPU.
+    def update(self, occurrences: np.ndarray, notes: Tensor) -> None:
+        """Take in all notes `[n, hidden]` of a global batch; `occurrences` int64 `[n, 3]`: word, sequence, position.
 
         The order of the rows is free: they are summed in double precision by (word, sequence, position), so that every
         layout ends with the same dictionary. Notes that are not finite, from a step that overflowed, are left out.
         """
-        finite = notes.isfinite().all(-1).numpy()
-        order = np.lexsort((position_ids[finite], sequence_ids[finite], words[finite]))
-        if not len(order):
+        finite = np.flatnonzero(notes.isfinite().all(-1).numpy())
+        if not len(finite):
             return
-        unique, row = np.unique(words[finite][order], return_inverse=True)
+        order = finite[np.lexsort(occurrences[finite, ::-1].T)]
+        unique, row = np.unique(occurrences[order, 0], return_inverse=True)
         sums = torch.zeros(len(unique), notes.shape[1], dtype=torch.float64)
-        sums.index_add_(0, torch.from_numpy(row), notes[torch.from_numpy(np.flatnonzero(finite)[order])].double())
+        sums.index_add_(0, torch.from_numpy(row), notes[torch.from_numpy(order)].double())
         means = sums / torch.from_numpy(np.bincount(row)).unsqueeze(-1)
         index = torch.from_numpy(unique) - 1
         old = self.notes[index].double()

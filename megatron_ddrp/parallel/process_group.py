@@ -125,6 +125,24 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_rows(rows: Tensor, ranks: Ranks) -> Tensor:
+    """The rows `[n, width]` of all ranks, whose n may differ, each sample's once: `[all, width]` on every rank.
+
+    Tensor-parallel neighbours hold equal rows, and only last stages have any; a collective call of all ranks.
+    """
+    if ranks.world_size == 1:
+        return rows
+    rows = rows if ranks.tensor_rank == 0 and ranks.is_last_stage else rows[:0]
+    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(ranks.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
+    longest = max(int(size) for size in sizes)
+    padded = rows.new_zeros(longest, rows.shape[1])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier()
