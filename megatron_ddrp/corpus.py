@@ -85,7 +85,7 @@ class Corpus:
             training.seed,
             masking=objective.masking,
             unk_id=tokenizer.unk_id,
-            **self.config.objective.mask_shares,
+            **objective.mask_shares,
         )
         return BatchLoader(
             self.samples(split),
