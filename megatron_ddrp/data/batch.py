@@ -32,6 +32,10 @@ class Batch(NamedTuple):
     note_ids: Any = None
     """Under `--notes`: w at the first piece of rare word w = 1, 2, …, −w at its others, 0 elsewhere. Else None."""
 
+    def arrays(self) -> list[Any]:
+        """The fields that there are."""
+        return [field for field in self if field is not None]
+
     def map(self, function: Callable[[Any], Any]) -> Batch:
         """Apply `function` to every field there is: move to a device, slice rows, turn into tensors."""
         return Batch(*(field if field is None else function(field) for field in self))

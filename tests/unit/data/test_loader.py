@@ -81,7 +81,7 @@ def test_the_fields_of_a_batch():
     samples = FakeSamples()
     by_ids = {tuple(ids): index for index, ids in enumerate(samples.ids)}
     for batch in make_loader(samples, micro=4).step(32):
-        fields = [field for field in batch if field is not None]
+        fields = batch.arrays()
         assert all(field.dtype == np.int64 and field.shape == batch.input_ids.shape for field in fields)
         assert all(field.flags.c_contiguous for field in fields)
         originals = np.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)
@@ -142,7 +142,7 @@ def test_resuming_midway_equals_going_on():
     resumed = list(iterate(make_loader(), 5 * 16, 3))
     for expected, batches in zip(uninterrupted[5:], resumed, strict=True):
         for one, other in zip(expected, batches, strict=True):
-            assert all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(one.arrays(), other.arrays(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_joining_writes_the_documents_side_by_side():
     assert joined.input_ids[0].tolist() == [100, 101, 102, 103, 104, 200, 201, 202, -7, -7]
     assert joined.labels[1].tolist() == [1300, 1301, 1302, 1303] + [IGNORED_LABEL] * 6
     assert not joined.segment_ids.any()
-    assert all(field.dtype == np.int64 and field.shape == (3, 10) for field in joined)
+    assert all(field.dtype == np.int64 and field.shape == (3, 10) for field in joined.arrays())
 
 
 class FakeSamples:
@@ -127,7 +127,7 @@ def documents_of(batches):
     """Sorted (sequence id, positions, input ids, labels, segments) of the documents in all rows; checks the padding."""
     documents = []
     for batch in batches:
-        for row in (Batch(*fields) for fields in zip(*batch, strict=True)):
+        for row in (Batch(*fields) for fields in zip(*batch.arrays(), strict=True)):
             count = row.document_ids.max()
             assert set(row.document_ids) | {0} == set(range(count + 1)), "the documents of a row are 1, 2, …"
             padding = row.document_ids == 0
@@ -180,4 +180,7 @@ def test_rows_are_nearly_full():
 def test_the_same_step_gives_the_same_rows_again():
     first, again = make_loader().step(128), make_loader().step(128)
     for one, other in zip(first, again, strict=True):
-        assert all(a.tobytes() == b.tobytes() and a.flags.c_contiguous for a, b in zip(one, other, strict=True))
+        assert all(
+            a.tobytes() == b.tobytes() and a.flags.c_contiguous
+            for a, b in zip(one.arrays(), other.arrays(), strict=True)
+        )
