@@ -1,0 +1,83 @@
+"""Several indexed datasets → one, in a stream: documents in the order of the inputs, the type as wide as the widest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import megatron_ddrp
+from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.verification import describe_tokenizer, index_faults
+from megatron_ddrp.errors import UserError
+
+COUNTS = ("documents", "sequences", "tokens", "empty_documents", "skipped")
+"""Manifest entries that add up."""
+
+
+def merge(
+    output_prefix: str | os.PathLike[str],
+    prefixes: Sequence[str],
+    overwrite: bool = False,
+    advance: Callable[[int], object] = lambda size: None,
+) -> IndexedDataset:
+    """Write the documents of all inputs, one input after another, as one dataset; it appears when it is complete.
+
+    Where every input has a manifest the output has one too. `advance` is told the bytes of .bin that were read. Raises
+    `UserError` for damaged inputs, for inputs of different tokenizers, and for an output that exists.
+    """
+    if not overwrite:
+        for suffix in (".bin", ".idx", ".json"):
+            path = dataset_path(output_prefix, suffix)
+            if path.exists():
+                hint = "give --overwrite to replace it, or another --output-prefix"
+                raise UserError(f"{path}: exists already; {hint}")
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    manifests = [dataset.manifest for dataset in datasets]
+    _refuse_mixed_tokenizers(datasets, manifests)
+    for dataset in datasets:
+        path = dataset_path(dataset.prefix, ".idx")
+        for fault in index_faults(DatasetIndex(path)):
+            raise UserError(f"{path}: {fault}; see all of it by tools/dataset.py verify, and copy or preprocess again")
+    dtype = np.result_type(*(dataset.dtype for dataset in datasets))
+    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+        for dataset in datasets:
+            writer.append_dataset(dataset, advance)
+        known = [manifest for manifest in manifests if manifest is not None]
+        writer.finalize(merged_manifest(known, datasets, dtype) if len(known) == len(datasets) else None)
+    return IndexedDataset(output_prefix)
+
+
+def merged_manifest(
+    manifests: Sequence[dict[str, Any]], datasets: Sequence[IndexedDataset], dtype: np.dtype
+) -> dict[str, Any]:
+    """Counts added up, inputs one after another, and whatever else all manifests agree on."""
+    first, *others = manifests
+    merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    for key in COUNTS:
+        merged[key] = sum(int(manifest.get(key) or 0) for manifest in manifests)
+    inputs = [manifest.get("inputs") or [] for manifest in manifests]
+    merged["inputs"] = [entry for entries in inputs if isinstance(entries, list) for entry in entries]
+    merged["merged"] = [os.path.basename(dataset.prefix) for dataset in datasets]
+    merged["dtype"] = dtype.name
+    merged["version"] = megatron_ddrp.__version__
+    return merged
+
+
+def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:
+    first: tuple[str, dict[str, Any]] | None = None
+    for dataset, manifest in zip(datasets, manifests, strict=True):
+        made_by = (manifest or {}).get("tokenizer") or {}
+        if made_by.get("fingerprint") is None:
+            continue
+        if first is None:
+            first = dataset.prefix, made_by
+        elif made_by["fingerprint"] != first[1]["fingerprint"]:
+            raise UserError(
+                f"{first[0]} was made by tokenizer {describe_tokenizer(first[1])}, but {dataset.prefix} by "
+                f"{describe_tokenizer(made_by)}: the same id means different pieces; preprocess one of them again with "
+                "the other's vocabulary"
+            )

@@ -1,0 +1,199 @@
+"""All that is wrong with an indexed dataset, in words: what a reader would stumble over, and what it would not see.
+
+The index is checked on its own (every sequence begins where the one before ends, documents follow one another), then
+against the .bin, then both against the manifest: counts, tokenizer, SHA-256. Ids are checked against the vocabulary.
+Where no manifest has a SHA-256, an id that became another one of the vocabulary, and a border between two documents
+that moved without crossing another, cannot be told from what was meant. Memory does not grow with the dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path, fault_of_bin_size, file_size, read_header
+from megatron_ddrp.data.indexed_dataset import CHUNK, CHUNK_TOKENS, file_sha256, map_tokens, read_manifest
+from megatron_ddrp.data.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+
+MOST_LISTED = 10
+"""Faults of one kind that are named one by one; of the others the number is given."""
+
+
+def verify(
+    prefix: str | os.PathLike[str],
+    tokenizer: Tokenizer | None = None,
+    advance: Callable[[int], object] = lambda size: None,
+) -> Iterator[str]:
+    """Everything wrong with a dataset, a line each: the file, the place, what was found and what was expected.
+
+    Ids are checked against `tokenizer`, or else against the number of pieces in the manifest, or else for being
+    negative. `advance` is told the bytes of the .bin that were read. Raises `UserError` when there is no index.
+    """
+    index_path, bin_path = dataset_path(prefix, ".idx"), dataset_path(prefix, ".bin")
+    size = file_size(index_path)
+    try:
+        manifest = read_manifest(prefix) or {}
+    except UserError as error:
+        manifest = {}
+        yield str(error)
+    manifest_path = dataset_path(prefix, ".json")
+    files = _entry(manifest, "files")
+    made_by = _entry(manifest, "tokenizer")
+    if tokenizer is not None and made_by.get("fingerprint", tokenizer.fingerprint) != tokenizer.fingerprint:
+        yield (
+            f"{manifest_path}: made by tokenizer {describe_tokenizer(made_by)}, but the tokenizer given is "
+            f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]} of {tokenizer.vocab_size} pieces"
+        )
+    index = None
+    try:
+        faults = list(read_header(index_path).faults(size))
+        yield from (f"{index_path}: {fault}" for fault in faults)
+        index = None if faults else DatasetIndex(index_path)
+    except UserError as error:
+        yield str(error)
+    if index is not None:
+        yield from (f"{index_path}: {fault}" for fault in index_faults(index))
+        yield from (f"{manifest_path}: {fault}" for fault in _wrong_counts(index, manifest))
+    yield from _wrong_hash(index_path, _entry(files, "idx"), lambda: file_sha256(index_path))
+    try:
+        size = file_size(bin_path)
+    except UserError as error:
+        yield str(error)
+        return
+    if index is None:
+        yield from _wrong_hash(bin_path, _entry(files, "bin"), lambda: file_sha256(bin_path))
+        return
+    yield from (f"{bin_path}: {fault}" for fault in fault_of_bin_size(index, size))
+    vocab_size = tokenizer.vocab_size if tokenizer is not None else made_by.get("vocab_size")
+    pieces = vocab_size if isinstance(vocab_size, int) else None
+    digest = hashlib.sha256()
+    yield from (f"{bin_path}: {fault}" for fault in _foreign_ids(index, bin_path, pieces, digest.update, advance))
+    yield from _wrong_hash(bin_path, _entry(files, "bin"), digest.hexdigest)
+
+
+def describe_tokenizer(made_by: dict[str, Any]) -> str:
+    """A manifest's tokenizer in a few words."""
+    pieces = made_by.get("vocab_size", "an unknown number of")
+    return f"{made_by.get('type', 'of unknown type')} {str(made_by.get('fingerprint'))[:12]} of {pieces} pieces"
+
+
+def index_faults(index: DatasetIndex) -> Iterator[str]:
+    """What is wrong inside an index: sizes, byte offsets, document indices."""
+    negative = _Listing("negative sizes")
+    for begin in range(0, len(index), CHUNK):
+        found = np.flatnonzero(index.sizes[begin : begin + CHUNK] < 0)
+        yield from negative.lines(begin + found, lambda i: f"sequence {i} has {index.sizes[i]} tokens")
+    yield from negative.rest()
+    if len(index) and index.pointers[0] != 0:
+        yield f"sequence 0 begins at byte {index.pointers[0]}, expected 0"
+
+    def gap(i: int) -> str:
+        end = int(index.pointers[i - 1]) + int(index.sizes[i - 1]) * index.dtype.itemsize
+        return f"sequence {i} begins at byte {index.pointers[i]}, but sequence {i - 1} ends at byte {end}"
+
+    gaps = _Listing("sequences that do not begin where the one before ends")
+    for begin in range(0, len(index) - 1, CHUNK):
+        pointers = index.pointers[begin : begin + CHUNK + 1]
+        lengths = index.sizes[begin : begin + len(pointers) - 1].astype(np.int64) * index.dtype.itemsize  # bytes
+        yield from gaps.lines(begin + 1 + np.flatnonzero(pointers[:-1] + lengths != pointers[1:]), gap)
+    yield from gaps.rest()
+    yield from index.faults_of_ends()
+    indices = index.document_indices
+
+    def crossing(d: int) -> str:
+        return f"document {d} begins with sequence {indices[d]}, but ends before sequence {indices[d + 1]}"
+
+    crossings = _Listing("documents that end before they begin")
+    for begin in range(0, len(indices) - 1, CHUNK):
+        part = indices[begin : begin + CHUNK + 1]
+        yield from crossings.lines(begin + np.flatnonzero(part[:-1] > part[1:]), crossing)
+    yield from crossings.rest()
+
+
+class _Listing:
+    """Puts the first `MOST_LISTED` faults of a kind in words and counts the others."""
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self._total = 0
+
+    def lines(self, places: np.ndarray, describe: Callable[[int], str]) -> Iterator[str]:
+        """A line for each place that is still to be named."""
+        room = max(0, MOST_LISTED - self._total)
+        self._total += len(places)
+        for place in places[:room]:
+            yield describe(int(place))
+
+    def rest(self) -> Iterator[str]:
+        """A line for all others, if there are any."""
+        if self._total > MOST_LISTED:
+            yield f"{self._total - MOST_LISTED:,} more {self._kind}, {self._total:,} in all"
+
+
+def _foreign_ids(
+    index: DatasetIndex,
+    path: Path,
+    vocab_size: int | None,
+    update: Callable[[Any], object],
+    advance: Callable[[int], object],
+) -> Iterator[str]:
+    """Ids outside the vocabulary. All bytes of the file go through `update`."""
+    tokens = map_tokens(path, index.dtype)  # [tokens]
+    most = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
+    expected = "expected none below 0" if vocab_size is None else f"expected 0 to {most}"
+
+    def describe(token: int) -> str:
+        # bisect looks at a few of the pointers, where numpy would copy all of them.
+        sequence = bisect_right(index.pointers, token * index.dtype.itemsize) - 1
+        place = f"token {token}"
+        if sequence >= 0:
+            place += (
+                f" (sequence {sequence}, its token {token - int(index.pointers[sequence]) // index.dtype.itemsize})"
+            )
+        return f"{place} is id {tokens[token]}, {expected}"
+
+    foreign = _Listing("ids outside the vocabulary")
+    for begin in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = tokens[begin : begin + CHUNK_TOKENS]
+        update(chunk)
+        if int(chunk.min()) < 0 or int(chunk.max()) > most:
+            found = begin + np.flatnonzero((chunk < 0) | (chunk > most))
+            yield from foreign.lines(found, describe)
+        advance(chunk.nbytes)
+    yield from foreign.rest()
+    rest = file_size(path) % index.dtype.itemsize
+    if rest:
+        with open(path, "rb") as stream:
+            stream.seek(-rest, os.SEEK_END)
+            update(np.frombuffer(stream.read(), np.uint8))
+
+
+def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str]:
+    found: dict[str, Any] = {
+        "documents": len(index.document_indices) - 1,
+        "sequences": len(index),
+        "tokens": index.bin_bytes // index.dtype.itemsize,
+        "dtype": index.dtype.name,
+    }
+    for key, value in found.items():
+        if manifest.get(key, value) != value:
+            yield f"{key} {manifest[key]}, but the index says {value}"
+
+
+def _wrong_hash(path: Path, recorded: dict[str, Any], digest: Callable[[], str]) -> Iterator[str]:
+    expected = recorded.get("sha256")
+    if expected is not None and (found := digest()) != expected:
+        yield f"{path}: SHA-256 {found[:12]}…, but its manifest says {str(expected)[:12]}…: changed since then"
+
+
+def _entry(manifest: dict[str, Any], key: str) -> dict[str, Any]:
+    """A dictionary inside a manifest; empty where there is none."""
+    value = manifest.get(key)
+    return value if isinstance(value, dict) else {}

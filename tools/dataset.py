@@ -1,0 +1,203 @@
+#!/usr/bin/env python
+"""Look into indexed datasets (PREFIX.bin and .idx, ours or Megatron-LM's), check them, and join them.
+
+python tools/dataset.py inspect data/wiki_text_document --vocab-file vocab.txt
+python tools/dataset.py verify data/wiki_text_document --vocab-file vocab.txt
+python tools/dataset.py merge --output-prefix data/all data/wiki_text_document data/books_text_document
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset_index import dataset_path, file_size
+from megatron_ddrp.data.documents import reading_progress
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, read_manifest
+from megatron_ddrp.data.inspection import DatasetSummary, first_documents, summarize
+from megatron_ddrp.data.merging import merge
+from megatron_ddrp.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_ddrp.data.verification import verify
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
+
+TERMINATED = 143
+
+INSPECT = """What a dataset holds: counts, lengths of its documents, and how its first documents read.
+
+    python tools/dataset.py inspect data/wiki_text_document
+    python tools/dataset.py inspect data/wiki_text_document --vocab-file vocab.txt --documents 10
+    python tools/dataset.py inspect data/wiki_text_document --output lengths.png
+"""
+VERIFY = """Check a dataset and say, a line each, what is wrong where; exit code 1 if anything is.
+
+Checked are the header, every sequence's and document's place, the size of the .bin, every id against the vocabulary (of
+the tokenizer given, else as the manifest says), and against the manifest: counts, tokenizer, SHA-256 of both files.
+
+    python tools/dataset.py verify data/wiki_text_document
+    python tools/dataset.py verify data/wiki_text_document --vocab-file vocab.txt --tokenizer-type BertWordPieceCase
+"""
+MERGE = """Join datasets: the documents of the inputs one after another, as one dataset.
+
+The inputs may differ in type (uint16 and int32 give int32), and are refused if their manifests name different
+tokenizers. The output appears under its name when it is complete. Its manifest adds theirs up; it has none where an
+input has none.
+
+    python tools/dataset.py merge --output-prefix data/all data/wiki_text_document data/books_text_document
+    python tools/dataset.py merge --output-prefix data/all shards/*.idx
+"""
+
+
+def build_parser() -> ArgumentParser:
+    """The three commands and their flags."""
+    parser = ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    inspect = commands.add_parser("inspect", help="counts, lengths, first documents", description=INSPECT)
+    _add_prefix(inspect)
+    _add_tokenizer(inspect, "to show documents as text instead of ids")
+    shown = inspect.add_argument_group("what is shown")
+    shown.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
+    shown.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
+    shown.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the counts as .json, or the lengths as a figure, .png"
+    )
+    check = commands.add_parser("verify", help="say exactly what is wrong where", description=VERIFY)
+    _add_prefix(check)
+    _add_tokenizer(check, "to check ids and fingerprint")
+    join = commands.add_parser("merge", help="several datasets → one", description=MERGE)
+    join.add_argument("input", nargs="+", metavar="IN", help="prefix of a dataset; IN.bin and IN.idx name it too")
+    join.add_argument("--output-prefix", required=True, metavar="P", help="path and name of the result, without .bin")
+    join.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
+    return parser
+
+
+def _add_prefix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", metavar="P", help="prefix of the dataset; P.bin and P.idx name it too")
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser, purpose: str) -> None:
+    tokenizer = parser.add_argument_group(f"tokenizer, {purpose} (local files only)")
+    tokenizer.add_argument(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        help="kind of vocabulary (default: what the manifest says, else BertWordPieceLowerCase)",
+    )
+    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.txt, for the BertWordPiece types")
+    tokenizer.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help=".model file for SentencePiece; for HuggingFace a folder with tokenizer.json",
+    )
+
+
+def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that the flags name, or None where they name none."""
+    kind, vocab_file, model = arguments.tokenizer_type, arguments.vocab_file, arguments.tokenizer_model
+    if kind is None and vocab_file is None and model is None:
+        return None
+    if kind is None:
+        try:
+            recorded = ((read_manifest(arguments.prefix) or {}).get("tokenizer") or {}).get("type")
+        except UserError:
+            recorded = None  # verify says it better
+        kind = recorded if recorded in TOKENIZER_TYPES else TOKENIZER_TYPES[0]
+    return build_tokenizer(kind, vocab_file, model)
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Print what a dataset holds."""
+    output = arguments.output
+    if output is not None and output.suffix not in (".json", ".png"):
+        raise UserError(f"--output {output}: expected a name that ends in .json or .png", WRONG_ARGUMENTS)
+    for name in ("documents", "tokens"):
+        if getattr(arguments, name) < 0:
+            raise UserError(f"--{name} {getattr(arguments, name)}: expected 0 or more", WRONG_ARGUMENTS)
+    dataset, tokenizer = IndexedDataset(arguments.prefix), given_tokenizer(arguments)
+    summary = summarize(dataset)
+    print(dataset.prefix)
+    for line in summary.lines():
+        print(line)
+    for document, size, text in first_documents(dataset, arguments.documents, arguments.tokens, tokenizer):
+        print(f"\ndocument {document}, {size:,} tokens: {text}")
+    if output is None:
+        return
+    if output.suffix == ".json":
+        with AtomicFile(output) as stream:
+            stream.write((json.dumps(summary.as_json(), indent=2) + "\n").encode())
+    else:
+        draw_lengths(summary, dataset.prefix, output)
+    print(f"\n{output} written")
+
+
+def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
+    """The histogram of document lengths as a figure."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("the figure needs matplotlib: pip install 'megatron-ddrp[plots]', or give a .json") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
+    axes.bar(names, [count for _, _, count in summary.histogram], color="#0072B2")
+    axes.tick_params(axis="x", rotation=45)
+    axes.set(title=title, xlabel="tokens a document", ylabel="documents")
+    with AtomicFile(path) as stream:
+        figure.savefig(stream.stream, format="png", dpi=150)
+    plt.close(figure)
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print what is wrong with a dataset; 1 if anything is."""
+    prefix = os.fspath(dataset_path(arguments.prefix, ""))
+    file_size(dataset_path(prefix, ".idx"))
+    tokenizer = given_tokenizer(arguments)
+    bin_path = dataset_path(prefix, ".bin")
+    findings = 0
+    with reading_progress([os.fspath(bin_path)] if bin_path.is_file() else []) as progress:
+        for finding in verify(prefix, tokenizer, progress.update):
+            findings += 1
+            (progress.write if sys.stderr.isatty() else print)(finding)
+    if findings:
+        print(f"{prefix}: {findings} finding{'s' if findings > 1 else ''}")
+        return FAILURE
+    manifest, dataset = read_manifest(prefix) or {}, IndexedDataset(prefix)
+    pieces = tokenizer.vocab_size if tokenizer else (manifest.get("tokenizer") or {}).get("vocab_size")
+    vocabulary = (
+        "no vocabulary known, ids only checked for being negative" if pieces is None else f"ids below {pieces:,}"
+    )
+    hashes = "SHA-256 as in the manifest" if "files" in manifest else "no SHA-256 recorded"
+    print(
+        f"{prefix}: sound; {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {vocabulary}, {hashes}"
+    )
+    return 0
+
+
+def run_merge(arguments: argparse.Namespace) -> None:
+    """Join datasets and say what came out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished files are removed
+    paths = [dataset_path(prefix, ".bin") for prefix in arguments.input]
+    for path in paths:
+        file_size(path)
+    with reading_progress([os.fspath(path) for path in paths]) as progress:
+        merged = merge(arguments.output_prefix, arguments.input, arguments.overwrite, progress.update)
+    counts = f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens as {merged.dtype.name}"
+    manifest = ", without a manifest, as an input has none" if merged.manifest is None else ""
+    print(f"{len(paths)} datasets, {counts}{manifest} → {merged.prefix}.{{bin,idx}}")
+
+
+def main() -> int | None:
+    arguments = build_parser().parse_args()
+    return {"inspect": run_inspect, "verify": run_verify, "merge": run_merge}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)
