@@ -171,13 +171,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
         return FAILURE
     manifest, dataset = read_manifest(prefix) or {}, IndexedDataset(prefix)
     pieces = tokenizer.vocab_size if tokenizer else (manifest.get("tokenizer") or {}).get("vocab_size")
-    vocabulary = (
-        "no vocabulary known, ids only checked for being negative" if pieces is None else f"ids below {pieces:,}"
-    )
-    hashes = "SHA-256 as in the manifest" if "files" in manifest else "no SHA-256 recorded"
-    print(
-        f"{prefix}: sound; {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {vocabulary}, {hashes}"
-    )
+    vocabulary = "vocabulary unknown, no id negative" if pieces is None else f"ids below {pieces:,}"
+    hashes = "SHA-256 as in the manifest" if manifest.get("files") else "no SHA-256 recorded"
+    counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens as {dataset.dtype.name}"
+    print(f"{prefix}: sound; {counts}, {vocabulary}, {hashes}")
     return 0
 
 

@@ -152,12 +152,8 @@ def _foreign_ids(
     def describe(token: int) -> str:
         # bisect looks at a few of the pointers, where numpy would copy all of them.
         sequence = bisect_right(index.pointers, token * index.dtype.itemsize) - 1
-        place = f"token {token}"
-        if sequence >= 0:
-            place += (
-                f" (sequence {sequence}, its token {token - int(index.pointers[sequence]) // index.dtype.itemsize})"
-            )
-        return f"{place} is id {tokens[token]}, {expected}"
+        inside = "" if sequence < 0 else f" (of sequence {sequence})"
+        return f"token {token}{inside} is id {tokens[token]}, {expected}"
 
     foreign = _Listing("ids outside the vocabulary")
     for begin in range(0, len(tokens), CHUNK_TOKENS):

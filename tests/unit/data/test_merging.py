@@ -1,0 +1,115 @@
+"""Merging: the bytes of one writer, manifests added up, and nothing under the final name before its time."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.data import indexed_dataset
+from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.merging import merge
+from megatron_ddrp.data.verification import verify
+from megatron_ddrp.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+def write(prefix, documents, dtype=np.uint16, manifest=None):
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.append(sequence)
+            writer.end_document()
+        writer.finalize(manifest)
+    return str(prefix)
+
+
+def manifest(name, documents, fingerprint="f" * 64):
+    return {
+        "documents": documents,
+        "sequences": documents,
+        "tokens": documents,
+        "skipped": 1,
+        "json_key": "text",
+        "append_eod": name == "a",
+        "dtype": "uint16",
+        "tokenizer": {"type": "SentencePiece", "fingerprint": fingerprint, "vocab_size": 900},
+        "inputs": [{"name": f"{name}.jsonl", "bytes": 7}],
+    }
+
+
+PARTS = ([[[1, 2], [3]], [[4]]], [], [[[5], [], [6, 7, 8]]], [[[40_000]]])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+def test_the_bytes_are_those_of_one_writer(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(indexed_dataset, "CHUNK", chunk)
+    monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", chunk)
+    types = (np.uint16, np.uint8, np.int32, np.uint16)
+    prefixes = [write(tmp_path / str(k), part, types[k]) for k, part in enumerate(PARTS)]
+    read = []
+    merged = merge(tmp_path / "all", prefixes, advance=read.append)
+    assert merged.dtype == np.int32 and sum(read) == 8 + 0 + 16 + 2
+    write(tmp_path / "once", [document for part in PARTS for document in part], np.int32)
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"all.{suffix}").read_bytes() == (tmp_path / f"once.{suffix}").read_bytes()
+    same = merge(tmp_path / "same", [prefixes[0], prefixes[3]])
+    assert same.dtype == np.uint16 and same[3].tolist() == [40_000]
+    assert not list(tmp_path.glob("*.tmp")) and list(verify(tmp_path / "all")) == []
+
+
+def test_manifests_add_up(tmp_path):
+    a = write(tmp_path / "a", [[[1]], [[2]]], manifest=manifest("a", 2))
+    b = write(tmp_path / "b", [[[3]]], manifest=manifest("b", 1))
+    merged = merge(tmp_path / "all", [a, b])
+    found = merged.manifest
+    assert (found["documents"], found["sequences"], found["tokens"], found["skipped"]) == (3, 3, 3, 2)
+    assert found["inputs"] == [{"name": "a.jsonl", "bytes": 7}, {"name": "b.jsonl", "bytes": 7}]
+    assert found["merged"] == ["a", "b"] and found["tokenizer"]["fingerprint"] == "f" * 64
+    assert found["json_key"] == "text" and "append_eod" not in found  # they disagree on it
+    assert list(verify(tmp_path / "all")) == []
+    plain = write(tmp_path / "plain", [[[9]]])
+    assert merge(tmp_path / "more", [a, plain]).manifest is None
+
+
+def test_refusals_leave_everything_as_it_was(tmp_path):
+    a = write(tmp_path / "a", [[[1]]], manifest=manifest("a", 1))
+    b = write(tmp_path / "b", [[[2]]], manifest=manifest("b", 1, "e" * 64))
+    damaged = write(tmp_path / "c", [[[1]], [[2]], [[3]]])
+    data = bytearray(Path(f"{damaged}.idx").read_bytes())
+    data[34 + 12 + 8] = 3  # the byte offset of the second sequence
+    Path(f"{damaged}.idx").write_bytes(data)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for output, prefixes, complaint in (
+        (
+            "all",
+            [a, b],
+            "a was made by tokenizer SentencePiece f{12} of 900 pieces, but .*/b by .* e{12}",
+        ),
+        ("all", [a, damaged], r"c\.idx: sequence 1 begins at byte 3, but sequence 0 ends at byte 2"),
+        ("all", [a, str(tmp_path / "none")], r"none\.idx: No such file"),
+        ("a", [a, a], r"a\.bin: exists already; give --overwrite"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            merge(tmp_path / output, prefixes)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert [ids.tolist() for ids in merge(tmp_path / "a", [a, a], overwrite=True)] == [[1], [1]]
+
+
+def test_killed_halfway_nothing_has_the_final_name(tmp_path):
+    prefixes = [write(tmp_path / name, [[[1, 2]], [[3]]]) for name in "ab"]
+    program = (
+        "import os, sys\nfrom megatron_ddrp.data.merging import merge\n"
+        "merge(sys.argv[1], sys.argv[2:], advance=lambda size: os.kill(os.getpid(), 9))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "all"), *prefixes]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    left = {path.name for path in tmp_path.glob("all*")}
+    assert left == {"all.bin.tmp", "all.idx.tmp"}
+    assert len(merge(tmp_path / "all", prefixes)) == 4
+    assert {path.name for path in tmp_path.glob("all*")} == {"all.bin", "all.idx"}

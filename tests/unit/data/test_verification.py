@@ -1,0 +1,210 @@
+"""Damage to datasets: whatever byte is wrong, the reader ends in one line and `verify` names the place."""
+
+import json
+import random
+import re
+import struct
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.data import IndexedDataset, verification
+from megatron_ddrp.data.dataset_index import HEADER
+from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.inspection import document_lengths, first_documents
+from megatron_ddrp.data.verification import verify
+from megatron_ddrp.errors import UserError
+
+VOCAB_SIZE = 1000
+TOKENIZER = SimpleNamespace(tokenizer_type="BertWordPieceLowerCase", fingerprint="f" * 64, vocab_size=VOCAB_SIZE)
+MANIFEST = {"tokenizer": {"type": "BertWordPieceLowerCase", "fingerprint": "f" * 64, "vocab_size": VOCAB_SIZE}}
+
+
+def write(prefix, documents, dtype=np.uint16, manifest=None):
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.append(sequence)
+            writer.end_document()
+        writer.finalize(manifest)
+    return str(prefix)
+
+
+def patch(path: Path, position: int, form: str, value: int) -> None:
+    """Overwrite one number of a file."""
+    data = bytearray(path.read_bytes())
+    struct.pack_into(form, data, position, value)
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Three documents of four sequences with 3, 1, 0 and 2 tokens."""
+    return write(tmp_path / "a", [[[1, 2, 3], [4]], [[]], [[5, 6]]])
+
+
+SIZES, POINTERS, DOCUMENTS = HEADER.size, HEADER.size + 4 * 4, HEADER.size + 4 * 12
+
+
+@pytest.mark.parametrize(
+    ("suffix", "position", "form", "value", "findings"),
+    [
+        ("idx", 0, "<B", 65, [r"a\.idx: starts with b'AMIDIDX.*expected b'MMIDIDX"]),
+        ("idx", 9, "<Q", 2, [r"a\.idx: format version 2, expected 1"]),
+        ("idx", 17, "<B", 6, [r"a\.idx: type code 6, expected one of 1 \(uint8\)"]),
+        ("idx", 17, "<B", 4, [r"sequence 1 begins at byte 6, but sequence 0 ends at byte 12", "sequence 2 begins",
+                              r"a\.bin: 12 bytes, expected 16 as its .idx says", "token 0 .* is id 131073, expected",
+                              "token 1 .* is id 262147", "token 2 .* is id 393221"]),
+        ("idx", 18, "<Q", 5, [r"a\.idx: 114 bytes, expected 126 for 5 sequences and 4 document indices"]),
+        ("idx", SIZES, "<i", 4, [r"sequence 1 begins at byte 6, but sequence 0 ends at byte 8"]),
+        ("idx", SIZES + 8, "<i", -1, [r"sequence 2 has -1 tokens", "sequence 3 begins at byte 8, .* 2 ends at byte 6"]),
+        ("idx", SIZES + 12, "<i", 3, [r"a\.bin: 12 bytes, expected 14 as its .idx says"]),
+        ("idx", POINTERS, "<q", 2, [r"sequence 0 begins at byte 2, expected 0", "sequence 0 ends at byte 8"]),
+        ("idx", POINTERS + 8, "<q", 7, [r"sequence 1 begins at byte 7.* ends at byte 6", "sequence 1 ends at byte 9"]),
+        ("idx", DOCUMENTS, "<q", 1, [r"document indices run over \(1, 4\), expected \(0, 4\)"]),
+        ("idx", DOCUMENTS + 8, "<q", 9, [r"document 1 begins with sequence 9, but ends before sequence 3"]),
+        ("bin", 4, "<H", 1000, [r"a\.bin: token 2 \(of sequence 0\) is id 1000, expected 0 to 999"]),
+        ("bin", 6, "<H", 4444, [r"a\.bin: token 3 \(of sequence 1\) is id 4444, expected 0 to 999"]),
+    ],
+)  # fmt: skip
+def test_each_kind_of_damage_is_named_with_its_place(small, suffix, position, form, value, findings):
+    assert list(verify(small, TOKENIZER)) == []
+    patch(Path(f"{small}.{suffix}"), position, form, value)
+    found = list(verify(small, TOKENIZER))
+    assert len(found) == len(findings), found
+    for line, expected in zip(found, findings, strict=True):
+        assert re.search(expected, line) and "\n" not in line
+
+
+def test_what_the_manifest_knows(tmp_path):
+    manifest = {**MANIFEST, "documents": 1, "sequences": 1, "tokens": 3, "dtype": "uint16"}
+    prefix = write(tmp_path / "a", [[[1, 2, 3]]], manifest=manifest)
+    assert list(verify(prefix, TOKENIZER)) == list(verify(prefix)) == []
+    other = SimpleNamespace(tokenizer_type="HuggingFace", fingerprint="e" * 64, vocab_size=3)
+    fingerprint, foreign = verify(prefix, other)
+    assert (
+        "made by tokenizer BertWordPieceLowerCase ffffffffffff of 1000 pieces, but the tokenizer given is"
+        in fingerprint
+    )
+    assert "token 2 (of sequence 0) is id 3, expected 0 to 2" in foreign
+    patch(tmp_path / "a.bin", 2, "<H", 7)  # another id of the vocabulary: only the hash tells
+    [finding] = verify(prefix, TOKENIZER)
+    assert f"{prefix}.bin: SHA-256" in finding and "changed since" in finding
+    write(tmp_path / "b", [[[1, 2], [9]], [[4]]])
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"b.{suffix}").replace(tmp_path / f"a.{suffix}")
+    found = "\n".join(verify(prefix))
+    for expected in ("documents 1, but the index says 2", "sequences 1, but the index says 3", "tokens 3, but"):
+        assert f"{prefix}.json: {expected}" in found
+    for text in ("[]", "{", '{"tokenizer": 3}'):
+        (tmp_path / "a.json").write_text(text)
+        assert "not a dataset manifest" in next(verify(prefix))
+
+
+def test_many_faults_are_counted_not_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(verification, "CHUNK", 7)
+    monkeypatch.setattr(verification, "CHUNK_TOKENS", 5)
+    prefix = write(tmp_path / "a", [[[1, VOCAB_SIZE]] for _ in range(40)])
+    read = []
+    found = list(verify(prefix, TOKENIZER, read.append))
+    assert len(found) == 11 and "token 19 (of sequence 9) is id 1000" in found[9]
+    assert found[10].endswith("30 more ids outside the vocabulary, 40 in all")
+    assert sum(read) == 160
+    patch(tmp_path / "a.idx", HEADER.size + 4 * 13, "<i", 5)  # size of the last sequence of the second chunk
+    assert "sequence 14 begins at byte 56, but sequence 13 ends at byte 62" in next(verify(prefix))
+
+
+def read_everything(prefix):
+    """Sequence lengths and document borders; every token, document length and beginning is read."""
+    dataset = IndexedDataset(prefix)
+    sequences = [dataset[i] for i in range(len(dataset))]
+    for i, ids in enumerate(sequences):
+        assert len(ids) == dataset.sizes[i] and ids.sum(dtype=np.int64) is not None
+        assert dataset.get(i).tolist() == ids.tolist()
+    assert all(lengths.min() >= 0 for lengths in document_lengths(dataset))
+    list(first_documents(dataset, 99, 5, None))
+    dataset.id_range()
+    return [len(ids) for ids in sequences], dataset.document_indices.tolist()
+
+
+def test_a_thousand_random_flips_and_truncations(tmp_path):
+    rng = random.Random(4)
+    numbers = np.random.default_rng(4)
+    kinds = []
+    for name, dtype, manifest in (("recorded", np.uint16, MANIFEST), ("foreign", np.int32, None)):
+        documents = [
+            [numbers.integers(0, VOCAB_SIZE, rng.randrange(7)).tolist() for _ in range(rng.randrange(1, 4))]
+            for _ in range(8)
+        ]
+        prefix = write(tmp_path / name, documents, dtype, manifest)
+        files = {suffix: Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("idx", "bin")}
+        kinds.append((prefix, files, read_everything(prefix), manifest))
+    refused = unseen = 0
+    for _ in range(1000):
+        prefix, files, structure, manifest = rng.choice(kinds)
+        suffix = rng.choice(("idx", "idx", "bin"))
+        data = bytearray(files[suffix])
+        if rng.random() < 0.2:
+            del data[rng.randrange(len(data)) :]
+        else:
+            data[rng.randrange(len(data))] ^= rng.choice([1 << rng.randrange(8), rng.randrange(1, 256)])
+        path = Path(f"{prefix}.{suffix}")
+        path.write_bytes(data)
+        try:
+            found = read_everything(prefix)
+        except UserError as error:
+            found = None
+            refused += 1
+            assert "\n" not in str(error) and prefix in str(error)
+        findings = list(verify(prefix, TOKENIZER))
+        assert all("\n" not in line and line.startswith(prefix) for line in findings)
+        if manifest is not None:
+            assert findings, "with a recorded hash no change goes unseen"
+        elif not findings:
+            # Only an id that is still one of the vocabulary, or a border between two documents.
+            unseen += 1
+            assert found is not None and found[0] == structure[0]
+            assert found[1] == sorted(found[1]) and (found[1] == structure[1] or suffix == "idx")
+        path.write_bytes(files[suffix])
+    assert refused > 400 and 10 < unseen < 150
+
+
+def test_opening_reads_a_handful_of_bytes_however_many_documents(tmp_path):
+    """A sparse index of ten million empty sequences, so that the test itself writes nothing."""
+    count = 10**7
+    with open(tmp_path / "a.idx", "wb") as stream:
+        stream.write(HEADER.pack(b"MMIDIDX\0\0", 1, 8, count, count + 1))
+        stream.seek(12 * count + 8 * count, 1)
+        stream.write(struct.pack("<q", count))
+    (tmp_path / "a.bin").touch()
+    tracemalloc.start()
+    before = resident_bytes()
+    dataset = IndexedDataset(tmp_path / "a")
+    assert len(dataset[count - 1]) == 0 and dataset.num_documents == count and dataset.num_tokens == 0
+    grown, (_, peak) = resident_bytes() - before, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20 and grown < 16 << 20  # the index has 200 MB
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_truncated_or_missing_file_is_one_finding_each(small):
+    manifest = Path(f"{small}.json")
+    manifest.write_text(json.dumps({"files": {"bin": {"sha256": "0"}}}))
+    index = Path(f"{small}.idx")
+    data = index.read_bytes()
+    index.write_bytes(b"")
+    header, tokens = verify(small)
+    assert "a.idx: 0 bytes, expected at least the 34" in header and "a.bin: SHA-256" in tokens
+    index.write_bytes(data)
+    Path(f"{small}.bin").unlink()
+    [missing] = verify(small)
+    assert "a.bin: No such file" in missing
+    index.unlink()
+    with pytest.raises(UserError, match=r"a\.idx: No such file"):
+        list(verify(small))
