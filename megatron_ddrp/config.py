@@ -237,9 +237,12 @@ class TrainingConfig:
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
     fp16: bool = option(False, "train in float16 with dynamic loss scaling")
     num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)")
+    max_skipped_steps: int = option(
+        10, "stop after so many steps in a row whose loss or gradients were not finite; each of them changes nothing"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "global_batch_size", "train_iters"):
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
         if self.num_threads is not None and self.num_threads < 1:
@@ -303,13 +306,18 @@ class CheckpointConfig:
     )
     save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end")
     keep_last: int = option(0, "how many checkpoints to keep; 0 = all")
+    milestone_interval: int | None = option(None, "checkpoints of steps that this divides are kept for ever")
     exit_interval: int | None = option(None, "save and exit 0 at the first step that this divides")
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit 75 at the first step after so many minutes; the same command goes on"
+    )
 
     def __post_init__(self) -> None:
-        if self.save_interval < 1:
-            refuse(f"--save-interval is {self.save_interval}: it must be at least 1")
-        if self.exit_interval is not None and self.exit_interval < 1:
-            refuse(f"--exit-interval is {self.exit_interval}: it must be at least 1")
+        for name in ("save_interval", "exit_interval", "milestone_interval"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
+            refuse(f"--exit-duration-in-mins is {self.exit_duration_in_mins}: it must be above 0")
         if self.keep_last < 0:
             refuse(f"--keep-last is {self.keep_last}: give how many to keep, or 0 for all")
 

@@ -6,13 +6,16 @@ Library code raises `UserError`; command-line entry points end in `run_command(m
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 FAILURE, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
+ASKED_TO_STOP = 75
+"""A run that was told to stop before its last step and can go on (EX_TEMPFAIL of sysexits.h: "try again")."""
 
 # What the operating system refuses is the user's to mend (disk full, no permission), not a bug of ours.
 _REFUSALS = {
@@ -42,6 +45,22 @@ class UserError(Exception):
         self.agreed = exit_code == WRONG_ARGUMENTS
 
 
+@contextlib.contextmanager
+def refusals_as_user_errors(path: object = None) -> Iterator[None]:
+    """Raise what the operating system refuses inside (a full disk, a missing right) as a `UserError` about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise UserError(_refusal(error, path)) from error
+
+
+def _refusal(error: OSError, path: object = None) -> str:
+    where = path if error.filename is None else error.filename
+    return error.strerror if where is None else f"{where}: {error.strerror}"
+
+
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:
     """Run a command's `main` and exit: with its integer result (None counts as 0), or with one line for a mistake.
 
@@ -62,8 +81,7 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        where = f"{error.filename}: " if error.filename is not None else ""
-        _exit_with_line(program, f"{where}{error.strerror}", FAILURE)
+        _exit_with_line(program, _refusal(error), FAILURE)
     sys.exit(result if isinstance(result, int) else 0)
 
 

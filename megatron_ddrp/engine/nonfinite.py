@@ -1,0 +1,123 @@
+"""Steps whose loss or gradients are not finite: skipped in every layout, explained, and given up after some in a row.
+
+DeepSpeed leaves parameters and optimizer alone when the global gradient norm is not finite; a loss that is not makes
+its gradients so (`spread`), and ZeRO 0 in fp32 is handled here (`drop_nonfinite`). So the norm, equal on all ranks,
+tells all of them. Such a step is taken a second time, watched: what was a passing fault is mended by that, and what
+was not is named. fp16's own overflows, which its loss scale answers, are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
+from megatron_ddrp.engine.step import StepResult, train_step
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.parallel.process_group import Ranks, gather_objects
+
+
+class FiniteSteps:
+    """Takes training steps, and keeps count of those that were skipped in a row."""
+
+    def __init__(self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None]) -> None:
+        self.engine, self.config, self.ranks, self.say = engine, config, ranks, say
+        self.skipped = 0
+
+    def take(self, micro_batches: list[Any], step: int) -> StepResult:
+        """`train_step`, tried twice where it must be. Raises `UserError` after `--max-skipped-steps` in a row."""
+        scaler = get_loss_scaler(self.engine)
+        result = self._try(micro_batches, step)
+        if math.isfinite(result.grad_norm):
+            self.skipped = 0
+            return result
+        if self._is_overflow(result, scaler):
+            return result
+        set_loss_scaler(self.engine, scaler)
+        with Watch(self.engine.module) as watch:
+            result = self._try(micro_batches, step)
+        found = [(where, rank) for rank, where in enumerate(gather_objects(watch.found)) if where]
+        if math.isfinite(result.grad_norm):
+            self.say(f"step {step}: not finite, but finite when tried again: taken")
+            self.skipped = 0
+            return result
+        self.skipped += 1
+        where, rank = min(found, key=lambda pair: not pair[0].startswith("output")) if found else ("gradient norm", 0)
+        cause = f"{where} on rank {rank} is the first that is not finite"
+        self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
+        if self.skipped >= self.config.training.max_skipped_steps:
+            error = UserError(
+                f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; go on from the "
+                "last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
+            )
+            error.agreed = True
+            raise error
+        return result
+
+    def _try(self, micro_batches: list[Any], step: int) -> StepResult:
+        return train_step(self.engine, micro_batches, self.config, self.ranks, step)
+
+    def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:
+        """Whether fp16's loss scale was too large for this step and can still fall; a collective call in fp16."""
+        if scaler is None or scaler["cur_scale"] <= self.engine.optimizer.loss_scaler.min_scale:
+            return False
+        return all(math.isfinite(loss) for loss in result.losses(self.config).values())
+
+
+def spread(loss: Tensor) -> Tensor:
+    """`loss`, with gradients that are not finite where it is not: infinities can have finite ones."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
+
+class Watch:
+    """Notes the first tensor of a pass that is not finite: an output on the way forth, else a gradient on the way back.
+
+    Inner modules speak before those they are part of.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.found: str | None = None
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Watch:
+        for name, module in self.module.named_modules():
+            self._hooks.append(module.register_forward_hook(self._output_hook(name or "the model")))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._gradient_hook(f"gradient of {name}")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            for tensor in _floats(output):
+                self._look(tensor, f"output of {name}")
+                if tensor.requires_grad:
+                    self._hooks.append(tensor.register_hook(self._gradient_hook(f"gradient of the output of {name}")))
+
+        return look
+
+    def _gradient_hook(self, what: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self._look(gradient, what)
+
+    def _look(self, tensor: Tensor, what: str) -> None:
+        if self.found is None and not bool(tensor.detach().isfinite().all()):
+            self.found = what
+
+
+def _floats(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _floats(part)

@@ -1,0 +1,93 @@
+"""Ending before the last step: signals, a time limit, and the one run that may write to a folder.
+
+SIGTERM and SIGUSR1 (`scancel`, a batch system's warning, `kill`) let the step in hand finish; all ranks then save and
+exit with `ASKED_TO_STOP`, whichever of them was told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from megatron_ddrp.errors import UserError
+
+LOCK, EXIT_CODE = "lock", "exit_code"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Whether somebody, or the clock, wants this rank to end early. Signals are ours between `with` and its end."""
+
+    def __init__(self, minutes: float | None, began: float | None = None) -> None:
+        """`minutes` from `began` (seconds of `time.monotonic`, now by default) the clock asks; None = never."""
+        self.deadline = (time.monotonic() if began is None else began) + 60 * minutes if minutes else None
+        self.received = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    @property
+    def code(self) -> int:
+        """0 for going on, a signal's number, or −1 for the clock; the largest of all ranks' codes is the reason."""
+        out_of_time = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.received or -int(out_of_time)
+
+
+def describe(code: int) -> str:
+    """What asked us to stop."""
+    return "--exit-duration-in-mins" if code < 0 else signal.Signals(code).name
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold DIR/lock, so that no second run writes there. A killed run's lock is free at once: the system held it.
+
+    Raises `UserError` naming who holds it. File systems without locks are not guarded.
+    """
+    path = folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            raise UserError(
+                f"--save {folder} is being written by another run ({holder}): stop it, or give another --save"
+            ) from None
+        except OSError:
+            pass
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
+        yield
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def note_exit_code(folder: Path, code: int | None) -> None:
+    """Keep in DIR/exit_code how a run ended, for launchers that hand every code on as 1; None while it runs."""
+    path = folder / EXIT_CODE
+    if code is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.write_text(f"{code}\n", encoding="utf-8")

@@ -1,0 +1,111 @@
+"""Named tensors in safetensors files, written one at a time and checked by their sums: nothing in them is ever run.
+
+The format is eight bytes with the length of a JSON header (name → type, shape, place), the header, and the tensors'
+bytes. Since shapes are known before the first tensor is, a file is streamed: a writer holds one tensor, never the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHUNK = 1 << 24
+"""Bytes read at once for a sum."""
+
+_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+
+
+class Form(NamedTuple):
+    """What of a tensor is known before its values."""
+
+    dtype: str
+    """As torch names it, `float32`."""
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, tensor: Any, shape: Iterable[int] | None = None) -> Form:
+        """A tensor's form; `shape` where the tensor is a part of a larger one, or empty."""
+        form = tuple(tensor.shape if shape is None else shape)
+        return cls(str(tensor.dtype).removeprefix("torch."), form, tensor.element_size())
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Write the tensors of `forms`, which must come in its order; returns `{"bytes": …, "crc32": …}`. On disk at return.
+
+    Raises `OSError` where the system refuses, once every tensor was taken: making them may be a collective affair.
+    """
+    remaining = iter(tensors)
+    try:
+        with path.open("wb") as stream:
+            header = _header(forms)
+            stream.write(header)
+            checksum = zlib.crc32(header)
+            for name, form in forms.items():
+                given, tensor = next(remaining)
+                assert (given, Form.of(tensor)) == (name, form), f"{given} {Form.of(tensor)} instead of {name} {form}"
+                data = _bytes(tensor)
+                stream.write(data)
+                checksum = zlib.crc32(data, checksum)
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        for _ in remaining:
+            pass
+    num_bytes = len(header) + sum(form.num_bytes for form in forms.values())
+    return {"bytes": num_bytes, "crc32": f"{checksum:08x}"}
+
+
+def _header(forms: Mapping[str, Form]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, form in forms.items():
+        begin, end = end, end + form.num_bytes
+        entries[name] = {"dtype": _TYPES[form.dtype], "shape": list(form.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: Any) -> Any:
+    """A tensor's bytes, `[numel * itemsize]`, without another copy where it is contiguous and on the CPU."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def damage(path: Path, written: Mapping[str, Any]) -> str | None:
+    """What is wrong with a file that should be as `write_tensors` reported it; None where nothing is."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    size = path.stat().st_size
+    if size != written["bytes"]:
+        return f"{path.name} has {size:,} bytes instead of {written['bytes']:,}"
+    checksum = 0
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                checksum = zlib.crc32(chunk, checksum)
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    found = f"{checksum:08x}"
+    return None if found == written["crc32"] else f"{path.name} has the CRC-32 {found} instead of {written['crc32']}"
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk, so that a power cut keeps what was renamed in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
