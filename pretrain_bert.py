@@ -10,23 +10,25 @@ from megatron_ddrp.errors import UserError, run_command
 from megatron_ddrp.launch import first_rank_speaks, launched_rank
 
 
-def main() -> None:
+def main() -> int:
     with first_rank_speaks():
         arguments = parse_arguments()
     if arguments.dry_run:
         from megatron_ddrp.dry_run import dry_run
 
         dry_run(arguments.config)
-        return
+        return 0
+    from megatron_ddrp.parallel.process_group import lost_rank_in_one_line
     from megatron_ddrp.train import train
 
-    train(arguments.config)
+    with lost_rank_in_one_line():
+        return train(arguments.config)
 
 
-def main_of_rank() -> None:
+def main_of_rank() -> int:
     """`main`, with an error that every rank raises alike told once, by rank 0."""
     try:
-        main()
+        return main()
     except UserError as error:
         if launched_rank() == 0 or not error.agreed:
             raise

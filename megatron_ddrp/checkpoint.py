@@ -2,12 +2,13 @@
 
     DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row a log or evaluation
     DIR/tokenizer/           the tokenizer of the run        DIR/latest          name of the newest checkpoint
-    DIR/lock                 held while a run writes here    DIR/exit_code       how the last run ended
+    DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
     DIR/iter_0001000/
         state.json                          step, counts, optimizer step, loss scale, configuration, the layout that
                                             wrote it, and of each file its size and CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
+        beside-00-of-01.safetensors         what training keeps beside the model, such as the notes on rare words
 
 Pipelines write one pair of files a stage; their union is the model. No trace of ranks, ZeRO or tensor parallelism is
 left, so every layout reads what any other wrote. A checkpoint is written under a temporary name and renamed when
@@ -20,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tensor_files import Form, damage, sync_folder, write_tensors
 
 LATEST, WEIGHTS, STATE, TOKENIZER = "latest", "model.safetensors", "state.json", "tokenizer"
-OPTIMIZER = "optimizer"
-"""How the names of files begin that hold no weights."""
+MODEL, OPTIMIZER, BESIDE = "weights", "optimizer", "beside"
+"""How the names of files begin: the model, Adam's moments, and what a run keeps beside the model."""
 WEIGHTS_ONLY = "weights_only"
 """Key of a state.json: there is no optimizer state, and training begins at iteration 0."""
 
@@ -67,7 +68,7 @@ def newest(folder: Path) -> Path | None:
 def none_complete(folder: Path, reasons: list[str]) -> UserError:
     """The error of a folder all of whose checkpoints are damaged."""
     return UserError(
-        f"{folder} holds no complete checkpoint ({'; '.join(reasons)}): copy it again, or start afresh in another --save"
+        f"{folder} holds no complete checkpoint ({'; '.join(reasons)}): copy it again, or start in another --save"
     )
 
 
@@ -167,13 +168,13 @@ def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: in
 class StoredTensors:
     """The tensors of a checkpoint by name, read one at a time. Raises `UserError` where a file is damaged."""
 
-    def __init__(self, path: Path, of_optimizer: bool = False) -> None:
+    def __init__(self, path: Path, kind: str = MODEL) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.path = path
         self._files: dict[str, Any] = {}
         for file in read_state(path).get("files", [WEIGHTS]):
-            if file.startswith(OPTIMIZER) is not of_optimizer:
+            if file != WEIGHTS and not file.startswith(f"{kind}-") or file == WEIGHTS and kind != MODEL:
                 continue
             try:
                 stored = safe_open(str(path / file), framework="pt")
@@ -192,9 +193,9 @@ class StoredTensors:
     def __getitem__(self, name: str) -> Any:
         return self._files[name].get_tensor(name)
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise `UserError` unless these are the tensors, by names and shapes."""
-        wrong = sorted(shapes.keys() ^ self.names) or [n for n in shapes if tuple(shapes[n]) != self.shape(n)]
+    def check(self, names: Iterable[str], shapes: Mapping[str, Iterable[int]]) -> None:
+        """Raise `UserError` unless these are the tensors, by names, and have these shapes as far as given."""
+        wrong = sorted(set(names) ^ self.names) or [n for n in shapes if tuple(shapes[n]) != self.shape(n)]
         if wrong:
             raise UserError(f"{self.path} is of another architecture: {wrong[0]} does not fit the configuration")
 
@@ -216,17 +217,16 @@ def load_model(folder: str | Path) -> tuple[Any, Tokenizer, Config]:
     return model.eval(), load_tokenizer(path.parent / TOKENIZER), config
 
 
-def model_tensors(model: Any) -> dict[str, Any]:
-    """Parameters and persistent buffers by name: what a checkpoint holds of a model. A tied one comes once."""
+def persistent_buffers(model: Any) -> dict[str, Any]:
+    """Buffers that a checkpoint keeps, by name."""
     saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return dict(model.named_parameters()) | buffers
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def load_weights(model: Any, path: Path) -> None:
     """Fill a model from a checkpoint; every tensor must be there and fit."""
-    stored, own = StoredTensors(path), model_tensors(model)
-    stored.check({name: tensor.shape for name, tensor in own.items()})
+    stored, own = StoredTensors(path), dict(model.named_parameters()) | persistent_buffers(model)
+    stored.check(own, {name: tensor.shape for name, tensor in own.items()})
     for name, tensor in own.items():
         tensor.data.copy_(stored[name])
 

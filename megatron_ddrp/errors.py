@@ -45,6 +45,13 @@ class UserError(Exception):
         self.agreed = exit_code == WRONG_ARGUMENTS
 
 
+def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
+    """An error that every rank raises alike."""
+    error = UserError(message, exit_code)
+    error.agreed = True
+    return error
+
+
 @contextlib.contextmanager
 def refusals_as_user_errors(path: object = None) -> Iterator[None]:
     """Raise what the operating system refuses inside (a full disk, a missing right) as a `UserError` about `path`."""
@@ -58,7 +65,7 @@ def refusals_as_user_errors(path: object = None) -> Iterator[None]:
 
 def _refusal(error: OSError, path: object = None) -> str:
     where = path if error.filename is None else error.filename
-    return error.strerror if where is None else f"{where}: {error.strerror}"
+    return str(error.strerror) if where is None else f"{where}: {error.strerror}"
 
 
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:

@@ -20,6 +20,8 @@ from typing import Any
 from megatron_ddrp.errors import UserError
 
 LOCK, EXIT_CODE = "lock", "exit_code"
+OUT_OF_TIME = 1000
+"""Beyond every signal's number."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -48,14 +50,14 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """0 for going on, a signal's number, or −1 for the clock; the largest of all ranks' codes is the reason."""
+        """0 for going on, a signal's number, or `OUT_OF_TIME`; ranks that disagree go by the largest of their codes."""
         out_of_time = self.deadline is not None and time.monotonic() >= self.deadline
-        return self.received or -int(out_of_time)
+        return self.received or OUT_OF_TIME * out_of_time
 
 
 def describe(code: int) -> str:
     """What asked us to stop."""
-    return "--exit-duration-in-mins" if code < 0 else signal.Signals(code).name
+    return "--exit-duration-in-mins" if code == OUT_OF_TIME else signal.Signals(code).name
 
 
 @contextlib.contextmanager
@@ -84,10 +86,11 @@ def sole_writer(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def note_exit_code(folder: Path, code: int | None) -> None:
-    """Keep in DIR/exit_code how a run ended, for launchers that hand every code on as 1; None while it runs."""
-    path = folder / EXIT_CODE
-    if code is None:
-        path.unlink(missing_ok=True)
-    else:
-        path.write_text(f"{code}\n", encoding="utf-8")
+def note_exit_code(folder: Path, code: int) -> None:
+    """Keep in DIR/exit_code how a run ended, for launchers that hand every code but 0 on as 1."""
+    (folder / EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
+
+
+def forget_exit_code(folder: Path) -> None:
+    """A run that begins has not ended: what fails leaves no DIR/exit_code."""
+    (folder / EXIT_CODE).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Named tensors in safetensors files, written one at a time and checked by their sums: nothing in them is ever run.
 
 The format is eight bytes with the length of a JSON header (name → type, shape, place), the header, and the tensors'
-bytes. Since shapes are known before the first tensor is, a file is streamed: a writer holds one tensor, never the model.
+bytes. Since shapes are known before the first tensor is, a file is streamed: one tensor is held, never the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
 
 def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Write the tensors of `forms`, which must come in its order; returns `{"bytes": …, "crc32": …}`. On disk at return.
+    """Write the tensors of `forms`, which come in its order; returns `{"bytes": …, "crc32": …}`. On disk at return.
 
     Raises `OSError` where the system refuses, once every tensor was taken: making them may be a collective affair.
     """

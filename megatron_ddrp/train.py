@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megatron_ddrp.checkpoint import TOKENIZER, refuse_folders
+from megatron_ddrp import stopping
+from megatron_ddrp.checkpoint import TOKENIZER, checkpoints, refuse_folders
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine
-from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, load_imported_weights, save_checkpoint
-from megatron_ddrp.engine.step import StepResult, evaluate, train_step
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.nonfinite import FiniteSteps
+from megatron_ddrp.engine.step import StepResult, evaluate
+from megatron_ddrp.errors import ASKED_TO_STOP, WRONG_ARGUMENTS, UserError, agreed_by_all, refusals_as_user_errors
 from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, terms
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import Ranks, agree
+from megatron_ddrp.parallel.process_group import Ranks, agree, largest_over_ranks
+from megatron_ddrp.stopping import StopRequests, sole_writer
 
 
-def train(config: Config) -> None:
-    """Run `config` to its last step (or to `--exit-interval`) on this rank; the others run the same."""
+def train(config: Config) -> int:
+    """Run `config` on this rank, the others do the same; 0, or `ASKED_TO_STOP` where it was to end before its end."""
+    began = time.monotonic()
     ranks = process_group.start(config.parallel.distributed_timeout_minutes)
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
@@ -36,38 +42,68 @@ def train(config: Config) -> None:
     torch.manual_seed(config.training.seed)
     model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
     total, position = count_parameters(model)
-    imported = load_imported_weights(model, load, config) if load else None
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
-    resumed = load_checkpoint(engine, load, config, ranks) if load and not imported else None
-    progress = resumed or Progress()
-    if folder and ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder)
-        corpus.tokenizer.save(folder / TOKENIZER)
+    resumed = load_checkpoint(engine, load, config, ranks) if load else None
+    progress = resumed.progress if resumed else Progress()
 
-    with MetricsLog(config, progress.iteration, active=ranks.rank == 0) as log:
+    with ExitStack() as stack:
+        agree(lambda: open_folder(stack, folder, config, corpus, ranks))
+        log = stack.enter_context(MetricsLog(config, progress.iteration, active=ranks.rank == 0))
+        requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began))
         for note in corpus.notes:
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
-        log.say(where_we_start(config, resumed, imported))
+        log.say(where_we_start(config, resumed))
         clock = Clock(progress.iteration, config.training.train_iters)
+        steps = FiniteSteps(engine, config, ranks, log.say)
         to_do = config.training.train_iters - progress.iteration
+        request = 0
         for micro_batches in iterate(loader, progress.consumed_samples, to_do):
-            result = train_step(engine, micro_batches, config, ranks, progress.iteration + 1)
+            result = steps.take(micro_batches, progress.iteration + 1)
             progress = advance(progress, result, config)
             clock.count(result.counts.tokens)
             log_step(log, clock, result, progress, config)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
                 validate(engine, validation, log, progress, config, ranks)
                 clock.pause()
-            stops = progress.iteration == config.training.train_iters or exits(progress.iteration, config)
+            request = largest_over_ranks(requests.code, ranks.device)
+            stops = progress.iteration == config.training.train_iters or exits(progress.iteration, config) or request
             if folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                path = save_checkpoint(engine, folder, progress, config, ranks)
-                log.say(f"saved {path}")
+                save(engine, folder, progress, config, ranks, log, must=bool(stops))
                 clock.pause()
             if stops:
                 break
+        code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
+        if code:
+            log.say(f"stopped at step {progress.iteration:,} by {stopping.describe(request)}")
+        if folder and ranks.rank == 0:
+            stopping.note_exit_code(folder, code)
     process_group.stop()
+    return code
+
+
+def open_folder(stack: ExitStack, folder: Path | None, config: Config, corpus: Corpus, ranks: Ranks) -> None:
+    """Make the `--save` folder ours, on rank 0, and write into it what every reader of its checkpoints wants."""
+    if folder is None or ranks.rank:
+        return
+    with refusals_as_user_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(sole_writer(folder))
+        stopping.forget_exit_code(folder)
+        save_config(config, folder)
+        corpus.tokenizer.save(folder / TOKENIZER)
+
+
+def save(engine, folder: Path, progress: Progress, config: Config, ranks: Ranks, log: MetricsLog, must: bool) -> None:
+    """Save; where that fails and is no `must`, say so and go on: the checkpoints before are whole, and disks empty."""
+    try:
+        log.say(f"saved {save_checkpoint(engine, folder, progress, config, ranks)}")
+    except UserError as error:
+        last = next((path.name for path in checkpoints(folder)), "none")
+        line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last}"
+        if must:
+            raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
+        log.say(f"{line}; going on")
 
 
 def check_attention(config: Config, ranks: Ranks) -> None:
@@ -155,16 +191,16 @@ def introduction(
     )
 
 
-def where_we_start(config: Config, resumed: Progress | None, imported: Path | None) -> str:
+def where_we_start(config: Config, resumed: Resumed | None) -> str:
     """Whether this run begins or goes on."""
-    if resumed:
-        done = resumed.iteration >= config.training.train_iters
+    if resumed is None:
+        nothing_there = f"{config.checkpoint.load} holds no checkpoint: " if config.checkpoint.load else ""
+        return f"{nothing_there}starting afresh"
+    if resumed.weights_only:
+        line = f"weights from {resumed.path}, optimizer fresh"
+    else:
+        iteration = resumed.progress.iteration
+        done = iteration >= config.training.train_iters
         nothing = f"; nothing to do: --train-iters is {config.training.train_iters:,}" if done else ""
-        return f"resumed from {config.checkpoint.load} at step {resumed.iteration:,}{nothing}"
-    if imported:
-        return f"weights from {imported}, optimizer fresh"
-    return (
-        f"{config.checkpoint.load} holds no checkpoint: starting afresh"
-        if config.checkpoint.load
-        else "starting afresh"
-    )
+        line = f"resumed from {config.checkpoint.load} at step {iteration:,}{nothing}"
+    return "\n".join((*resumed.notes, line))

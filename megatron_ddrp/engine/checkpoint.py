@@ -8,9 +8,10 @@ needs is a pure function of the step.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,14 @@ from torch import Tensor
 from megatron_ddrp import checkpoint as files
 from megatron_ddrp.config import Config, flag
 from megatron_ddrp.engine import optimizer_state as state_of
-from megatron_ddrp.errors import UserError, refusals_as_user_errors
-from megatron_ddrp.parallel.process_group import Ranks, agree
+from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
+from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part, split_dimension
 from megatron_ddrp.tensor_files import Form, write_tensors
+
+Moments = tuple[str | None, ...]
+"""What is stored of a parameter: Adam's moments by name; None is its weight."""
+WEIGHT: Moments = (None,)
 
 
 @dataclass(frozen=True)
@@ -49,26 +55,99 @@ def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
     """What a checkpoint says of the ranks that wrote it; nothing in it depends on them."""
     return {
         "ranks": ranks.world_size,
+        "tensor": ranks.tensor_size,
+        "pipeline": ranks.pipeline_size,
         "zero_stage": config.parallel.zero_stage,
         "precision": config.training.precision,
     }
 
 
-def save_checkpoint(engine: Any, folder: Path, progress: Progress, config: Config, ranks: Ranks) -> Path:
-    """Write DIR/iter_N and point `latest` at it; a collective call.
+class HeldState:
+    """What this rank holds of the model, by the whole model's names. Its methods are collective calls."""
+
+    def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
+        self.engine, self.config, self.ranks = engine, config.model, ranks
+        held = local_parameters(engine.module)
+        self.tensors: dict[str, Tensor] = held | files.persistent_buffers(engine.module)
+        by_rank = gather_objects((ranks.pipeline_rank, sorted(self.tensors)))
+        self.all_names = {name for _, names in by_rank for name in names}
+        """Of the whole model."""
+        earlier = {name for stage, names in by_rank if stage < ranks.pipeline_rank for name in names}
+        self.written = [name for name in self.tensors if name not in earlier]
+        """What our pipeline stage writes: a tied weight belongs to the first stage that holds it."""
+
+    def forms(self, moments: Moments) -> dict[str, Form]:
+        """Names in a checkpoint and shapes there of what our stage writes."""
+        forms = {}
+        for moment, name in self._stored(self.written, moments):
+            tensor = self.tensors[name]
+            shape = list(state_of.whole_shape(tensor))
+            dimension = split_dimension(name, self.config)
+            if dimension is not None:
+                shape[dimension] *= self.ranks.tensor_size
+            key = _key(name, moment)
+            forms[key] = Form("float32", tuple(shape), 4) if tensor.requires_grad else Form.of(tensor, shape)
+        return forms
+
+    def whole(self, moments: Moments) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `forms`, whole."""
+        for moment, name in self._stored(self.written, moments):
+            tensor = self.tensors[name]
+            if tensor.requires_grad:
+                tensor = state_of.read_whole(self.engine, tensor, moment)  # type: ignore[arg-type]
+            yield _key(name, moment), gather_whole(name, tensor.to(self.ranks.device), self.config, self.ranks)
+
+    def check(self, stored: files.StoredTensors, moments: Moments) -> None:
+        """Raise `UserError` unless a checkpoint holds the whole model, in its shapes."""
+        expected = {_key(name, moment) for moment, name in self._stored(sorted(self.all_names), moments)}
+        stored.check(expected, {name: form.shape for name, form in self.forms(moments).items()})
+
+    def fill(self, stored: files.StoredTensors, moments: Moments) -> None:
+        """Take this rank's part of everything it holds."""
+        for moment, name in self._stored(list(self.tensors), moments):
+            tensor = self.tensors[name]
+            part = own_part(name, stored[_key(name, moment)], self.config, self.ranks).to(tensor.device)
+            if tensor.requires_grad:
+                state_of.write_whole(self.engine, tensor, part, moment)  # type: ignore[arg-type]
+            else:
+                tensor.data.copy_(part)
+
+    def _stored(self, names: list[str], moments: Moments) -> Iterator[tuple[str | None, str]]:
+        """(moment, name) of all that is stored; of the moments, trained parameters alone."""
+        for moment in moments:
+            for name in names:
+                if moment is None or name not in self.tensors or self.tensors[name].requires_grad:
+                    yield moment, name
+
+
+def _key(name: str, moment: str | None) -> str:
+    return name if moment is None else f"{moment}/{name}"
+
+
+def save_checkpoint(
+    engine: Any,
+    folder: Path,
+    progress: Progress,
+    config: Config,
+    ranks: Ranks,
+    beside: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Path:
+    """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is kept as it is, equal on all ranks.
 
     Raises `UserError` on every rank where the system refuses, such as a full disk; checkpoints before stay as they are.
     """
     temporary = folder / f"{files.tag(progress.iteration)}.tmp"
     try:
-        return _save(engine, temporary, progress, config, ranks)
+        return _save(engine, temporary, progress, config, ranks, beside)
     except UserError:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _save(engine: Any, temporary: Path, progress: Progress, config: Config, ranks: Ranks) -> Path:
+def _save(
+    engine: Any, temporary: Path, progress: Progress, config: Config, ranks: Ranks, beside: Mapping[str, Tensor]
+) -> Path:
     def begin() -> None:
         if ranks.rank == 0:
             with refusals_as_user_errors(temporary):
@@ -77,26 +156,28 @@ def _save(engine: Any, temporary: Path, progress: Progress, config: Config, rank
 
     agree(begin)
     state_of.create_moments(engine)
-    written: dict[str, Any] = {}
+    held = HeldState(engine, config, ranks)
+    own_files: dict[str, Any] = {}
 
-    def write(name: str, moments: tuple[str | None, ...]) -> None:
-        tensors = _whole_tensors(engine, moments)
-        if ranks.rank:
+    def write(kind: str, forms: dict[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if ranks.data_rank or ranks.tensor_rank:
             for _ in tensors:
                 pass
             return
+        name = f"{kind}-{ranks.pipeline_rank:02d}-of-{ranks.pipeline_size:02d}.safetensors"
         with refusals_as_user_errors(temporary):
-            written[name] = write_tensors(temporary / name, _forms(engine, moments), tensors)
+            own_files[name] = write_tensors(temporary / name, forms, tensors)
 
-    agree(lambda: write("weights-00-of-01.safetensors", (None,)))
-    agree(lambda: write(f"{files.OPTIMIZER}-00-of-01.safetensors", state_of.MOMENTS))
+    agree(lambda: write(files.MODEL, held.forms(WEIGHT), held.whole(WEIGHT)))
+    agree(lambda: write(files.OPTIMIZER, held.forms(state_of.MOMENTS), held.whole(state_of.MOMENTS)))
+    if beside:
+        agree(lambda: write(files.BESIDE, {name: Form.of(tensor) for name, tensor in beside.items()}, beside.items()))
+    written = {name: facts for part in gather_objects(own_files) for name, facts in part.items()}
 
     def finish() -> Path:
         if ranks.rank == 0:
             state = {
-                "iteration": progress.iteration,
-                "consumed_samples": progress.consumed_samples,
-                "consumed_tokens": progress.consumed_tokens,
+                **asdict(progress),
                 "optimizer_step": state_of.get_step(engine),
                 "loss_scaler": state_of.get_loss_scaler(engine),
                 "layout": layout(config, ranks),
@@ -112,55 +193,39 @@ def _save(engine: Any, temporary: Path, progress: Progress, config: Config, rank
     return agree(finish)
 
 
-def _own_tensors(engine: Any, moment: str | None) -> Iterator[tuple[str, Tensor]]:
-    """(name in a checkpoint, tensor of the model); of the moments, trained parameters alone."""
-    for name, tensor in files.model_tensors(engine.module).items():
-        if moment is None:
-            yield name, tensor
-        elif tensor.requires_grad:
-            yield f"{moment}/{name}", tensor
+def load_checkpoint(
+    engine: Any, folder: Path, config: Config, ranks: Ranks, beside: Mapping[str, Tensor] = MappingProxyType({})
+) -> Resumed | None:
+    """Go on from the newest whole checkpoint of a folder; None where it holds none. A collective call.
 
-
-def _forms(engine: Any, moments: tuple[str | None, ...]) -> dict[str, Form]:
-    forms = {}
-    for moment in moments:
-        for name, tensor in _own_tensors(engine, moment):
-            shape = state_of.whole_shape(tensor)
-            forms[name] = Form("float32", shape, 4) if tensor.requires_grad else Form.of(tensor, shape)
-    return forms
-
-
-def _whole_tensors(engine: Any, moments: tuple[str | None, ...]) -> Iterator[tuple[str, Tensor]]:
-    for moment in moments:
-        for name, tensor in _own_tensors(engine, moment):
-            yield name, state_of.read_whole(engine, tensor, moment) if tensor.requires_grad else tensor
-
-
-def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Resumed | None:
-    """Go on from the newest whole checkpoint of a folder; None where it holds none. A collective call."""
+    The tensors of `beside` are filled where the checkpoint has them.
+    """
     path, notes = _newest_undamaged(folder, ranks)
     if path is None:
         return None
+    held = HeldState(engine, config, ranks)
 
     def read() -> tuple[dict[str, Any], files.StoredTensors, files.StoredTensors]:
         state = files.read_state(path)
         _check_architecture(path, state, config)
-        weights, moments = files.StoredTensors(path), files.StoredTensors(path, of_optimizer=True)
-        weights.check({name: form.shape for name, form in _forms(engine, (None,)).items()})
+        weights, moments = files.StoredTensors(path), files.StoredTensors(path, files.OPTIMIZER)
+        held.check(weights, WEIGHT)
         if not state.get(files.WEIGHTS_ONLY):
             if not moments.names:
                 raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
-            moments.check({name: form.shape for name, form in _forms(engine, state_of.MOMENTS).items()})
+            held.check(moments, state_of.MOMENTS)
         return state, weights, moments
 
     state, weights, moments = agree(read)
-    _fill(engine, weights, None)
+    held.fill(weights, WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
         return Resumed(Progress(), path, notes, weights_only=True)
+    kept = files.StoredTensors(path, files.BESIDE)
+    for name in beside.keys() & kept.names:
+        beside[name].copy_(kept[name])
     state_of.create_moments(engine)
-    for moment in state_of.MOMENTS:
-        _fill(engine, moments, moment)
+    held.fill(moments, state_of.MOMENTS)
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
@@ -168,27 +233,17 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     return Resumed(progress, path, (*notes, *_change_of_layout(state["layout"], layout(config, ranks))))
 
 
-def _fill(engine: Any, stored: files.StoredTensors, moment: str | None) -> None:
-    for name, tensor in _own_tensors(engine, moment):
-        if tensor.requires_grad:
-            state_of.write_whole(engine, tensor, stored[name].to(tensor.device), moment)
-        else:
-            tensor.data.copy_(stored[name])
-
-
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
     """The newest checkpoint whose files have the sums they were written with, and what was passed over."""
     found = agree(lambda: files.checkpoints(folder))
-    reasons = []
+    reasons: list[str] = []
     for path in found:
         reason = _fault_for_all(path, ranks)
         if reason is None:
             return path, tuple(f"passed over {path.parent / r}" for r in reasons)
         reasons.append(f"{path.name}: {reason}")
     if found:
-        error = files.none_complete(folder, reasons)
-        error.agreed = True
-        raise error
+        raise agreed_by_all(str(files.none_complete(folder, reasons)))
     return None, ()
 
 
@@ -214,9 +269,11 @@ def _change_of_layout(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]
 
 
 def describe(layout: dict[str, Any]) -> str:
-    """`4 ranks (ZeRO 1, bf16)`."""
+    """`4 ranks (TP 2, ZeRO 1, bf16)`."""
+    sizes = [(name, layout[axis]) for name, axis in (("TP", "tensor"), ("PP", "pipeline"))]
+    axes = "".join(f"{name} {size}, " for name, size in sizes if size > 1)
     count = layout["ranks"]
-    return f"{count} rank{'s' * (count > 1)} (ZeRO {layout['zero_stage']}, {layout['precision']})"
+    return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
 
 
 def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:

@@ -1,8 +1,8 @@
 """Steps whose loss or gradients are not finite: skipped in every layout, explained, and given up after some in a row.
 
-DeepSpeed leaves parameters and optimizer alone when the global gradient norm is not finite; a loss that is not makes
-its gradients so (`spread`), and ZeRO 0 in fp32 is handled here (`drop_nonfinite`). So the norm, equal on all ranks,
-tells all of them. Such a step is taken a second time, watched: what was a passing fault is mended by that, and what
+DeepSpeed leaves parameters and optimizer alone when the global gradient norm is not finite; `engine/step.py` does so at
+ZeRO 0 and makes the gradients of a loss that is not finite so as well. The norm, equal on all ranks, thus tells all of
+them. Such a step is taken a second time, watched: what was a passing fault is mended by that, and what
 was not is named. fp16's own overflows, which its loss scale answers, are not counted.
 """
 
@@ -12,21 +12,28 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
 from megatron_ddrp.engine.step import StepResult, train_step
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import agreed_by_all
+from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_objects
 
 
 class FiniteSteps:
     """Takes training steps, and keeps count of those that were skipped in a row."""
 
-    def __init__(self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self.engine, self.config, self.ranks, self.say = engine, config, ranks, say
+    def __init__(
+        self,
+        engine: Any,
+        config: Config,
+        ranks: Ranks,
+        say: Callable[[str], None],
+        notes: NoteDictionary | None = None,
+    ) -> None:
+        self.engine, self.config, self.ranks, self.say, self.notes = engine, config, ranks, say, notes
         self.skipped = 0
 
     def take(self, micro_batches: list[Any], step: int) -> StepResult:
@@ -51,27 +58,20 @@ class FiniteSteps:
         cause = f"{where} on rank {rank} is the first that is not finite"
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
         if self.skipped >= self.config.training.max_skipped_steps:
-            error = UserError(
+            raise agreed_by_all(
                 f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; go on from the "
                 "last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
             )
-            error.agreed = True
-            raise error
         return result
 
     def _try(self, micro_batches: list[Any], step: int) -> StepResult:
-        return train_step(self.engine, micro_batches, self.config, self.ranks, step)
+        return train_step(self.engine, micro_batches, self.config, self.ranks, step, self.notes)
 
     def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:
         """Whether fp16's loss scale was too large for this step and can still fall; a collective call in fp16."""
         if scaler is None or scaler["cur_scale"] <= self.engine.optimizer.loss_scaler.min_scale:
             return False
         return all(math.isfinite(loss) for loss in result.losses(self.config).values())
-
-
-def spread(loss: Tensor) -> Tensor:
-    """`loss`, with gradients that are not finite where it is not: infinities can have finite ones."""
-    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 class Watch:

@@ -18,7 +18,7 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def read_whole(engine: Any, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-    """The fp32 weight of a parameter, or one of its `MOMENTS`, whole and on the CPU."""
+    """The fp32 weight of a parameter, or one of its `MOMENTS`, as a whole that ZeRO may have sharded."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if engine.zero_optimization_stage() == 0:
@@ -27,7 +27,7 @@ def read_whole(engine: Any, parameter: nn.Parameter, moment: str | None = None) 
         held = safe_get_full_optimizer_state(parameter, moment)
     else:
         held = safe_get_full_fp32_param(parameter)
-    return held.reshape(whole_shape(parameter)).cpu()
+    return held.reshape(whole_shape(parameter))
 
 
 def write_whole(engine: Any, parameter: nn.Parameter, value: Tensor, moment: str | None = None) -> None:
@@ -44,7 +44,7 @@ def write_whole(engine: Any, parameter: nn.Parameter, value: Tensor, moment: str
         (engine.optimizer.state[parameter][moment] if moment else parameter.data).copy_(value)
         return
     if stage == 3:  # the last partition is padded: safe_set_full_* would reach beyond the value
-        size = parameter.ds_tensor.ds_numel
+        size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
         begin = size * engine.optimizer._get_param_partition_rank(parameter)
         part = value.new_zeros(size)
         own = value.flatten()[begin : begin + size]
@@ -56,7 +56,7 @@ def write_whole(engine: Any, parameter: nn.Parameter, value: Tensor, moment: str
         (safe_set_local_fp32_param if stage == 3 else safe_set_full_fp32_param)(parameter, value)
 
 
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """A parameter's shape before ZeRO 3 took it apart."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -76,10 +76,16 @@ def refresh_weights(engine: Any) -> None:
 
 
 def create_moments(engine: Any) -> None:
-    """Let the optimizer make its state, where no step was taken yet: one step with a rate and gradients of zero."""
-    if any(_states(engine)):
-        return
+    """Have Adam's state there to be read and written. Before the first step: by one with a rate and gradients of 0."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if not any(_states(engine)):
+        _take_empty_step(engine, optimizer, stage)
+    if stage in (1, 2):  # DeepSpeed does so after the first parameter group's step, when the others have no state yet
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _take_empty_step(engine: Any, optimizer: Any, stage: int) -> None:
     inner = optimizer.optimizer if stage else optimizer
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
@@ -90,13 +96,13 @@ def create_moments(engine: Any) -> None:
             optimizer._optimizer_step(number)
             flat.grad = None
     else:
-        _step_without_gradient(optimizer, inner, stage)
+        _step_without_gradient(inner)
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
     set_step(engine, 0)
 
 
-def _step_without_gradient(optimizer: Any, inner: Any, stage: int) -> None:
+def _step_without_gradient(inner: Any) -> None:
     held = [parameter for group in inner.param_groups for parameter in group["params"]]
     before = [parameter.grad for parameter in held]
     for parameter in held:
@@ -104,8 +110,6 @@ def _step_without_gradient(optimizer: Any, inner: Any, stage: int) -> None:
     inner.step()
     for parameter, gradient in zip(held, before, strict=True):
         parameter.grad = gradient
-    if stage:
-        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _states(engine: Any) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ micro-batch's loss is already its exact share of the step's loss; a mean of micr
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -74,14 +75,16 @@ def train_step(
             inputs, occurrences = notes.inputs(arrays)
             sums, new_notes = engine(batch, draws, inputs.to(ranks.device))
             taken.append((occurrences, new_notes))
-        engine.backward((sums * weights).sum())
+        engine.backward(spread_nonfinite((sums * weights).sum()))
         loss_sums += sums.detach()
         if number + 1 == len(micro_batches):
             own_norm = _own_grad_norm(engine, config)
+            if own_norm is not None and not math.isfinite(own_norm):
+                engine.zero_grad()  # so that the step changes nothing, as ZeRO's own steps do
         engine.step()
-    if notes is not None:
-        take_notes(notes, taken, ranks)
     grad_norm = own_norm if own_norm is not None else float(engine.get_global_grad_norm())
+    if notes is not None and math.isfinite(grad_norm):
+        take_notes(notes, taken, ranks)
     return StepResult(loss_sums, counts, lr, grad_norm)
 
 
@@ -119,6 +122,14 @@ def evaluate(
     counts = Counts(*sum_over_ranks(torch.from_numpy(counted).to(ranks.device)).tolist())
     losses = step_losses(sums, counts, objective)
     return {f"valid_{name}": value for name, value in losses.items() if name != "loss"}
+
+
+def spread_nonfinite(loss: Tensor) -> Tensor:
+    """`loss`, with gradients that are not finite where it is not: an infinite loss can have finite ones.
+
+    The gradient norm, equal on all ranks, then tells all of them that a step is to be skipped (`engine/nonfinite.py`).
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 def seed_dropout(seed: int, step: int, micro_batch: int, rank: int) -> None:

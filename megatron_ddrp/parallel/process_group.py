@@ -7,17 +7,19 @@ pipeline, which is the order of DeepSpeed's `PipeModelDataParallelTopology`: tho
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, agreed_by_all
 
 T = TypeVar("T")
 
@@ -112,6 +114,21 @@ def _own_group(members: Tensor, rank: int) -> Any:
     return dist.new_group(own, use_local_synchronization=True)
 
 
+@contextlib.contextmanager
+def lost_rank_in_one_line() -> Iterator[None]:
+    """Raise the death or silence of another rank, noticed in a collective call, as a `UserError`; bugs stay bugs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search(r"gloo|NCCL", str(error)):
+            raise
+        cause = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0].splitlines()[0]
+        raise UserError(
+            f"rank {os.environ.get('RANK', 0)} lost another rank: {cause}; that rank's own output says why; start the "
+            "same command again to go on from the last checkpoint"
+        ) from error
+
+
 def stop() -> None:
     """Leave together: without the barrier a fast rank's exit can abort a slow one."""
     if dist.is_initialized():
@@ -143,9 +160,20 @@ def gather_rows(rows: Tensor, ranks: Ranks) -> Tensor:
     return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()
+def largest_over_ranks(number: int, device: torch.device) -> int:
+    """The largest number that any rank has."""
+    if dist.get_world_size() == 1:
+        return number
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def gather_objects(item: T) -> list[T]:
+    """Every rank's `item`, in the order of ranks: small things of plain Python."""
+    items: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
 
 
 def agree(action: Callable[[], T]) -> T:
@@ -158,11 +186,7 @@ def agree(action: Callable[[], T]) -> T:
         result = action()
     except UserError as error:
         message = (str(error), error.exit_code)
-    messages: list[tuple[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    failures = [m for m in messages if m is not None]
+    failures = [failure for failure in gather_objects(message) if failure is not None]
     if failures:
-        of_all = UserError(*failures[0])
-        of_all.agreed = True
-        raise of_all
+        raise agreed_by_all(*failures[0])
     return result  # type: ignore[return-value]

@@ -94,17 +94,17 @@ def killed_at_step_five() -> None:
 
 
 def killed_while_saving_step_four() -> None:
-    """DeepSpeed's files are there, ours are not."""
-    from megatron_ddrp import checkpoint
+    """The weights are there, the optimizer's state is not."""
+    from megatron_ddrp.engine import checkpoint
 
-    save_weights = checkpoint.save_weights
+    write_tensors = checkpoint.write_tensors
 
-    def save_or_die(weights: dict[str, Any], path: Path) -> None:
-        if "0000004" in path.name:
+    def write_or_die(path: Path, forms: Any, tensors: Any) -> dict[str, Any]:
+        if "0000004" in str(path) and path.name.startswith("optimizer"):
             os.kill(os.getpid(), signal.SIGKILL)
-        save_weights(weights, path)
+        return write_tensors(path, forms, tensors)
 
-    checkpoint.save_weights = save_or_die
+    checkpoint.write_tensors = write_or_die
 
 
 def test_killed_after_a_checkpoint(flags: Flags, tmp_path: Path) -> None:

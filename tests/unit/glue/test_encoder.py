@@ -69,7 +69,9 @@ def test_the_fingerprint_follows_every_weight(checkpoint_folder):
 
 
 def test_a_run_without_a_checkpoint_is_refused(checkpoint_folder):
-    (checkpoint_folder / "latest").unlink()
+    for file in ("latest", "iter_0000003/state.json", "iter_0000003/model.safetensors"):
+        (checkpoint_folder / file).unlink()
+    (checkpoint_folder / "iter_0000003").rmdir()
     with pytest.raises(UserError, match="holds no checkpoint"):
         load_encoder(checkpoint_folder)
 
