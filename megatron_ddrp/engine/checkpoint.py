@@ -171,7 +171,8 @@ def _save(
     agree(lambda: write(files.MODEL, held.forms(WEIGHT), held.whole(WEIGHT)))
     agree(lambda: write(files.OPTIMIZER, held.forms(state_of.MOMENTS), held.whole(state_of.MOMENTS)))
     if beside:
-        agree(lambda: write(files.BESIDE, {name: Form.of(tensor) for name, tensor in beside.items()}, beside.items()))
+        forms = {name: Form.of(tensor) for name, tensor in beside.items()}
+        agree(lambda: write(files.BESIDE, forms, beside.items()) if ranks.pipeline_rank == 0 else None)
     written = {name: facts for part in gather_objects(own_files) for name, facts in part.items()}
 
     def finish() -> Path:
