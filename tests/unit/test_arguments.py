@@ -51,6 +51,16 @@ def test_flags_reach_their_fields_with_their_types():
     assert isinstance(config.optimizer.lr, float) and isinstance(config.model.num_layers, int)
 
 
+def test_blends_are_flags_of_several_words(tmp_path):
+    words = ["--train-data-path", "0.3", "A", "0.7", "B", "--valid-data-path", "C", "--masking", "ngram"]
+    config = parse_arguments(words).config
+    assert config.data.train_data_path == ("0.3", "A", "0.7", "B") and config.data.valid_data_path == ("C",)
+    assert config.data.split is None and config.objective.masking == "ngram"
+    as_list = yaml_file(tmp_path, "data-path: [0.3, A, 0.7, B]")
+    assert parse_arguments(["--config", as_list]).config.data.data_path == ("0.3", "A", "0.7", "B")
+    assert parse_arguments(["--config", yaml_file(tmp_path, "data-path: A")]).config.data.data_path == ("A",)
+
+
 @pytest.mark.parametrize("words", [["--num_layers", "3"], ["--num_layers=3"], ["--num-layers=3"]], ids=str)
 def test_underscores_count_as_dashes(words):
     assert parse_arguments(words).config.model.num_layers == 3
@@ -126,6 +136,7 @@ def test_a_missing_yaml_is_refused(tmp_path):
         (["--num-layer", "3"], "did you mean --num-layers?"),
         (["--vocab-size", "3"], "unrecognized arguments: --vocab-size"),
         (["--lr"], "--lr: expected one argument"),
+        (["--data-path"], "--data-path: expected at least one argument"),
         (["stray"], "unrecognized arguments: stray"),
     ],
 )

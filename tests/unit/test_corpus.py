@@ -1,0 +1,178 @@
+"""From the data flags to batches: blends, separate validation data, and the same samples in every layout."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.errors import UserError
+from tests.conftest import TinyCorpus, write_vocabulary
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_corpus: TinyCorpus, tmp_path_factory) -> dict[str, str]:
+    """The tiny corpus in three unequal parts `a`, `b`, `c`, `all` of it in one, and `short`, too short for a sample."""
+    folder = tmp_path_factory.mktemp("parts")
+    lines = tiny_corpus.text_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    texts = {"a": lines[:350], "b": lines[350:420], "c": lines[420:], "all": lines, "short": ['{"text": "a b c"}\n']}
+    return {name: dataset(folder, name, text, tiny_corpus.vocab_file) for name, text in texts.items()}
+
+
+def dataset(folder: Path, name: str, lines: list[str], vocab_file: Path) -> str:
+    """Preprocess JSON lines; the prefix of what comes out."""
+    (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    config = PreprocessConfig(
+        input=(str(folder / f"{name}.jsonl"),),
+        output_prefix=str(folder / name),
+        tokenizer_type="BertWordPieceLowerCase",
+        vocab_file=str(vocab_file),
+    )
+    return str(preprocess(config).prefixes[0])
+
+
+def make_config(tiny_corpus, *, data, micro=4, seq_length=48, **training) -> Config:
+    training = {"micro_batch_size": micro, "global_batch_size": 32, "train_iters": 50} | training
+    data = {"vocab_file": str(tiny_corpus.vocab_file)} | data
+    return Config().replace(data={"split": None} | data, training=training, model={"seq_length": seq_length})
+
+
+def rows_of(config, consumed, split="train", world=1):
+    """Sorted (position, ids, labels) of the documents of a step, over all ranks."""
+    rows = []
+    for rank in range(world):
+        for batch in Corpus.open(config).loader(split, rank, world).step(consumed):
+            for row in range(len(batch.input_ids)):
+                for number in range(1, batch.document_ids[row].max() + 1):
+                    own = batch.document_ids[row] == number
+                    fields = batch.sequence_ids[row, own][0], batch.input_ids[row, own], batch.labels[row, own]
+                    rows.append((int(fields[0]), tuple(fields[1].tolist()), tuple(fields[2].tolist())))
+    return sorted(rows)
+
+
+@pytest.mark.parametrize("consumed", [0, 96, 3232])
+def test_a_blend_gives_the_same_samples_and_masks_in_every_layout(parts, tiny_corpus, consumed):
+    data = {"data_path": ("0.5", parts["a"], "0.2", parts["b"], "0.3", parts["c"])}
+    expected = rows_of(make_config(tiny_corpus, data=data, micro=32), consumed)
+    assert [row[0] for row in expected] == list(range(consumed, consumed + 32))
+    for world, micro, packing in ((1, 8, False), (2, 16, False), (4, 2, False), (2, 4, True)):
+        config = make_config(tiny_corpus, data=data | {"packing": packing}, micro=micro)
+        assert rows_of(config, consumed, world=world) == expected
+
+
+def test_each_step_of_a_blend_keeps_to_the_weights(parts, tiny_corpus):
+    config = make_config(tiny_corpus, data={"data_path": ("5", parts["a"], "2", parts["b"], "3", parts["c"])})
+    samples = Corpus.open(config).samples("train")
+    bounds = np.cumsum([0, *(len(part) for part in samples.parts)])
+    for consumed in range(0, 3200, 320):
+        _, indices = samples.visits(consumed + np.arange(32), 1234)
+        counts = np.histogram(indices, bounds)[0]
+        assert np.all(np.abs(counts - np.array([0.5, 0.2, 0.3]) * 32) < 2)
+    assert samples.consumed(3200) == [1600, 640, 960]
+
+
+def test_corpora_without_weights_are_as_one_file(parts, tiny_corpus):
+    blended = {"data_path": (parts["a"], parts["b"], parts["c"]), "split": "1,0,0"}
+    merged = {"data_path": (parts["all"],), "split": "1,0,0"}
+    for consumed in (0, 640):
+        rows = [rows_of(make_config(tiny_corpus, data=data), consumed) for data in (blended, merged)]
+        assert rows[0] == rows[1]
+
+
+def test_each_corpus_is_split_on_its_own(parts, tiny_corpus):
+    config = make_config(tiny_corpus, data={"data_path": ("1", parts["a"], "1", parts["b"]), "split": "80,20"})
+    corpus = Corpus.open(config)
+    documents = {split: [part.num_documents for part in corpus.samples(split).parts] for split in ("train", "valid")}
+    assert documents == {"train": [280, 56], "valid": [70, 14]}
+
+
+@pytest.mark.parametrize("masking", ["whole-word", "token", "ngram"])
+def test_masking_flag(parts, tiny_corpus, masking):
+    config = make_config(tiny_corpus, data={"data_path": parts["a"]}).replace(objective={"masking": masking})
+    labels = [batch.labels for batch in Corpus.open(config).loader("train", 0, 1).step(0)]
+    assert Corpus.open(config).loader("train", 0, 1).masker.masking == masking
+    assert sum(int((part != IGNORED_LABEL).sum()) for part in labels) > 32
+
+
+def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpus):
+    data = {"train_data_path": (parts["a"], parts["b"]), "valid_data_path": ("1", parts["c"], "2", parts["a"])}
+    corpus = Corpus.open(make_config(tiny_corpus, data=data))
+    assert [part.num_documents for part in corpus.samples("train").parts] == [350, 70]
+    valid = corpus.samples("valid")
+    assert [part.source(0) for part in valid.parts] == [parts["c"], parts["a"]] and valid.counts == [1, 2]
+    assert set(corpus.sources) == {parts[name] for name in "abc"}, "each is opened once"
+    first = rows_of(corpus.config, 0, "valid")
+    assert rows_of(corpus.config, 0, "valid", world=2) == first
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train_data_path": ("A",), "data_path": ("B",)}, "--train-data-path and --data-path exclude each other"),
+        ({"valid_data_path": ("A",), "data_path": ("B",)}, "--valid-data-path and --data-path exclude each other"),
+        ({"train_data_path": ("A",), "split": "9,1"}, "--train-data-path and --split exclude each other"),
+        ({"valid_data_path": ("A",), "split": "9,1"}, "--valid-data-path and --split exclude each other"),
+    ],
+)
+def test_exclusive_flags(tiny_corpus, data, message):
+    with pytest.raises(UserError, match=message) as error:
+        make_config(tiny_corpus, data=data)
+    assert error.value.exit_code == 2
+
+
+def test_what_is_missing_is_named(parts, tiny_corpus):
+    def opened(**data):
+        return Corpus.open(make_config(tiny_corpus, data=data))
+
+    with pytest.raises(UserError, match="--data-path is missing"):
+        opened()
+    with pytest.raises(UserError, match="--data-path is empty"):
+        opened(data_path=())
+    with pytest.raises(UserError, match="--valid-data-path is missing.*--eval-interval 0"):
+        opened(train_data_path=parts["a"]).loader("valid", 0, 1)
+    with pytest.raises(UserError, match="--train-data-path is missing"):
+        opened(valid_data_path=parts["a"]).loader("train", 0, 1)
+    with pytest.raises(UserError, match="short_text_document: no sample in documents .* fewer than 8 tokens"):
+        opened(data_path=("1", parts["a"], "1", parts["short"]), split="1,0,0").loader("train", 0, 1)
+
+
+def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):
+    other = write_vocabulary(["another vocabulary"], tmp_path / "other.txt")
+    foreign = dataset(tmp_path, "foreign", ['{"text": "another"}\n'] * 9, other)
+    with pytest.raises(UserError, match="foreign_text_document.json: the dataset was made by tokenizer"):
+        Corpus.open(make_config(tiny_corpus, data={"data_path": ("1", parts["a"], "1", foreign)}))
+
+
+def test_indices_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts, tiny_corpus, tmp_path):
+    data = {"data_path": (parts["a"], parts["b"]), "index_cache_dir": str(tmp_path / "indices")}
+    config = make_config(tiny_corpus, data=data)
+    Corpus.open(config, keep_indices=False).samples("train")
+    assert not (tmp_path / "indices").exists()
+    first = rows_of(config, 64)
+    assert sorted(path.name.split(".")[0] for path in (tmp_path / "indices").iterdir()) == [
+        "a_text_document",
+        "b_text_document",
+    ]
+    assert rows_of(config, 64) == first == rows_of(make_config(tiny_corpus, data=data | {"index_cache_dir": None}), 64)
+
+
+def test_description_names_every_weighted_corpus(parts, tiny_corpus):
+    corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": ("3", parts["a"], "1", parts["b"])}))
+    lines = corpus.describe(corpus.samples("train"), 1600).splitlines()
+    assert len(lines) == 3 and "blended" in lines[0]
+    assert "75.00% " + parts["a"] in lines[1] and "25.00% " + parts["b"] in lines[2]
+    samples = len(corpus.samples("train").parts[1])
+    assert lines[2].endswith(f"{samples:,} sequences, {400 / samples:.2f} epochs")
+
+
+def test_configuration_survives_json_and_takes_one_prefix_as_a_string(tiny_corpus):
+    import json
+
+    config = make_config(tiny_corpus, data={"data_path": "A"})
+    assert config.data.data_path == ("A",) and config.data.split == "949,50,1"
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    separate = make_config(tiny_corpus, data={"train_data_path": ["0.5", "A", "0.5", "B"]})
+    assert Config.from_dict(json.loads(json.dumps(separate.to_dict()))) == separate
