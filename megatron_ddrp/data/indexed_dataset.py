@@ -134,9 +134,8 @@ class IndexedDataset:
         return read_manifest(self.prefix)
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """All tokens in file order, as views of at most `CHUNK_TOKENS` each."""
-        for begin in range(0, len(self._tokens), CHUNK_TOKENS):
-            yield self._tokens[begin : begin + CHUNK_TOKENS]
+        """Copies of all tokens in file order, at most `CHUNK_TOKENS` at a time."""
+        return token_chunks(dataset_path(self.prefix, ".bin"), self.dtype)
 
     def id_range(self) -> tuple[int, int]:
         """The smallest and the largest token id, by reading the whole file; (0, 0) for a dataset without tokens."""
@@ -154,6 +153,13 @@ def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
     tokens = np.asarray(mapped)  # [tokens]
     tokens.flags.writeable = False
     return tokens
+
+
+def token_chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """All ids of a `PREFIX.bin`, at most `CHUNK_TOKENS` at a time; read, not mapped, so that no page stays behind."""
+    with open(path, "rb", buffering=0) as stream:
+        while len(tokens := np.fromfile(stream, dtype, CHUNK_TOKENS)):
+            yield tokens
 
 
 def file_sha256(path: Path) -> str:

@@ -14,8 +14,8 @@ from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWri
 from megatron_ddrp.data.verification import describe_tokenizer, index_faults
 from megatron_ddrp.errors import UserError
 
-COUNTS = ("documents", "sequences", "tokens", "empty_documents", "skipped")
-"""Manifest entries that add up."""
+COUNTS = ("empty_documents", "skipped")
+"""Manifest entries that add up and that the datasets themselves do not show."""
 
 
 def merge(
@@ -59,6 +59,9 @@ def merged_manifest(
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     for key in COUNTS:
         merged[key] = sum(int(manifest.get(key) or 0) for manifest in manifests)
+    merged["documents"] = sum(dataset.num_documents for dataset in datasets)
+    merged["sequences"] = sum(map(len, datasets))
+    merged["tokens"] = sum(dataset.num_tokens for dataset in datasets)
     inputs = [manifest.get("inputs") or [] for manifest in manifests]
     merged["inputs"] = [entry for entries in inputs if isinstance(entries, list) for entry in entries]
     merged["merged"] = [os.path.basename(dataset.prefix) for dataset in datasets]

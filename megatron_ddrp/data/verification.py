@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path, fault_of_bin_size, file_size, read_header
-from megatron_ddrp.data.indexed_dataset import CHUNK, CHUNK_TOKENS, file_sha256, map_tokens, read_manifest
+from megatron_ddrp.data.indexed_dataset import CHUNK, file_sha256, read_manifest, token_chunks
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -145,30 +145,28 @@ def _foreign_ids(
     advance: Callable[[int], object],
 ) -> Iterator[str]:
     """Ids outside the vocabulary. All bytes of the file go through `update`."""
-    tokens = map_tokens(path, index.dtype)  # [tokens]
     most = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
     expected = "expected none below 0" if vocab_size is None else f"expected 0 to {most}"
-
-    def describe(token: int) -> str:
-        # bisect looks at a few of the pointers, where numpy would copy all of them.
-        sequence = bisect_right(index.pointers, token * index.dtype.itemsize) - 1
-        inside = "" if sequence < 0 else f" (of sequence {sequence})"
-        return f"token {token}{inside} is id {tokens[token]}, {expected}"
-
     foreign = _Listing("ids outside the vocabulary")
-    for begin in range(0, len(tokens), CHUNK_TOKENS):
-        chunk = tokens[begin : begin + CHUNK_TOKENS]
+    begin = 0
+    for chunk in token_chunks(path, index.dtype):
         update(chunk)
         if int(chunk.min()) < 0 or int(chunk.max()) > most:
-            found = begin + np.flatnonzero((chunk < 0) | (chunk > most))
-            yield from foreign.lines(found, describe)
+
+            def describe(k: int, chunk: np.ndarray = chunk, begin: int = begin) -> str:
+                # bisect looks at a few of the pointers, where numpy would copy all of them.
+                sequence = bisect_right(index.pointers, (begin + k) * index.dtype.itemsize) - 1
+                inside = "" if sequence < 0 else f" (of sequence {sequence})"
+                return f"token {begin + k}{inside} is id {chunk[k]}, {expected}"
+
+            yield from foreign.lines(np.flatnonzero((chunk < 0) | (chunk > most)), describe)
+        begin += len(chunk)
         advance(chunk.nbytes)
     yield from foreign.rest()
-    rest = file_size(path) % index.dtype.itemsize
-    if rest:
+    if rest := file_size(path) % index.dtype.itemsize:
         with open(path, "rb") as stream:
             stream.seek(-rest, os.SEEK_END)
-            update(np.frombuffer(stream.read(), np.uint8))
+            update(stream.read())
 
 
 def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str]:

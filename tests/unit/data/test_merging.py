@@ -72,6 +72,8 @@ def test_manifests_add_up(tmp_path):
     assert found["merged"] == ["a", "b"] and found["tokenizer"]["fingerprint"] == "f" * 64
     assert found["json_key"] == "text" and "append_eod" not in found  # they disagree on it
     assert list(verify(tmp_path / "all")) == []
+    bare = write(tmp_path / "bare", [[[1]]], manifest={"json_key": "text"})
+    assert merge(tmp_path / "counted", [a, bare]).manifest["documents"] == 3 and not list(verify(tmp_path / "counted"))
     plain = write(tmp_path / "plain", [[[9]]])
     assert merge(tmp_path / "more", [a, plain]).manifest is None
 
