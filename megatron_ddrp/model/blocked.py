@@ -11,12 +11,15 @@ R = rows of a relative table.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile
 from megatron_ddrp.objectives import mth
@@ -85,37 +88,43 @@ def _blocks(document_ids: Tensor, num_heads: int) -> Iterator[_Block]:
 class _Positions:
     """The position terms of one block: added to a tile's logits, and their gradients collected."""
 
-    def __init__(self, terms: PositionTerms, block: _Block, query: Tensor, key: Tensor) -> None:
-        """`query`, `key` `[g, n, d]`, both times `scale`."""
-        self.terms, self.block, self.query, self.key = terms, block, query, key
-        self.num_heads = len(query) // len(block.document_ids)
-        self.query_table, self.key_table = (self._largest_first(t) for t in (terms.query_table, terms.key_table))
-        self.by_key = None
+    def __init__(self, terms: PositionTerms, block: _Block, query: Tensor, key: Tensor, num_heads: int) -> None:
+        """`query`, times scale, and `key` `[g, n, d]`."""
+        self.terms, self.block, self.key, self.num_heads = terms, block, key, num_heads
+        self.query_table = self.key_table = None
+        if terms.query_table is not None:
+            self.query_table = QueryTable(terms.query_table, query, key, num_heads)
+        if terms.key_table is not None:
+            self.key_table = KeyTable(terms.key_table, key * terms.scale, terms.lowest, terms.highest, num_heads)
+
+    def tile(self, rows: slice) -> BandTile:
+        return BandTile(rows.start, rows.stop - rows.start, self.block.length, self.terms.lowest, self.terms.highest)
+
+    def keys_of(self, tile: BandTile, d_key: Tensor | None = None) -> Tensor:
+        """The keys `[g, n, d]` that a tile's queries meet; tiles come in ascending order.
+
+        In a backward pass, `d_key` `[g, n, d]` is what the tiles before this one gave to the keys.
+        """
+        return self.key if self.query_table is None else self.query_table.keys_of(tile, d_key)
+
+    def add(self, logits: Tensor, rows: slice, tile: BandTile) -> None:
+        """Add everything but Q·`keys_of` to `[g, t, n]`, up to a constant for each query."""
+        if self.query_table is not None:
+            self.query_table.add(logits, rows, tile)
         if self.key_table is not None:
-            by_key = key @ self.key_table.transpose(-1, -2)  # [g, n, R]
-            self.by_key = torch.nn.functional.pad(by_key, (0, 0, terms.highest, -terms.lowest))
-
-    def _largest_first(self, table: Tensor | None) -> Tensor | None:
-        """`[1 or h, R, d]` → `[1 or g, R, d]`, row 0 for the largest offset."""
-        if table is None:
-            return None
-        flipped = table.flip(1)
-        return flipped if len(table) == 1 else flipped.repeat(len(self.block.document_ids), 1, 1)
-
-    def _tile(self, tile: slice) -> BandTile:
-        terms, rows = self.terms, tile.stop - tile.start
-        return BandTile(tile.start, rows, self.block.length, terms.lowest, terms.highest, self.query.device)
-
-    def add(self, logits: Tensor, tile: slice) -> None:
-        """Add everything but Q·K to `[g, t, n]`."""
-        if self.query_table is not None or self.by_key is not None:
-            by_query = None
-            if self.query_table is not None:
-                by_query = (self.query[:, tile] @ self.query_table.transpose(-1, -2)).to(logits.dtype)
-            by_key = None if self.by_key is None else self.by_key.to(logits.dtype)
-            self._tile(tile).add(logits, by_query, by_key)
+            self.key_table.add(logits, tile)
         if self.terms.bias is not None:
-            self._per_row(logits).add_(self._bias(self.terms.bias)[:, :, tile, : self.block.length])
+            self._per_row(logits).add_(self._bias(self.terms.bias)[:, :, rows, : self.block.length])
+
+    def collect(self, d_logits: Tensor, rows: slice, tile: BandTile, d_query: Tensor, d_bias: Tensor | None) -> None:
+        """The adjoint of `add`; adds to `d_query` `[g, t, d]` and to `d_bias`, shaped as the bias."""
+        if self.query_table is not None:
+            self.query_table.collect(d_logits, rows, tile, d_query)
+        if self.key_table is not None:
+            self.key_table.collect(d_logits, tile)
+        if d_bias is not None:
+            part, into = self._per_row(d_logits), self._bias(d_bias)[:, :, rows, : self.block.length]
+            into += part.sum(0, keepdim=True) if len(d_bias) == 1 else part
 
     def _per_row(self, logits: Tensor) -> Tensor:
         return logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
@@ -124,87 +133,81 @@ class _Positions:
         return bias if len(bias) == 1 else bias[self.block.rows]
 
 
-class _PositionGradients:
-    """Sums of the gradients of the tables and the bias over all blocks."""
-
-    def __init__(self, terms: PositionTerms) -> None:
-        self.query_table, self.key_table, self.bias = (
-            None if x is None else torch.zeros_like(x) for x in (terms.query_table, terms.key_table, terms.bias)
-        )
-
-    def collect_tile(
-        self, positions: _Positions, tile: slice, d_logits: Tensor, d_query: Tensor, d_by_key: Tensor | None
-    ) -> None:
-        """Take what a tile's gradient `[g, t, n]` says; adds the tables' part to `d_query` `[g, t, d]`."""
-        if positions.query_table is not None or d_by_key is not None:
-            wants_query = positions.query_table is not None
-            d_by_query = positions._tile(tile).collect(d_logits, d_by_key, wants_query)
-            if d_by_query is not None and positions.query_table is not None:
-                d_query += d_by_query @ positions.query_table
-                self._add_table(self.query_table, d_by_query, positions.query[:, tile], positions.num_heads)
-        if self.bias is not None:
-            part = positions._per_row(d_logits)
-            into = positions._bias(self.bias)[:, :, tile, : positions.block.length]
-            into += part.sum(0, keepdim=True) if len(self.bias) == 1 else part
-
-    def collect_keys(self, positions: _Positions, d_by_key: Tensor, d_key: Tensor) -> None:
-        """The key table's part, once all tiles of a block are in; adds to `d_key` `[g, n, d]`."""
-        d_keys = d_by_key[:, positions.terms.highest : positions.terms.highest + positions.block.length]
-        assert positions.key_table is not None
-        d_key += d_keys @ positions.key_table
-        self._add_table(self.key_table, d_keys, positions.key, positions.num_heads)
-
-    @staticmethod
-    def _add_table(into: Tensor | None, d_offsets: Tensor, vectors: Tensor, num_heads: int) -> None:
-        """Add Σ d_offsetsᵀ · vectors over what shares the table, turned back to smallest offset first."""
-        assert into is not None
-        if len(into) == 1:
-            into += (d_offsets.flatten(0, 1).t() @ vectors.flatten(0, 1)).flip(0)
-        else:
-            per_head = (d_offsets.transpose(-1, -2) @ vectors).unflatten(0, (-1, num_heads)).sum(0)
-            into += per_head.flip(1)
-
-
 class _HeadGram:
     """Inner products of HCD's heads from the logits of a block's tiles, and their gradient."""
 
-    def __init__(self, heads: Tensor, block: _Block, num_heads: int, num_documents: int) -> None:
-        self.heads, self.block, self.num_heads = heads, block, num_heads
+    def __init__(self, heads: Tensor, block: _Block, positions: _Positions, num_documents: int) -> None:
+        self.heads, self.block, self.positions = heads, block, positions
         self.documents = mth.document_mask(block.document_ids, num_documents)  # [b, documents, n]
 
-    def chosen(self, logits: Tensor, tile: slice) -> Tensor:
-        """Logits `[g, t, n]` of the heads, forbidden pairs zeroed: `[b, t, m′, n]`."""
-        chosen = logits.unflatten(0, (-1, self.num_heads)).index_select(1, self.heads)
-        forbidden = self.block.forbidden(tile)
+    def chosen(self, logits: Tensor, rows: slice) -> Tensor:
+        """Of `[g, t, n]` the heads' whole logits, forbidden pairs zeroed: `[b, t, m′, n]`."""
+        chosen = logits.unflatten(0, (-1, self.positions.num_heads)).index_select(1, self.heads)
+        if self.positions.query_table is not None:
+            chosen += self.positions.query_table.left_constant(self.heads, rows).to(chosen.dtype)
+        forbidden = self.block.forbidden(rows)
         if forbidden is not None:
             chosen.masked_fill_(forbidden, 0.0)
         return chosen.transpose(1, 2)
 
-    def products(self, logits: Tensor, tile: slice) -> Tensor:
+    def products(self, logits: Tensor, rows: slice) -> Tensor:
         """This tile's share of the inner products, `[b, documents, m′, m′]`."""
-        chosen = self.chosen(logits, tile)
+        chosen = self.chosen(logits, rows)
         per_query = chosen @ chosen.transpose(-1, -2)  # [b, t, m′, m′]
-        return torch.einsum("bkt,btxy->bkxy", self.documents[..., tile].to(per_query.dtype), per_query)
+        return torch.einsum("bkt,btxy->bkxy", self.documents[..., rows].to(per_query.dtype), per_query)
 
-    def add_gradient(self, d_logits: Tensor, chosen: Tensor, gradient: Tensor, tile: slice) -> None:
-        """Add what the inner products' gradient `[b, documents, m′, m′]` says to that of the logits `[g, t, n]`."""
+    def gradient(self, chosen: Tensor, gradient: Tensor, rows: slice) -> Tensor:
+        """Of the heads' logits, `[b, m′, t, n]`, from that of the inner products, `[b, documents, m′, m′]`."""
         both_ways = gradient + gradient.transpose(-1, -2)
-        per_query = torch.einsum("bkt,bkxy->btxy", self.documents[..., tile].to(gradient.dtype), both_ways)
-        d_chosen = (per_query @ chosen).transpose(1, 2)  # [b, m′, t, n]
-        d_logits.unflatten(0, (-1, self.num_heads)).index_add_(1, self.heads, d_chosen.to(d_logits.dtype))
+        per_query = torch.einsum("bkt,bkxy->btxy", self.documents[..., rows].to(gradient.dtype), both_ways)
+        return (per_query @ chosen).transpose(1, 2)
+
+    def collect(self, d_chosen: Tensor, rows: slice, d_logits: Tensor) -> None:
+        """Add `d_chosen` to the gradient of the logits `[g, t, n]`."""
+        d_logits.unflatten(0, (-1, self.positions.num_heads)).index_add_(1, self.heads, d_chosen)
+
+    def collect_constant(self, d_chosen: Tensor, rows: slice, d_query: Tensor) -> None:
+        """Add what `d_chosen` says of the query table's left constant to `d_query` `[g, t, d]` and to the table."""
+        if self.positions.query_table is not None:
+            d_constant = d_chosen.sum(-1, keepdim=True)
+            self.positions.query_table.collect_left(d_constant, self.heads, rows, d_query)
 
 
-def _tile_logits(query: Tensor, key: Tensor, positions: _Positions, tile: slice) -> Tensor:
-    """A of some query rows, `[g, t, n]`, in fp32 at least; `query` times scale."""
-    logits = query[:, tile] @ key.transpose(-1, -2)
-    if logits.dtype.itemsize < 4:
-        logits = logits.float()
-    positions.add(logits, tile)
-    return logits
+class _Scratch(threading.local):
+    """Memory kept from call to call, by purpose: a fresh tile of a few MiB costs more in page faults than its product."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype, margin: int = 0) -> Tensor:
+        """Contiguous and uninitialised, between two margins of zeros; valid until the purpose is taken again."""
+        size = math.prod(shape)
+        buffer = self.buffers.get((purpose, dtype))
+        if buffer is None or len(buffer) < size + 2 * margin:
+            buffer = self.buffers[purpose, dtype] = torch.empty(size + 2 * margin, dtype=dtype)
+        buffer[:margin] = 0
+        buffer[margin + size : 2 * margin + size] = 0
+        return buffer[margin : margin + size].view(shape)
+
+    def product(self, purpose: str, left: Tensor, right: Tensor, margin: int = 0) -> Tensor:
+        """`left @ rightᵀ`, `[g, t, d]`, `[g, n, d]` → `[g, t, n]`, in fp32 at least; see `take`."""
+        wide = torch.promote_types(left.dtype, torch.float32)
+        into = self.take(purpose, (len(left), left.shape[1], right.shape[1]), wide, margin)
+        if left.dtype == wide:
+            return torch.bmm(left, right.transpose(1, 2), out=into)
+        return into.copy_(torch.bmm(left, right.transpose(1, 2)))
 
 
-def _softmax_(logits: Tensor, block: _Block, tile: slice, num_heads: int) -> Tensor:
-    forbidden = block.forbidden(tile)
+_scratch = _Scratch()
+
+
+def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
+    """Of the probabilities → of the logits, in place; torch's own kernel goes over a row once."""
+    torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, gradient.dtype, grad_input=gradient)
+
+
+def _softmax_(logits: Tensor, block: _Block, rows: slice, num_heads: int) -> Tensor:
+    forbidden = block.forbidden(rows)
     if forbidden is not None:
         logits.unflatten(0, (-1, num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
     return torch.softmax(logits, -1, out=logits)
@@ -220,67 +223,78 @@ class _BlockedAttention(torch.autograd.Function):
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
         kept = []
         for block in _blocks(document_ids, num_heads):
-            q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
-            positions = _Positions(terms, block, q, k * terms.scale if key_table is not None else k)
-            head_gram = _HeadGram(heads, block, num_heads, documents) if len(heads) else None
-            for tile in block.tiles(num_heads):
-                logits = _tile_logits(q, k, positions, tile)
+            q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value) / (1 - dropout)
+            positions = _Positions(terms, block, q, k, num_heads)
+            head_gram = _HeadGram(heads, block, positions, documents) if len(heads) else None
+            for rows in block.tiles(num_heads):
+                tile = positions.tile(rows)
+                logits = _scratch.product("logits", q[:, rows], positions.keys_of(tile))
+                positions.add(logits, rows, tile)
                 if head_gram is not None:
-                    gram[block.rows] += head_gram.products(logits, tile)
-                probabilities = _softmax_(logits, block, tile, num_heads)
+                    gram[block.rows] += head_gram.products(logits, rows)
+                probabilities = _softmax_(logits, block, rows, num_heads)
                 if dropout:
                     kept.append(torch.empty_like(probabilities, dtype=torch.bool).bernoulli_(1 - dropout))
-                    probabilities.mul_(kept[-1]).mul_(1 / (1 - dropout))
-                part = probabilities.to(v.dtype) @ v  # [g, t, d]
-                context[block.rows, :, tile] = part.unflatten(0, (-1, num_heads))
+                    probabilities.mul_(kept[-1])
+                part = torch.bmm(probabilities.to(v.dtype), v)  # [g, t, d]
+                context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
             context[block.rows, :, block.length :] = 0
-        ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, context, *kept)
+        ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
         return context, gram
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
-        query, key, value, query_table, key_table, bias, document_ids, heads, context, *kept = ctx.saved_tensors
+        query, key, value, query_table, key_table, bias, document_ids, heads, *kept = ctx.saved_tensors
         terms = replace(ctx.terms, query_table=query_table, key_table=key_table, bias=bias)
         num_heads, keep = query.shape[1], iter(kept)
         whole = [torch.empty_like(x) for x in (query, key, value)]
-        sums = _PositionGradients(terms)
+        d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
+        d_query_table, d_key_table, d_bias = d_tables
+        margin = terms.highest - terms.lowest + 1
         for block in _blocks(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
-            d_out, out = block.take(context_gradient), block.take(context)
-            delta = (d_out * out).sum(-1, keepdim=True)  # [g, n, 1]
-            positions = _Positions(terms, block, q, k * terms.scale if key_table is not None else k)
-            head_gram = _HeadGram(heads, block, num_heads, gram_gradient.shape[1]) if len(heads) else None
-            d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-            d_by_key = None if positions.by_key is None else torch.zeros_like(positions.by_key)
-            for tile in block.tiles(num_heads):
-                logits = _tile_logits(q, k, positions, tile)
-                chosen = None if head_gram is None else head_gram.chosen(logits, tile).clone()
-                probabilities = _softmax_(logits, block, tile, num_heads)
-                d_logits = (d_out[:, tile] @ v.transpose(-1, -2)).to(probabilities.dtype)  # of the probabilities, yet
+            d_out = block.take(context_gradient) / (1 - ctx.dropout)
+            positions = _Positions(terms, block, q, k, num_heads)
+            head_gram = _HeadGram(heads, block, positions, gram_gradient.shape[1]) if len(heads) else None
+            d_key, d_value = (_scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
+            for rows in block.tiles(num_heads):
+                tile = positions.tile(rows)
+                keys = positions.keys_of(tile, d_key)
+                logits = _scratch.product("logits", q[:, rows], keys)
+                positions.add(logits, rows, tile)
+                d_chosen = None
+                if head_gram is not None:
+                    d_chosen = head_gram.gradient(head_gram.chosen(logits, rows), gram_gradient[block.rows], rows)
+                probabilities = _softmax_(logits, block, rows, num_heads)
+                d_logits = _scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
                 dropped = probabilities
                 if ctx.dropout:
-                    scaled = next(keep) * (1 / (1 - ctx.dropout))
-                    dropped = probabilities * scaled
-                    d_logits.mul_(scaled)
-                so_far = 0 if tile.start == 0 else 1
-                d_value.baddbmm_(dropped.to(v.dtype).transpose(-1, -2), d_out[:, tile], beta=so_far)
-                d_logits.sub_(delta[:, tile]).mul_(probabilities)
-                if head_gram is not None and chosen is not None:
-                    head_gram.add_gradient(d_logits, chosen, gram_gradient[block.rows], tile)
-                d_logits = d_logits.to(q.dtype)
-                d_tile = d_logits @ k
-                sums.collect_tile(positions, tile, d_logits, d_tile, d_by_key)
-                d_query[:, tile] = d_tile
-                d_key.baddbmm_(d_logits.transpose(-1, -2), q[:, tile], beta=so_far)
-            if d_by_key is not None:
-                d_key_table = torch.zeros_like(d_key)
-                sums.collect_keys(positions, d_by_key, d_key_table)
-                d_key += d_key_table.mul_(terms.scale)
-            for into, part in zip(whole, (d_query.mul_(terms.scale), d_key, d_value), strict=True):
-                into[block.rows, :, : block.length] = part.unflatten(0, (-1, num_heads))
+                    kept_here = next(keep)
+                    dropped = probabilities * kept_here
+                    d_logits.mul_(kept_here)
+                d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
+                _softmax_backward_(d_logits, probabilities)
+                if head_gram is not None and d_chosen is not None:
+                    head_gram.collect(d_chosen, rows, d_logits)
+                narrow = d_logits.to(q.dtype)
+                d_tile = torch.bmm(narrow, keys)
+                d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])
+                positions.collect(d_logits, rows, tile, d_tile, d_bias)
+                if head_gram is not None and d_chosen is not None:
+                    head_gram.collect_constant(d_chosen, rows, d_tile)
+                whole[0][block.rows, :, rows] = d_tile.mul_(terms.scale).unflatten(0, (-1, num_heads))
+            if positions.query_table is not None:
+                d_query_table += positions.query_table.gradient()
+            if positions.key_table is not None:
+                of_table, of_key = positions.key_table.gradients()
+                d_key_table += of_table
+                d_key += of_key.mul_(terms.scale)
+            whole[1][block.rows, :, : block.length] = d_key.unflatten(0, (-1, num_heads))
+            whole[2][block.rows, :, : block.length] = d_value.unflatten(0, (-1, num_heads))
+            for into in whole:
                 into[block.rows, :, block.length :] = 0
-        return (*whole, sums.query_table, sums.key_table, sums.bias, None, None, None, None, None)
+        return (*whole, d_query_table, d_key_table, d_bias, None, None, None, None, None)
 
 
 def blocked_attention(

@@ -9,8 +9,8 @@ more.
 Offsets are taken between *rows*. Within a document positions run 0, 1, …, so i − j of the rows is i − j of the
 positions; pairs of two documents get a value that the attention mask then removes.
 
-`spread` does whole matrices under autograd; `BandTile` does some query rows at a time, without autograd, for attention
-that writes its own gradient.
+`spread` does whole matrices under autograd; `BandTile` is the geometry of some query rows, for attention that writes its
+own gradient tile by tile.
 """
 
 from __future__ import annotations
@@ -78,78 +78,70 @@ def spread(per_offset: Tensor, lowest: int, highest: int) -> Tensor:
     return _Spread.apply(per_offset, highest)
 
 
-class BandTile:
-    """Query rows [start, start + t) against n keys, for tables with largest offset first.
+@functools.lru_cache(maxsize=64)
+def _side_masks(rows: int, num_relative: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """0/1 `[t, t + num_relative − 1]`: left of the band of each row, in it, right of it."""
+    place = torch.arange(rows + num_relative - 1, device=device) - torch.arange(rows, device=device)[:, None]
+    sides = place < 0, (place >= 0) & (place < num_relative), place >= num_relative
+    return tuple(side.to(dtype) for side in sides)
 
-    Two sources add to the logits `[g, t, n]`: `by_query` `[g, t, R]`, a value for each query and offset, and `by_key`
-    `[g, highest + n − lowest, R]`, a value for each key and offset, the keys padded by `highest` rows before and
-    `−lowest` after.
+
+class BandTile:
+    """Query rows [start, start + t) against n keys: which keys stand in the band of some row.
+
+    Place x of the tile is key start − highest + x; the band of row r is the places r … r + num_relative − 1, largest
+    offset first. `near` are the keys in the band of any row; keys before them are `highest` or more to the left of every
+    row, keys after them `−lowest` or more to the right.
     """
 
-    def __init__(self, start: int, rows: int, num_keys: int, lowest: int, highest: int, device: torch.device) -> None:
-        self.start, self.rows, self.num_relative = start, rows, highest - lowest + 1
+    def __init__(self, start: int, rows: int, num_keys: int, lowest: int, highest: int) -> None:
+        self.start, self.rows, self.num_keys = start, rows, num_keys
+        self.highest, self.num_relative = highest, highest - lowest + 1
         self.width = rows + self.num_relative - 1
-        first_key = start - highest  # what column 0 of the padded buffer stands for
-        self.low, self.high = max(0, first_key), min(num_keys, first_key + self.width)
-        self.inside = slice(self.low - first_key, self.high - first_key)
-        self.highest = highest
-        self.left = _left_of_band(rows, self.num_relative, device)[:, self.inside]  # [t, high − low]
+        first = start - highest
+        self.near = slice(max(0, first), min(num_keys, first + self.width))
+        self.places = slice(self.near.start - first, self.near.stop - first)
+        self.can_be_left = slice(0, max(0, rows - 1 - self.places.start))
+        self.can_be_right = slice(max(0, self.num_relative - self.places.start), None)
+        """Those of `near` that some row has on the left, on the right of its band."""
 
-    def add(self, logits: Tensor, by_query: Tensor | None, by_key: Tensor | None) -> None:
-        """Add both sources to `logits`, in place."""
-        if by_query is not None:
-            padded = self._padded(by_query, torch.where(self.left, by_query[..., :1], by_query[..., -1:]))
-            _band(padded, self.num_relative).copy_(by_query)
-            logits[..., : self.low] += by_query[..., :1]
-            logits[..., self.high :] += by_query[..., -1:]
-            logits[..., self.low : self.high] += padded[..., self.inside]
-        if by_key is not None:
-            near = by_key[:, self.start : self.start + self.width]  # [g, width, R]
-            first, last = near[:, self.inside, 0].unsqueeze(1), near[:, self.inside, -1].unsqueeze(1)
-            padded = self._padded(near, torch.where(self.left, first, last))
-            _band(padded, self.num_relative).copy_(self._by_row(near))
-            keys = by_key[:, self.highest : self.highest + logits.shape[-1]]  # [g, n, R]
-            logits[..., : self.low] += keys[:, : self.low, 0].unsqueeze(1)
-            logits[..., self.high :] += keys[:, self.high :, -1].unsqueeze(1)
-            logits[..., self.low : self.high] += padded[..., self.inside]
+    def masks(self, like: Tensor) -> tuple[Tensor, ...]:
+        """0/1 `[t, near]`: left of the band, in it, right of it."""
+        masks = _side_masks(self.rows, self.num_relative, like.dtype, like.device)
+        return tuple(mask[:, self.places] for mask in masks)
 
-    def _padded(self, like: Tensor, inside: Tensor) -> Tensor:
-        """A buffer `[g, t, width]` with `inside` `[g, t, high − low]` where there are keys, 0 elsewhere."""
-        padded = like.new_empty(len(like), self.rows, self.width)
-        padded[..., : self.inside.start] = 0
-        padded[..., self.inside] = inside
-        padded[..., self.inside.stop :] = 0
-        return padded
+    def slanted(self, per_offset: Tensor) -> Tensor:
+        """Contiguous `[g, t, num_relative]` as `[g, t, near]`: meaningful in the band only."""
+        strides = (per_offset.stride(0), self.num_relative - 1, 1)
+        offset = per_offset.storage_offset() + self.places.start
+        return per_offset.as_strided((len(per_offset), self.rows, self.near.stop - self.near.start), strides, offset)
 
-    def _by_row(self, near: Tensor) -> Tensor:
-        """View of `[g, width, R]` as `[g, t, R]`: entry (r, b) is (r + b, b), the key at place b of row r's band."""
-        group, row, column = near.stride()
-        strides = (group, row, row + column)
-        return near.as_strided((len(near), self.rows, self.num_relative), strides, near.storage_offset())
+    def slanted_by_key(self, per_offset: Tensor) -> Tensor:
+        """Contiguous `[g, highest + n − lowest, num_relative]`, smallest offset first, as `[g, t, near]`: see `slanted`."""
+        steps = self.num_relative - 1
+        offset = per_offset.storage_offset() + self.start * self.num_relative + steps + self.places.start * steps
+        size = (len(per_offset), self.rows, self.near.stop - self.near.start)
+        return per_offset.as_strided(size, (per_offset.stride(0), 1, steps), offset)
 
-    def collect(self, gradient: Tensor, by_key_gradient: Tensor | None, wants_query: bool) -> Tensor | None:
-        """Adjoint of `add` for the gradient of the logits `[g, t, n]`.
+    def band_by_key(self, per_offset: Tensor) -> Tensor:
+        """The band of `slanted_by_key` as `[g, t, num_relative]`, largest offset first; no entry stands in it twice."""
+        steps = self.num_relative - 1
+        offset = per_offset.storage_offset() + self.start * self.num_relative + steps
+        size = (len(per_offset), self.rows, self.num_relative)
+        return per_offset.as_strided(size, (per_offset.stride(0), self.num_relative, steps), offset)
 
-        Returns the gradient of `by_query` where wanted; adds that of `by_key` into `by_key_gradient`.
+    def band(self, per_pair: Tensor) -> Tensor:
+        """Contiguous `[g, t, n]` as its band `[g, t, num_relative]`, largest offset first, 0 where no key is.
+
+        A view where every row's band has all its keys. Around `per_pair` the storage must hold `num_relative` more
+        finite numbers on either side, which are read but do not count.
         """
-        padded = self._padded(gradient, gradient[..., self.low : self.high])
-        band = _band(padded, self.num_relative)  # [g, t, R]
-        left = gradient[..., self.low : self.high].masked_fill(~self.left, 0)
-        by_query = None
-        if wants_query:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            before = gradient[..., : self.low].sum(-1, dtype=dtype) + left.sum(-1, dtype=dtype)  # [g, t]
-            after = gradient.sum(-1, dtype=dtype) - before - band.sum(-1, dtype=dtype)
-            by_query = band.clone(memory_format=torch.contiguous_format)
-            by_query[..., 0] += before
-            by_query[..., -1] += after
-        if by_key_gradient is not None:
-            near = by_key_gradient[:, self.start : self.start + self.width]
-            keys = by_key_gradient[:, self.highest : self.highest + gradient.shape[-1]]
-            keys[:, : self.low, 0] += gradient[..., : self.low].sum(-2)
-            keys[:, self.high :, -1] += gradient[..., self.high :].sum(-2)
-            near[:, self.inside, 0] += left.sum(-2)
-            self._by_row(near).add_(band)
-            band.zero_()
-            near[:, self.inside, -1] += padded[..., self.inside].masked_fill(self.left, 0).sum(-2)
-        return by_query
+        strides = (per_pair.stride(0), self.num_keys + 1, 1)
+        offset = per_pair.storage_offset() + self.start - self.highest
+        band = per_pair.as_strided((len(per_pair), self.rows, self.num_relative), strides, offset)
+        if self.places == slice(0, self.width):
+            return band
+        key = torch.arange(self.rows, device=per_pair.device)[:, None] + torch.arange(
+            self.start - self.highest, self.start - self.highest + self.num_relative, device=per_pair.device
+        )
+        return band * ((key >= 0) & (key < self.num_keys)).to(per_pair.dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked
+from megatron_ddrp.model import blocked, relative
 from megatron_ddrp.model.attention import eager_attention
+from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile, spread_values
 
@@ -18,25 +19,50 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lowest, highest", [(-2, 2), (-4, 3), (0, 0), (-9, 9), (-20, 19)])
-@pytest.mark.parametrize("num_keys, start, rows", [(1, 0, 1), (7, 0, 3), (7, 3, 3), (7, 6, 1), (16, 8, 8), (16, 5, 2)])
-def test_a_tile_adds_the_rows_that_spreading_gives(lowest, highest, num_keys, start, rows):
+@pytest.mark.parametrize("num_keys, tile_rows", [(1, 1), (7, 3), (7, 1), (16, 8), (16, 2), (16, 5), (40, 5), (40, 40)])
+def test_tiles_add_the_rows_that_spreading_gives(lowest, highest, num_keys, tile_rows):
     torch.manual_seed(0)
-    num_relative = highest - lowest + 1
-    per_query, per_key = (torch.randn(2, num_keys, num_relative, dtype=torch.float64) for _ in range(2))  # by offset
-    padded = torch.nn.functional.pad(per_key.flip(-1), (0, 0, highest, -lowest))
-    tile = BandTile(start, rows, num_keys, lowest, highest, per_query.device)
-    logits = torch.zeros(2, rows, num_keys, dtype=torch.float64)
-    here = slice(start, start + rows)
-    tile.add(logits, per_query.flip(-1)[:, here], padded)
-    by_key = spread_values(per_key.flip(-1), -lowest).transpose(-1, -2)
-    torch.testing.assert_close(logits, (spread_values(per_query, highest) + by_key)[:, here], rtol=0, atol=1e-13)
+    size = (2, num_keys, highest - lowest + 1)
+    query, key, table = random(2, num_keys, DIM), random(2, num_keys, DIM), random(2, size[-1], DIM)
+    key_table = random(1, size[-1], DIM)
+    by_key = spread_values((key @ key_table.transpose(1, 2)).flip(-1), -lowest).transpose(-1, -2)
+    whole = query @ key.transpose(1, 2) + spread_values(query @ table.transpose(1, 2), highest) + by_key
+    weight = torch.randn_like(whole)
+    weight -= weight.mean(-1, keepdim=True)  # as a softmax's gradient: blind to a row's constant
+    spread = _spread_sum(query, key, table, key_table, lowest, highest, weight)
+    expected = torch.autograd.grad(spread, (query, key, table, key_table))
 
-    # The adjoint: <add(q, k), w> = <q, collect(w)> + <k, collect(w)>.
-    weight = torch.randn_like(logits)
-    key_gradient = torch.zeros_like(padded)
-    query_gradient = tile.collect(weight, key_gradient, wants_query=True)
-    pairs = (per_query.flip(-1)[:, here] * query_gradient).sum() + (padded * key_gradient).sum()
-    torch.testing.assert_close((logits * weight).sum(), pairs, rtol=0, atol=1e-11)
+    with torch.no_grad():
+        queries, keys = QueryTable(table, query, key, 2), KeyTable(key_table, key, lowest, highest, 2)
+        d_query, d_key = torch.zeros_like(query), torch.zeros_like(key)
+        margin = size[-1]
+        for start in range(0, num_keys, tile_rows):
+            rows = slice(start, min(start + tile_rows, num_keys))
+            tile = BandTile(start, rows.stop - start, num_keys, lowest, highest)
+            met = queries.keys_of(tile, d_key)
+            logits = query[:, rows] @ met.transpose(1, 2)
+            queries.add(logits, rows, tile)
+            keys.add(logits, tile)
+            logits += queries.left_constant(torch.arange(2), rows)[0]
+            torch.testing.assert_close(logits, whole[:, rows], rtol=0, atol=1e-12)
+
+            around = torch.zeros(margin + logits.numel() + margin, dtype=torch.float64)
+            d_logits = around[margin:-margin].view_as(logits).copy_(weight[:, rows])
+            d_tile = d_logits @ met
+            d_key += d_logits.transpose(1, 2) @ query[:, rows]
+            queries.collect(d_logits, rows, tile, d_tile)
+            keys.collect(d_logits, tile)
+            d_query[:, rows] = d_tile
+        d_key_table, more = keys.gradients()
+        for got, wanted in zip((d_query, d_key + more, queries.gradient(), d_key_table), expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+def _spread_sum(query, key, table, key_table, lowest, highest, weight) -> torch.Tensor:
+    """The weighted sum of the whole logits, under autograd."""
+    by_query = relative.spread(query @ table.transpose(1, 2), lowest, highest)
+    by_key = relative.spread((key @ key_table.transpose(1, 2)).flip(-1), -highest, -lowest).transpose(-1, -2)
+    return ((query @ key.transpose(1, 2) + by_query + by_key) * weight).sum()
 
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 5])

@@ -1,0 +1,139 @@
+"""The position terms of blocked attention: what they add to a tile of logits, and their gradients.
+
+Pairs beyond the clip are most of a long row, so nothing is added to them one by one. Softmax does not see a constant of
+a row: the query table is taken relative to the table row that serves all far keys on the left, which leaves nothing to
+add there, and the far keys on the right carry the difference themselves, K_j + T^q[right] − T^q[left]. What remains is
+the band around the diagonal, read aslant from Q·Tᵀ, and a triangle beside it. HCD, which compares logits before the
+softmax, gets the constant back.
+
+Names as in `megatron_ddrp.model.blocked`. Tables are turned to have the largest offset first where queries use them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.model.relative import BandTile
+
+
+class QueryTable:
+    """Q_i·T^q[r(i,j)] of one block, short of `left_constant`, and the gradients of one backward pass over it."""
+
+    def __init__(self, table: Tensor, query: Tensor, key: Tensor, num_heads: int) -> None:
+        """`table` `[1 or h, R, d]`; `query`, times scale, and `key` `[g, n, d]`."""
+        self.table, self.query, self.key, self.num_heads = table, query, key, num_heads
+        largest_first = table.flip(1)
+        relative = largest_first - largest_first[:, :1]
+        copies = len(query) // len(table)
+        self.relative = (
+            relative.expand(copies, -1, -1) if len(table) == 1 else relative.repeat(copies, 1, 1)
+        )  # [g, R, d]
+        self.keys = key + self.relative[:, -1:]
+        """`[g, n, d]`, those right of the bands of the tile last asked for shifted."""
+        self.shifted_from = 0
+        self.d_relative = torch.zeros_like(self.relative, memory_format=torch.contiguous_format)
+        self.d_left = torch.zeros_like(table[:, -1])  # [1 or h, d]
+
+    def keys_of(self, tile: BandTile, d_key: Tensor | None = None) -> Tensor:
+        """The keys for the queries of `tile`; tiles come in ascending order.
+
+        In a backward pass, `d_key` `[g, n, d]` is what the tiles before this one gave to the keys: what those that are
+        now shifted no more got until here is also the shift's.
+        """
+        arrived = slice(self.shifted_from, tile.near.stop)
+        self.keys[:, arrived] = self.key[:, arrived]
+        if d_key is not None:
+            self.d_relative[:, -1] += d_key[:, arrived].sum(1)
+        self.shifted_from = tile.near.stop
+        return self.keys
+
+    def add(self, logits: Tensor, rows: slice, tile: BandTile) -> None:
+        """Add to the logits `[g, t, n]` of Q and `keys_of(tile)`."""
+        by_query = torch.bmm(self.query[:, rows], self.relative.transpose(1, 2)).to(logits.dtype)  # [g, t, R]
+        near, (_, band, right) = logits[..., tile.near], tile.masks(logits)
+        near.addcmul_(tile.slanted(by_query), band)
+        near[..., tile.can_be_right].addcmul_(by_query[..., -1:], right[:, tile.can_be_right])
+
+    def collect(self, d_logits: Tensor, rows: slice, tile: BandTile, d_query: Tensor) -> None:
+        """The adjoint of `add`, for `d_logits` as `BandTile.band` wants it; adds to `d_query` `[g, t, d]`."""
+        right = tile.masks(d_logits)[2][:, tile.can_be_right]
+        d_right = (d_logits[..., tile.near][..., tile.can_be_right] * right).sum(-1, keepdim=True)  # [g, t, 1]
+        d_by_query, d_right = tile.band(d_logits).to(d_query.dtype), d_right.to(d_query.dtype)  # [g, t, R]
+        query = self.query[:, rows]
+        d_query.baddbmm_(d_by_query, self.relative).addcmul_(d_right, self.relative[:, -1:])
+        self.d_relative.baddbmm_(d_by_query.transpose(1, 2), query)
+        self.d_relative[:, -1] += (d_right * query).sum(1)
+
+    def left_constant(self, heads: Tensor, rows: slice) -> Tensor:
+        """What `add` leaves out, for some heads: `[b, m′, t, 1]`."""
+        return (self._queries(heads, rows) * self._left(heads)).sum(-1, keepdim=True)
+
+    def collect_left(self, d_constant: Tensor, heads: Tensor, rows: slice, d_query: Tensor) -> None:
+        """The adjoint of `left_constant`; adds to `d_query` `[g, t, d]`."""
+        d_constant = d_constant.to(d_query.dtype)
+        d_query.unflatten(0, (-1, self.num_heads)).index_add_(1, heads, d_constant * self._left(heads))
+        d_left = (d_constant * self._queries(heads, rows)).sum((0, 2))  # [m′, d]
+        self.d_left.index_add_(0, heads if len(self.d_left) > 1 else torch.zeros_like(heads), d_left)
+
+    def gradient(self) -> Tensor:
+        """That of the table, `[1 or h, R, d]`, once all tiles are in."""
+        d_relative = self.d_relative
+        if len(self.table) == 1:
+            d_table = d_relative.sum(0, keepdim=True)
+        else:
+            d_table = d_relative.unflatten(0, (-1, self.num_heads)).sum(0)
+        d_table[:, 0] += self.d_left - d_table.sum(1)
+        return d_table.flip(1)
+
+    def _queries(self, heads: Tensor, rows: slice) -> Tensor:
+        return self.query.unflatten(0, (-1, self.num_heads)).index_select(1, heads)[:, :, rows]  # [b, m′, t, d]
+
+    def _left(self, heads: Tensor) -> Tensor:
+        left = self.table[:, -1:]
+        return left if len(left) == 1 else left[heads]  # [1 or m′, 1, d]
+
+
+class KeyTable:
+    """K_j·T^k[r(i,j)] of one block, and the gradients of one backward pass over it."""
+
+    def __init__(self, table: Tensor, key: Tensor, lowest: int, highest: int, num_heads: int) -> None:
+        """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale."""
+        self.key, self.num_heads, self.shared = key, num_heads, len(table) == 1
+        copies = len(key) // len(table)
+        self.table = table.expand(copies, -1, -1) if self.shared else table.repeat(copies, 1, 1)  # [g, R, d]
+        by_key = torch.bmm(key, self.table.transpose(1, 2)).to(torch.promote_types(key.dtype, torch.float32))
+        self.by_key = torch.nn.functional.pad(by_key, (0, 0, highest, -lowest))  # [g, highest + n − lowest, R]
+        self.real = slice(highest, highest + key.shape[1])
+        self.d_by_key = torch.zeros_like(self.by_key)
+
+    def add(self, logits: Tensor, tile: BandTile) -> None:
+        """Add to the logits `[g, t, n]`."""
+        by_key = self.by_key[:, self.real].unsqueeze(1)  # [g, 1, n, R]
+        near, (left, band, right) = logits[..., tile.near], tile.masks(logits)
+        near.addcmul_(tile.slanted_by_key(self.by_key), band)
+        for far, side, can_be, offset in self._sides(tile, left, right):
+            logits[..., far] += by_key[:, :, far, offset]
+            near[..., can_be].addcmul_(by_key[:, :, tile.near, offset][..., can_be], side[:, can_be])
+
+    def collect(self, d_logits: Tensor, tile: BandTile) -> None:
+        """The adjoint of `add`, for `d_logits` as `BandTile.band` wants it."""
+        d_by_key = self.d_by_key[:, self.real]
+        near, (left, _, right) = d_logits[..., tile.near], tile.masks(d_logits)
+        tile.band_by_key(self.d_by_key).add_(tile.band(d_logits))
+        for far, side, can_be, offset in self._sides(tile, left, right):
+            d_by_key[:, far, offset] += d_logits[..., far].sum(1)
+            d_by_key[:, tile.near, offset][:, can_be] += (near[..., can_be] * side[:, can_be]).sum(1)
+
+    @staticmethod
+    def _sides(tile: BandTile, left: Tensor, right: Tensor) -> tuple[tuple[slice, Tensor, slice, int], ...]:
+        """Far keys, mask, near places that it can hold, and table row, of both sides."""
+        before, after = slice(0, tile.near.start), slice(tile.near.stop, None)
+        return (before, left, tile.can_be_left, -1), (after, right, tile.can_be_right, 0)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Those of the table `[1 or h, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
+        d_by_key = self.d_by_key[:, self.real].to(self.key.dtype)
+        d_table = torch.bmm(d_by_key.transpose(1, 2), self.key)  # [g, R, d]
+        d_table = d_table.sum(0, keepdim=True) if self.shared else d_table.unflatten(0, (-1, self.num_heads)).sum(0)
+        return d_table, torch.bmm(d_by_key, self.table)
