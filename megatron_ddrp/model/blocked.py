@@ -174,7 +174,7 @@ class _HeadGram:
 
 
 class _Scratch(threading.local):
-    """Memory kept from call to call, by purpose: a fresh tile of a few MiB costs more in page faults than its product."""
+    """Memory kept from call to call, by purpose: page faults on a fresh tile cost more than the product it holds."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
