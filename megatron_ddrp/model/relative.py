@@ -9,8 +9,8 @@ more.
 Offsets are taken between *rows*. Within a document positions run 0, 1, …, so i − j of the rows is i − j of the
 positions; pairs of two documents get a value that the attention mask then removes.
 
-`spread` does whole matrices under autograd; `BandTile` is the geometry of some query rows, for attention that writes its
-own gradient tile by tile.
+`spread` does whole matrices under autograd; `BandTile` is the geometry of some query rows, for attention that writes
+its own gradient tile by tile.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class BandTile:
     """Query rows [start, start + t) against n keys: which keys stand in the band of some row.
 
     Place x of the tile is key start − highest + x; the band of row r is the places r … r + num_relative − 1, largest
-    offset first. `near` are the keys in the band of any row; keys before them are `highest` or more to the left of every
-    row, keys after them `−lowest` or more to the right.
+    offset first. `near` are the keys in the band of any row; keys before them are `highest` or more to the left of
+    every row, keys after them `−lowest` or more to the right.
     """
 
     def __init__(self, start: int, rows: int, num_keys: int, lowest: int, highest: int) -> None:
@@ -117,7 +117,7 @@ class BandTile:
         return per_offset.as_strided((len(per_offset), self.rows, self.near.stop - self.near.start), strides, offset)
 
     def slanted_by_key(self, per_offset: Tensor) -> Tensor:
-        """Contiguous `[g, highest + n − lowest, num_relative]`, smallest offset first, as `[g, t, near]`: see `slanted`."""
+        """Contiguous `[g, highest + n − lowest, num_relative]`, smallest offset first, as `[g, t, near]`."""
         steps = self.num_relative - 1
         offset = per_offset.storage_offset() + self.start * self.num_relative + steps + self.places.start * steps
         size = (len(per_offset), self.rows, self.near.stop - self.near.start)
