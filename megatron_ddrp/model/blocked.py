@@ -201,6 +201,11 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def _add(into: Tensor | None, part: Tensor) -> None:
+    assert into is not None
+    into += part
+
+
 def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
     """Of the probabilities → of the logits, in place; torch's own kernel goes over a row once."""
     torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, gradient.dtype, grad_input=gradient)
@@ -285,10 +290,10 @@ class _BlockedAttention(torch.autograd.Function):
                     head_gram.collect_constant(d_chosen, rows, d_tile)
                 whole[0][block.rows, :, rows] = d_tile.mul_(terms.scale).unflatten(0, (-1, num_heads))
             if positions.query_table is not None:
-                d_query_table += positions.query_table.gradient()
+                _add(d_query_table, positions.query_table.gradient())
             if positions.key_table is not None:
                 of_table, of_key = positions.key_table.gradients()
-                d_key_table += of_table
+                _add(d_key_table, of_table)
                 d_key += of_key.mul_(terms.scale)
             whole[1][block.rows, :, : block.length] = d_key.unflatten(0, (-1, num_heads))
             whole[2][block.rows, :, : block.length] = d_value.unflatten(0, (-1, num_heads))

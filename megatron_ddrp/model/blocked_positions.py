@@ -26,9 +26,8 @@ class QueryTable:
         largest_first = table.flip(1)
         relative = largest_first - largest_first[:, :1]
         copies = len(query) // len(table)
-        self.relative = (
-            relative.expand(copies, -1, -1) if len(table) == 1 else relative.repeat(copies, 1, 1)
-        )  # [g, R, d]
+        self.relative = relative.expand(copies, -1, -1) if len(table) == 1 else relative.repeat(copies, 1, 1)
+        """`[g, R, d]`: T^q, largest offset first, less its first row."""
         self.keys = key + self.relative[:, -1:]
         """`[g, n, d]`, those right of the bands of the tile last asked for shifted."""
         self.shifted_from = 0
