@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +15,10 @@ from megatron_ddrp.data.index_cache import cached_totals
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.loader import BatchLoader
 from megatron_ddrp.data.masking import Masker
+from megatron_ddrp.data.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, sample_totals, split_documents
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.word_counts import open_rare_words
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
@@ -68,10 +72,15 @@ class Corpus:
 
     def _part(self, prefix: str, split: str) -> SampleIndex:
         source = self.sources[prefix]
-        documents = (0, source.dataset.num_documents)
-        if self.config.data.split is not None:
-            documents = split_documents(source.dataset.num_documents, self.config.data.split)[split]
+        documents = self._documents(prefix, split)
         return SampleIndex(source.dataset, documents, self.config.model.seq_length, source.totals)
+
+    def _documents(self, prefix: str, split: str) -> tuple[int, int]:
+        """Which documents of a dataset make its part of a split."""
+        num_documents = self.sources[prefix].dataset.num_documents
+        if self.config.data.split is None:
+            return 0, num_documents
+        return split_documents(num_documents, self.config.data.split)[split]
 
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
         """Masked micro-batches of a split for one data-parallel rank."""
@@ -100,7 +109,22 @@ class Corpus:
             world_size=world_size,
             seed=training.seed,
             packing=self.config.data.packing,
+            mark_rare_words=self._mark_rare_words(),
         )
+
+    @cached_property
+    def rare_words(self) -> tuple[RareWords, str]:
+        """The rare words of the training text, for `--notes`, and a line about them; counted on first use."""
+        prefixes, _ = blend_words(self.config, "train")
+        parts = [(self.sources[prefix].dataset, self._documents(prefix, "train")) for prefix in prefixes]
+        objective = self.config.objective
+        bounds = (objective.notes_min_count, objective.notes_max_count)
+        return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir)
+
+    def _mark_rare_words(self) -> Callable[..., NDArray[np.int64]] | None:
+        if not self.config.objective.notes:
+            return None
+        return partial(WordFinder(self.tokenizer.word_starts, self.tokenizer.special_ids).number, self.rare_words[0])
 
     def describe(self, samples: Blend, consumed: int) -> str:
         """Documents, sequences and epochs of a run over so many of the `samples`; a line for each corpus of a blend."""

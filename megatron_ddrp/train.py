@@ -23,6 +23,8 @@ from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, t
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.note_files import load_notes, note_tensors
+from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, largest_over_ranks
 from megatron_ddrp.stopping import StopRequests, sole_writer
@@ -45,6 +47,9 @@ def train(config: Config) -> int:
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
     progress = resumed.progress if resumed else Progress()
+    notes = open_notes(config, corpus)
+    if notes is not None and resumed and not resumed.weights_only:
+        agree(lambda: load_notes(notes, resumed.path))
 
     with ExitStack() as stack:
         agree(lambda: open_folder(stack, folder, config, corpus, ranks))
@@ -53,9 +58,12 @@ def train(config: Config) -> int:
         for note in corpus.notes:
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
+        if notes is not None:
+            size = notes.size_bytes / 2**20
+            log.say(f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank")
         log.say(where_we_start(config, resumed))
         clock = Clock(progress.iteration, config.training.train_iters)
-        steps = FiniteSteps(engine, config, ranks, log.say)
+        steps = FiniteSteps(engine, config, ranks, log.say, notes)
         to_do = config.training.train_iters - progress.iteration
         request = 0
         for micro_batches in iterate(loader, progress.consumed_samples, to_do):
@@ -64,12 +72,12 @@ def train(config: Config) -> int:
             clock.count(result.counts.tokens)
             log_step(log, clock, result, progress, config)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
-                validate(engine, validation, log, progress, config, ranks)
+                validate(engine, validation, log, progress, config, ranks, notes)
                 clock.pause()
             request = largest_over_ranks(requests.code, ranks.device)
             stops = progress.iteration == config.training.train_iters or exits(progress.iteration, config) or request
             if folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                save(engine, folder, progress, config, ranks, log, must=bool(stops))
+                save(engine, folder, progress, config, ranks, log, notes, must=bool(stops))
                 clock.pause()
             if stops:
                 break
@@ -94,10 +102,20 @@ def open_folder(stack: ExitStack, folder: Path | None, config: Config, corpus: C
         corpus.tokenizer.save(folder / TOKENIZER)
 
 
-def save(engine, folder: Path, progress: Progress, config: Config, ranks: Ranks, log: MetricsLog, must: bool) -> None:
+def save(
+    engine,
+    folder: Path,
+    progress: Progress,
+    config: Config,
+    ranks: Ranks,
+    log: MetricsLog,
+    notes: NoteDictionary | None,
+    must: bool,
+) -> None:
     """Save; where that fails and is no `must`, say so and go on: the checkpoints before are whole, and disks empty."""
+    beside = {} if notes is None else note_tensors(notes)
     try:
-        log.say(f"saved {save_checkpoint(engine, folder, progress, config, ranks)}")
+        log.say(f"saved {save_checkpoint(engine, folder, progress, config, ranks, beside)}")
     except UserError as error:
         last = next((path.name for path in checkpoints(folder)), "none")
         line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last}"
@@ -164,11 +182,26 @@ def log_step(log: MetricsLog, clock: Clock, result: StepResult, progress: Progre
     log.say(progress_line(row, config.training.train_iters, clock.eta(progress.iteration)))
 
 
-def validate(engine, loader: BatchLoader, log: MetricsLog, progress: Progress, config: Config, ranks: Ranks) -> None:
+def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
+    """An empty dictionary for the rare words of the corpus; None without `--notes`."""
+    if not config.objective.notes:
+        return None
+    return NoteDictionary(corpus.rare_words[0], config.model.hidden_size, config.objective)
+
+
+def validate(
+    engine,
+    loader: BatchLoader,
+    log: MetricsLog,
+    progress: Progress,
+    config: Config,
+    ranks: Ranks,
+    notes: NoteDictionary | None,
+) -> None:
     """The losses on the same held-out samples with the same masks each time."""
     size = config.training.global_batch_size
     steps = min(config.logging.eval_iters, max(1, len(loader.samples) // size))
-    losses = evaluate(engine, iterate(loader, 0, steps), config, ranks)
+    losses = evaluate(engine, iterate(loader, 0, steps), config, ranks, notes)
     log.write({"iteration": progress.iteration, **losses})
     log.say(f"step {progress.iteration}/{config.training.train_iters} | validation {terms(losses, 4, 'valid_')}")
 

@@ -18,7 +18,7 @@ Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 
@@ -39,8 +39,9 @@ _STEPS_AHEAD = 2
 class BatchLoader:
     """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there.
 
-    `rank` and `world_size` are those of data parallelism. Raises `UserError` (exit code 2) where the global batch does
-    not divide into micro-batches.
+    `rank` and `world_size` are those of data parallelism. `mark_rare_words` gives `note_ids` from ids
+    before masking `[rows, seq]` and whether each row holds its text's end (`WordFinder.number`). Raises `UserError`
+    (exit code 2) where the global batch does not divide into micro-batches.
 
     Attributes:
         num_micro_batches: micro-batches a rank and step, the gradient accumulation steps.
@@ -63,6 +64,7 @@ class BatchLoader:
         shuffle: bool = True,
         cut_padding: bool = True,
         packing: bool = False,
+        mark_rare_words: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]] | None = None,
     ) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self.num_micro_batches = count_micro_batches(global_batch_size, micro_batch_size, world_size)
@@ -77,6 +79,7 @@ class BatchLoader:
         self.shuffle = shuffle
         self.cut_padding = cut_padding
         self.packing = packing
+        self.mark_rare_words = mark_rare_words
 
     def step(self, consumed_samples: int) -> list[Batch]:
         """`num_micro_batches` batches of int64 `[micro_batch_size, seq]`, of the samples from `consumed_samples` on.
@@ -134,6 +137,7 @@ class BatchLoader:
         self._check_vocabulary(input_ids, indices)
         document_ids = valid.astype(np.int64)
         masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)
+        note_ids = self.mark_rare_words(input_ids, lengths < self.seq_length) if self.mark_rare_words else None
         return Batch(
             input_ids=masked_ids,
             labels=labels,
@@ -141,6 +145,7 @@ class BatchLoader:
             position_ids=document_ids * columns,
             segment_ids=np.zeros_like(document_ids),
             sequence_ids=document_ids * positions[:, None],
+            note_ids=note_ids,
         )
 
     def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:

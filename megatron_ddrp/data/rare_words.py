@@ -1,8 +1,8 @@
 """Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466): numbered, found in a batch.
 
 A word is the piece that starts it and the pieces that continue it, as in whole-word masking, whatever the vocabulary;
-pieces alone are not counted. A word that holds a special piece, such as [UNK], is none. Words are told apart by a
-64-bit hash of their pieces, so that looking one up is a binary search.
+pieces alone are not counted. A special piece, such as [UNK], is in none and ends the one before it. Words are told
+apart by a 64-bit hash of their pieces, so that looking one up is a binary search.
 
 A word that a sample's end cuts in two is not found: its first half may be another word.
 """
@@ -56,17 +56,16 @@ class WordFinder:
     """
 
     def __init__(self, word_starts: NDArray[np.bool_], special_ids: NDArray[np.int64]) -> None:
+        self.vocab_size = len(word_starts)
         self._ordinary = np.ones(len(word_starts), bool)
         self._ordinary[special_ids] = False
         self._starts = np.asarray(word_starts, bool) & self._ordinary
         self._keys = hash_uint64(0, "word-piece", np.arange(len(word_starts)))  # [vocab]
 
-    def words(
-        self, ids: NDArray[Any], row_begins: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]:
-        """First place, size and hash of each whole word of flat `ids` `[tokens]`; `row_begins` marks where rows begin.
+    def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks where rows begin.
 
-        Left out are what begins with a continuation, and words with a special piece.
+        Left out are what begins with a continuation, and special pieces, which end the word before them.
         """
         ordinary = self._ordinary[ids]
         boundary = row_begins | self._starts[ids] | ~ordinary
@@ -74,12 +73,15 @@ class WordFinder:
         first = np.flatnonzero(boundary)
         sizes = np.diff(first, append=len(ids))
         whole = self._starts[ids[first]]
-        first, sizes = first[whole], sizes[whole]
+        return first[whole], sizes[whole]
+
+    def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
         hashes = self._keys[ids[first]]
         for place in range(1, int(sizes.max(initial=1))):  # fold in each word's second piece, then its third, …
             longer = np.flatnonzero(sizes > place)
             hashes[longer] = fold_in(hashes[longer], ids[first[longer] + place])
-        return first, sizes, hashes
+        return hashes
 
     def number(self, rare: RareWords, input_ids: NDArray[np.int64], whole_rows: NDArray[np.bool_]) -> NDArray[np.int64]:
         """`note_ids` of a Batch for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
@@ -89,8 +91,8 @@ class WordFinder:
         begins = np.zeros(input_ids.shape, bool)
         begins[:, :1] = True
         flat = input_ids.ravel()
-        first, sizes, hashes = self.words(flat, begins.ravel())
-        numbers = rare.find(hashes)
+        first, sizes = self.words(flat, begins.ravel())
+        numbers = rare.find(self.hashes(flat, first, sizes))
         rows, columns = np.divmod(first + sizes, input_ids.shape[1])
         uncut = whole_rows[np.minimum(rows, len(whole_rows) - 1)] | (columns != input_ids.shape[1] - 1)
         chosen = (numbers > 0) & uncut

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -67,16 +67,21 @@ def count_rare_words(
     `progress` is told how many tokens were read since it was last called.
     """
     nothing = np.empty(0, np.int64)
+    single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, most of all, are counted by it
     known = _Counts(nothing.astype(np.uint64), nothing, nothing, nothing, nothing)
     fresh: list[_Counts] = []
     waiting = 0
     for sequences, begins, ids in _chunks(parts):
         row_begins = np.zeros(len(ids), bool)
         row_begins[begins] = True
-        first, sizes, hashes = finder.words(ids, row_begins)
+        first, sizes = finder.words(ids, row_begins)
+        single += np.bincount(ids[first[sizes == 1]], minlength=len(single))
+        first, sizes = first[sizes > 1], sizes[sizes > 1]
         row = np.searchsorted(begins, first, side="right") - 1
-        ones = np.ones(len(first), np.int64)
-        fresh.append(_Counts.merged([_Counts(hashes, ones, sequences[row], first - begins[row], sizes)]))
+        chunk = _Counts(
+            finder.hashes(ids, first, sizes), np.ones_like(first), sequences[row], first - begins[row], sizes
+        )
+        fresh.append(_Counts.merged([chunk]))
         waiting += len(fresh[-1].hashes)
         if waiting > max(_MERGE_WORDS, len(known.hashes)):
             known, fresh, waiting = _Counts.merged([known, *fresh]), [], 0
@@ -84,13 +89,18 @@ def count_rare_words(
     known = _Counts.merged([known, *fresh])
     rare = np.flatnonzero((known.counts >= bounds[0]) & (known.counts <= bounds[1]))
     firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
-    pieces = [nothing]
+    words: list[NDArray[np.int64]] = []
     for word in rare.tolist():
         part = int(np.searchsorted(firsts, known.sequences[word], side="right")) - 1
         sequence = int(known.sequences[word] - firsts[part])
-        pieces.append(parts[part][0].get(sequence, int(known.offsets[word]), int(known.sizes[word])))
-    flat = np.concatenate(pieces).astype(np.int64)
-    return RareWords(known.hashes[rare], known.counts[rare], flat, np.cumsum(known.sizes[rare]))
+        words.append(parts[part][0].get(sequence, int(known.offsets[word]), int(known.sizes[word])).astype(np.int64))
+    pieces = np.flatnonzero((single >= bounds[0]) & (single <= bounds[1]))
+    words += list(pieces[:, None])
+    hashes = np.concatenate([known.hashes[rare], finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))])
+    counts = np.concatenate([known.counts[rare], single[pieces]])
+    order = np.argsort(hashes)
+    flat = np.concatenate([nothing, *(words[word] for word in order.tolist())])
+    return RareWords(hashes[order], counts[order], flat, np.cumsum([len(words[word]) for word in order.tolist()]))
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
@@ -115,28 +125,34 @@ def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[
 
 
 def open_rare_words(
-    parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: Path | None = None
-) -> RareWords:
-    """The rare words of a corpus: from the cache beside its first dataset or in `folder`, else counted and put there.
+    parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None = None
+) -> tuple[RareWords, str]:
+    """(the rare words of a corpus, one line on where they are kept): from the cache, else counted and put there.
 
-    Raises `UserError` where the cache cannot be written, and where no word lies in the bounds.
+    The cache lies in `folder`, by default beside the first dataset; where that cannot be written the words are counted
+    at every start. Raises `UserError` where a `folder` that was named cannot, and where no word lies in the bounds.
     """
     path = cache_path(parts, tokenizer, bounds, folder)
-    with _locked(path):
+    with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
         if path.is_file():
-            words = read_rare_words(path)
+            words, kept = read_rare_words(path), f"as counted in {path}"
         else:
-            words = _count_with_bar(parts, tokenizer, bounds)
-            write_rare_words(words, path)
+            words, kept = _count_with_bar(parts, tokenizer, bounds), f"counted into {path}"
+            try:
+                write_rare_words(words, path)
+            except UserError as error:
+                if folder is not None:
+                    raise UserError(f"--index-cache-dir {folder}: {error}; give a folder that can be written") from None
+                kept = f"counted at every start, as {path.parent} cannot be written; --index-cache-dir DIR keeps them"
     if not len(words):
         raise UserError(
             f"--notes-min-count {bounds[0]} and --notes-max-count {bounds[1]}: the training text holds no word so "
             "often; choose wider bounds, or leave --notes out"
         )
-    return words
+    return words, f"{len(words):,} words that stand {bounds[0]:,} to {bounds[1]:,} times in the training text, {kept}"
 
 
-def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: Path | None) -> Path:
+def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None) -> Path:
     """Where the words of this corpus, tokenizer and bounds are kept; another corpus has another name."""
     identity = [
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
@@ -144,7 +160,8 @@ def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, i
     ]
     key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds])
     prefix = Path(parts[0][0].prefix)
-    return (folder or prefix.parent) / f"{prefix.name}_rare_words_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return Path(folder or prefix.parent) / f"{prefix.name}.{digest}.words.npz"
 
 
 def _sample_digest(dataset: IndexedDataset) -> str:
@@ -181,16 +198,9 @@ def read_rare_words(path: Path) -> RareWords:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time."""
-    lock = path.with_suffix(".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        stream = lock.open("w")
-    except OSError as error:
-        raise UserError(
-            f"{lock}: cannot be written: {error.strerror}; name another folder by --index-cache-dir"
-        ) from None
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Held by one process of this machine at a time, as far as the file system can lock; it writes nothing."""
+    with file.open("rb") as stream:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batch import Batch
-from megatron_ddrp.data.rare_words import Occurrences, find_occurrences
+from megatron_ddrp.data.rare_words import Occurrences, RareWords, find_occurrences
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Value of `--notes-dtype` → type of the stored notes."""
@@ -75,17 +76,24 @@ def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
 
 
 class NoteDictionary:
-    """The notes of `num_words` rare words, numbered from 1, in host memory.
+    """The notes of rare words, in host memory; `objective` gives λ, γ, k and the type.
 
     Attributes:
-        notes: `[num_words, hidden]` in the chosen type; rows of words not met yet are 0, and take no memory.
-        met: bool `[num_words]`, whether a word has a note.
+        words: the words, numbered from 1.
+        notes: `[words, hidden]` in the chosen type; rows of words not met yet are 0, and take no memory.
+        met: bool `[words]`, whether a word has a note.
     """
 
-    def __init__(self, num_words: int, hidden_size: int, dtype: str, mix: float, decay: float, window: int) -> None:
-        self.notes = torch.zeros(num_words, hidden_size, dtype=DTYPES[dtype])
-        self.met = torch.zeros(num_words, dtype=torch.bool)
-        self.mix, self.decay, self.window = mix, decay, window
+    def __init__(self, words: RareWords, hidden_size: int, objective: ObjectiveConfig) -> None:
+        self.words = words
+        self.notes = torch.zeros(len(words), hidden_size, dtype=DTYPES[objective.notes_dtype])
+        self.met = torch.zeros(len(words), dtype=torch.bool)
+        self.decay, self.window = objective.notes_decay, objective.notes_window
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the notes once every word was met."""
+        return self.notes.nbytes
 
     def inputs(self, batch: Batch) -> tuple[NoteInputs, Occurrences]:
         """What the model needs for a micro-batch of numpy arrays, and whose the new notes will be."""

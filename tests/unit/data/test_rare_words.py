@@ -1,0 +1,163 @@
+"""Rare words: counted as words over whole corpora, cached once, found in a batch as written and nowhere else."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.data import word_counts
+from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.rare_words import WordFinder, find_occurrences
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.word_counts import count_rare_words, open_rare_words
+from megatron_ddrp.errors import UserError
+
+CLS, SEP, PAD, UNK = 2, 3, 0, 1
+A, B, C = 5, 6, 7  # start a word
+X, Y = 8, 9  # continue one
+STARTS = np.array([True] * 8 + [False] * 2)
+FINDER = WordFinder(STARTS, np.arange(5))
+
+
+def write(folder, documents, name="d"):
+    """One dataset; a document is a list of sequences."""
+    with IndexedDatasetWriter(str(folder / name), "uint16") as writer:
+        for document in documents:
+            for sequence in document:
+                writer.append(sequence)
+            writer.end_document()
+        writer.finalize()
+    return IndexedDataset(str(folder / name))
+
+
+def counted(words):
+    return {tuple(words.word(i + 1)): int(words.counts[i]) for i in range(len(words))}
+
+
+def words_by_loop(sequences):
+    """Count words one token at a time."""
+    found = Counter()
+    for ids in sequences:
+        word = None
+        for piece in [*ids, UNK]:
+            if piece < 5 or STARTS[piece]:
+                if word:
+                    found[tuple(word)] += 1
+                word = [piece] if piece >= 5 else None
+            elif word:
+                word.append(piece)
+    return found
+
+
+def test_counts_are_those_of_a_loop_in_every_chunk_and_part(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    pieces = [UNK, A, A, A, B, C, X, X, Y]
+    documents = [[rng.choice(pieces, rng.integers(1, 30)) for _ in range(rng.integers(1, 4))] for _ in range(60)]
+    parts = [(write(tmp_path, documents[:40], "one"), (3, 40)), (write(tmp_path, documents[40:], "two"), (0, 15))]
+    expected = words_by_loop([s for d in documents[3:55] for s in d])
+    told = []
+    assert counted(count_rare_words(parts, FINDER, (1, 10**9), told.append)) == dict(expected)
+    assert sum(told) == sum(len(s) for d in documents[3:55] for s in d)
+    monkeypatch.setattr(word_counts, "_CHUNK_TOKENS", 50)
+    monkeypatch.setattr(word_counts, "_MERGE_WORDS", 7)
+    rare = {word: count for word, count in expected.items() if 2 <= count <= 9}
+    assert len(rare) > 5 and any(len(word) > 2 for word in rare)
+    assert counted(count_rare_words(parts, FINDER, (2, 9))) == rare
+
+
+def test_words_are_numbered_in_a_row_and_neither_pieces_nor_halves_are(tmp_path):
+    words = count_rare_words([(write(tmp_path, [[[A, B, X, C, X, Y]]]), (0, 1))], FINDER, (1, 1))
+    number = {tuple(words.word(i)): i for i in (1, 2, 3)}
+    a, bx, cxy = number[(A,)], number[(B, X)], number[(C, X, Y)]
+    rows = np.array(
+        [
+            [CLS, A, B, X, B, X, C, X, Y, SEP],
+            [CLS, X, A, B, C, X, UNK, Y, SEP, PAD],  # B, and C X before [UNK], are other words
+            [CLS, Y, A, X, A, A, A, C, X, SEP],
+            [CLS, C, X, Y, A, A, A, B, X, SEP],  # goes on in the next row: perhaps B X X
+        ]
+    )
+    numbers = FINDER.number(words, rows, np.array([True, True, True, False]))
+    assert numbers.tolist() == [
+        [0, a, bx, -bx, bx, -bx, cxy, -cxy, -cxy, 0],
+        [0, 0, a, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, a, a, a, 0, 0, 0],
+        [0, cxy, -cxy, -cxy, a, a, a, 0, 0, 0],
+    ]
+
+
+def batch_of(note_ids, document_ids, labels=None):
+    note_ids, document_ids = np.array(note_ids), np.array(document_ids)
+    labels = np.full_like(note_ids, IGNORED_LABEL) if labels is None else np.array(labels)
+    positions = np.zeros_like(note_ids)
+    for row, documents in enumerate(document_ids):
+        for column in range(1, len(documents)):
+            if documents[column] == documents[column - 1] != 0:
+                positions[row, column] = positions[row, column - 1] + 1
+    sequences = document_ids + 100 * np.arange(len(note_ids))[:, None]
+    return Batch(note_ids * 0, labels, document_ids, positions, note_ids * 0, sequences, note_ids)
+
+
+def test_windows_end_with_their_document_and_row():
+    notes = [[0, 3, -3, 0, 0, 0, 1, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0, 3, -3]]
+    documents = [[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 10]
+    found = find_occurrences(batch_of(notes, documents), window=3)
+    assert found.words.tolist() == [3, 1, 2, 3]
+    assert found.windows.tolist() == [[0, 5], [5, 8], [10, 14], [15, 20]]
+    assert found.position_ids.tolist() == [1, 1, 0, 8]
+    assert found.sequence_ids.tolist() == [1, 2, 101, 101]
+    assert find_occurrences(batch_of(notes, documents), window=0).windows.tolist() == [
+        [1, 3],
+        [6, 7],
+        [10, 11],
+        [18, 20],
+    ]
+
+
+def test_a_word_with_a_piece_to_predict_is_not_read_but_its_neighbour_is():
+    notes, documents = [[3, -3, 3, -3, 0, 2, 4, -4]], [[1] * 8]
+    labels = [[IGNORED_LABEL, 7, *[IGNORED_LABEL] * 2, 7, 7, *[IGNORED_LABEL] * 2]]
+    found = find_occurrences(batch_of(notes, documents, labels), window=1)
+    assert found.words.tolist() == [3, 3, 2, 4], "masked words are still taken notes of"
+    assert found.read_places.tolist() == [2, 3, 6, 7]
+    assert found.read_words.tolist() == [3, 3, 4, 4]
+
+
+def test_a_batch_without_rare_words():
+    found = find_occurrences(batch_of([[0, 0]], [[1, 0]]), window=2)
+    assert found.windows.shape == (0, 2) and not len(found.read_places)
+
+
+@pytest.fixture
+def corpus(tiny_corpus):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+    dataset = IndexedDataset(tiny_corpus.prefix)
+    return [(dataset, (0, dataset.num_documents))], tokenizer
+
+
+def test_counts_are_kept_under_their_fingerprint(corpus, tmp_path, monkeypatch, capsys):
+    parts, tokenizer = corpus
+    words, _ = open_rare_words(parts, tokenizer, (3, 9), tmp_path)
+    assert "counting words" in capsys.readouterr().err
+    assert len(words) > 20 and set(words.counts.tolist()) <= set(range(3, 10))
+    other, _ = open_rare_words([(parts[0][0], (0, 300))], tokenizer, (3, 9), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 and len(other) != len(words)
+    monkeypatch.setattr(word_counts, "count_rare_words", None)  # from here on nothing may be counted
+    again, line = open_rare_words(parts, tokenizer, (3, 9), tmp_path)
+    assert np.array_equal(again.hashes, words.hashes) and np.array_equal(again.pieces, words.pieces)
+    assert str(tmp_path) in line
+    with pytest.raises(TypeError):
+        open_rare_words(parts, tokenizer, (3, 10), tmp_path)
+
+
+def test_no_word_in_the_bounds_is_an_error(corpus, tmp_path):
+    with pytest.raises(UserError, match="--notes-min-count 1000000 and --notes-max-count 2000000: .* wider"):
+        open_rare_words(*corpus, (1000000, 2000000), tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(corpus, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(UserError, match="--index-cache-dir"):
+        open_rare_words(*corpus, (3, 9), blocked)
