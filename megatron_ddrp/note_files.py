@@ -1,8 +1,8 @@
 """The note dictionary inside a checkpoint: tensors beside the model's, the same in every layout, dropped at export.
 
-    notes/words, notes/vectors     numbers of the words that were met, and their notes `[met, hidden]`
-    notes/hashes, notes/counts     of all rare words, see `RareWords`
-    notes/pieces, notes/ends       the words themselves
+notes/words, notes/vectors     numbers of the words that were met, and their notes `[met, hidden]`
+notes/hashes, notes/counts     of all rare words, see `RareWords`
+notes/pieces, notes/ends       the words themselves
 """
 
 from __future__ import annotations
