@@ -1,194 +1,227 @@
-"""Documents out of text files: JSON lines or plain text, compressed or not, with every fault named by file and line.
+"""Documents out of files: JSON lines, plain text, WikiExtractor's files and Parquet, every fault named by file and line.
 
-Reading and parsing are two steps, so that one process reads and many parse:
+Cutting and parsing are two steps, so that one process reads and many parse:
 
-    iter_chunks(paths)       → Chunk: about a megabyte of raw records of one file, each with its line number
-    parse_chunk(chunk, …)    → the documents' texts and the reasons for what was left out
-    iter_documents(paths, …) → both in one process
+    iter_chunks(file, …)     → Chunk: about a megabyte of whole records, not looked into
+    parse_chunk(chunk, …)    → the documents' texts, and the records that are none
+    iter_documents(names, …) → both in one process
 
-A record is one JSON object a line (.jsonl, .json), or the lines between two blank lines (.txt).
+A record is one JSON object a line (.jsonl, .json); the lines between two blank lines (.txt, so that Google's files of
+one sentence a line work); what stands between `<doc …>` and `</doc>` (WikiExtractor, known by its first line); or a row
+(.parquet).
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
 import json
-import lzma
-import os
-import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from megatron_ddrp.data.zstd import open_zstd
+from megatron_ddrp.data.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.parquet import parquet_rows
 from megatron_ddrp.errors import UserError
 
-STANDARD_INPUT = "-"
-CHUNK_BYTES = 1 << 20
-DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""What the decompressors raise on a damaged or truncated file."""
+MAX_RECORD_BYTES = 1 << 28
+"""A longer record is taken for a file of another kind: it would fill the memory of any machine."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BLANK = " \t\r\x0b\x0c"
+_BLANK_LINE = re.compile(rb"\n[ \t\r\x0b\x0c]*\n")
+_OVERLAP = 64  # bytes of the block before in which a separator may begin
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 Text = tuple[str, ...]
 """The texts of one document, one for each JSON key."""
 
 
 class Chunk(NamedTuple):
-    """Some records of one file, in order."""
+    """Some whole records of one file, in order."""
 
-    path: str
-    is_json: bool
-    records: list[tuple[int, bytes]]
-    """(line number of the record's first line from 1, its bytes)."""
+    format: str
+    """`json`, `text`, `wiki` or `rows`."""
+    data: bytes | list[tuple[bytes | None, ...]]
+    """Unpacked bytes; of a Parquet file the rows, UTF-8 of each key or None."""
     read: int
     """Bytes of the file, as it lies on the disk, read since the chunk before."""
 
 
-def iter_chunks(paths: Sequence[str], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """All records of the files in order, in chunks of about `chunk_bytes` bytes that do not cross files."""
-    for path in paths:
-        with _open_raw(path) as raw:
-            yield from _chunks_of_file(path, raw, chunk_bytes)
+class Fault(NamedTuple):
+    """A record that could not be read."""
+
+    line: int
+    """From 1, inside the chunk."""
+    reason: str
 
 
-def parse_chunk(chunk: Chunk, json_keys: Sequence[str], on_error: str = "stop") -> tuple[list[Text], list[str]]:
-    """The documents' texts, and for each record left out the reason as `file:line: why`.
+class Parsed(NamedTuple):
+    """What a chunk holds."""
 
-    With `on_error="stop"` the first such record raises its reason as a `UserError`; with "skip" it is left out.
-    Plain text gives its text for every key.
-    """
-    texts, reasons = [], []
-    for line, data in chunk.records:
-        try:
-            if chunk.is_json:
-                texts.append(_parse_json(data, json_keys))
-            else:
-                texts.append((data.decode("utf-8"),) * len(json_keys))
-        except ValueError as error:
-            if isinstance(error, UnicodeDecodeError):
-                line += data.count(b"\n", 0, error.start)
-                error = ValueError(f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
-            reason = f"{chunk.path}:{line}: {error}"
-            if on_error == "stop":
-                hint = "mend the file, or leave such records out with --on-error skip"
-                raise UserError(f"{reason}; {hint}") from None
-            reasons.append(reason)
-    return texts, reasons
+    texts: list[Text]
+    faults: list[Fault]
+    lines: int
+    """Lines of the chunk (rows of a Parquet file)."""
+
+
+def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
+    """All records of an open input in order, in chunks of about `chunk_bytes` unpacked bytes."""
+    before = 0
+    if opened.file.ending == ".parquet":
+        size = opened.describe()["bytes"]  # hashed here, because pyarrow reads the file by itself
+        for rows, done in parquet_rows(opened.file.path, keys, chunk_bytes):
+            yield Chunk("rows", rows, int(done * size) - before)
+            before = int(done * size)
+        return
+    for kind, data in _parts(opened, chunk_bytes):
+        yield Chunk(kind, data, opened.bytes_read - before)
+        before = opened.bytes_read
+
+
+def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
+    """The documents of a chunk and the faults in it. Plain text and WikiExtractor's give their text for every key."""
+    if chunk.format == "rows":
+        return _parse_rows(chunk.data, keys)
+    assert isinstance(chunk.data, bytes)
+    bad: dict[int, str] = {}
+    try:
+        text = chunk.data.decode("utf-8")
+        lines = text.split("\n")
+    except UnicodeDecodeError:
+        lines = chunk.data.decode("utf-8", "surrogateescape").split("\n")
+        for number, line in enumerate(lines):
+            if found := _NOT_UTF8.search(line):
+                bad[number] = f"not UTF-8 (byte 0x{ord(found[0]) - 0xDC00:02x})"
+    texts, faults = PARSERS[chunk.format](lines, keys, bad)
+    return Parsed(texts, faults, len(lines) - (not lines[-1]))
+
+
+class FaultCounter:
+    """Names the faults of chunks given in order by file and line; raises the first, or counts them."""
+
+    def __init__(self, on_error: str = "stop"):
+        """`on_error` is `stop` or `skip`."""
+        self._stop = on_error == "stop"
+        self.line = 0
+        self.count = 0
+        self.first = ""
+
+    def add(self, path: str, parsed_faults: Sequence[Fault], lines: int) -> list[str]:
+        """`file:line: why` of each fault of the next chunk, which has `lines` lines. Raises `UserError` with `stop`."""
+        reasons = [f"{path}:{self.line + fault.line}: {fault.reason}" for fault in parsed_faults]
+        if reasons and self._stop:
+            raise UserError(f"{reasons[0]}; mend the file, or leave such records out with --on-error skip")
+        self.line += lines
+        self.count += len(reasons)
+        self.first = self.first or next(iter(reasons), "")
+        return reasons
 
 
 def iter_documents(
-    paths: Sequence[str],
+    names: Sequence[str],
     json_keys: Sequence[str] = ("text",),
     on_error: str = "stop",
     on_skip: Callable[[str], Any] = lambda reason: None,
     on_read: Callable[[int], Any] = lambda count: None,
 ) -> Iterator[Text]:
-    """The texts of every document of the files, in order, one for each JSON key.
+    """The texts of every document of the files, folders and patterns (see inputs.py), one for each JSON key.
 
     `on_skip` is told the reason for each record left out; `on_read` how many bytes of the files were read.
     """
-    check_inputs(paths)
-    for chunk in iter_chunks(paths):
-        texts, reasons = parse_chunk(chunk, json_keys, on_error)
-        for reason in reasons:
-            on_skip(reason)
-        yield from texts
-        on_read(chunk.read)
+    for file in find_inputs(names):
+        counter = FaultCounter(on_error)
+        with OpenInput(file) as opened:
+            for chunk in iter_chunks(opened, json_keys):
+                parsed = parse_chunk(chunk, json_keys)
+                for reason in counter.add(file.path, parsed.faults, parsed.lines):
+                    on_skip(reason)
+                yield from parsed.texts
+                on_read(chunk.read)
 
 
-def check_inputs(paths: Iterable[str]) -> None:
-    """Raise `UserError` for the first input that is missing, is not a readable file, or has an unknown ending."""
-    for path in paths:
-        if path != STANDARD_INPUT:
-            if os.path.isdir(path):
-                raise UserError(f"{path}: is a folder; give the files in it")
-            _endings(path)
-            _open_raw(path).close()
+def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """(format, bytes) cut behind whole records."""
+    rest = opened.read(chunk_bytes).removeprefix(_BYTE_ORDER_MARK)
+    kind = _format(opened.file, rest)
+    end = _ENDS[kind](rest, 0)
+    while True:
+        if end:
+            yield kind, rest[:end]
+            rest = rest[end:]
+        if len(rest) > MAX_RECORD_BYTES:
+            raise UserError(
+                f"{opened.file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
+                f"{opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
+            )
+        block = opened.read(max(chunk_bytes, len(rest)))  # ever larger, or a long record would be copied too often
+        if not block:
+            break
+        start = max(0, len(rest) - _OVERLAP)
+        rest += block
+        end = _ENDS[kind](rest, start)
+    yield kind, rest
 
 
-def reading_progress(paths: Sequence[str]) -> tqdm:
-    """A progress bar on stderr over the bytes of the files, compressed where they are, with the time that is left.
-
-    In a log file it appears for long runs only, and seldom.
-    """
-    total = None if STANDARD_INPUT in paths else sum(os.path.getsize(path) for path in paths)
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-    return tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
-
-
-def _chunks_of_file(path: str, raw: BinaryIO, chunk_bytes: int) -> Iterator[Chunk]:
-    ending, packing = _endings(path)
-    stream = PACKINGS[packing](raw)
-    lines = _lines(path, stream)
-    if path == STANDARD_INPUT:
-        first = stream.peek(64) if isinstance(stream, io.BufferedReader) else b""
-        ending = ".jsonl" if first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{") else ".txt"
-    is_json = ending != ".txt"
-    count_read = _read_counter(path, raw)
-    records: list[tuple[int, bytes]] = []
-    size = 0
-    for line, data in FORMATS[ending](lines):
-        records.append((line, data))
-        size += len(data)
-        if size >= chunk_bytes:
-            yield Chunk(path, is_json, records, count_read(size))
-            records, size = [], 0
-    yield Chunk(path, is_json, records, count_read(size))
+def _format(file: InputFile, first: bytes) -> str:
+    if first.startswith(b"PAR1"):
+        raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
+    start = first[:256].lstrip()
+    if file.ending in (".json", ".jsonl"):
+        return "json"
+    if start.startswith(b"<doc ") and b"id=" in start:
+        return "wiki"
+    return "json" if start.startswith(b"{") and not file.ending else "text"
 
 
-def _read_counter(path: str, raw: BinaryIO) -> Callable[[int], int]:
-    """A function of the bytes just parsed that returns the bytes read from the disk since it was last called."""
-    if path == STANDARD_INPUT:
-        return lambda parsed: parsed
-    position = 0
-
-    def count(parsed: int) -> int:
-        nonlocal position
-        before, position = position, raw.tell()
-        return position - before
-
-    return count
+def _end_of_line(data: bytes, start: int) -> int:
+    return data.rfind(b"\n", start) + 1
 
 
-def _lines(path: str, stream: BinaryIO) -> Iterator[bytes]:
-    number = 0
-    try:
-        for number, line in enumerate(stream, 1):
-            yield line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-    except DAMAGED as error:
-        raise UserError(f"{path}: damaged or cut off after line {number} ({error}); copy it again") from None
+def _end_of_text(data: bytes, start: int) -> int:
+    for blank in (b"\n\n", b"\n\r\n"):
+        if (found := data.rfind(blank, start)) >= 0:
+            return found + len(blank)
+    end = 0
+    for match in _BLANK_LINE.finditer(data, start):
+        end = match.end()
+    return end
 
 
-def _json_records(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(lines, 1):
-        if not line.isspace() and line:
-            yield number, line
+def _end_of_wiki(data: bytes, start: int) -> int:
+    for closing in (b"</doc>\n", b"</doc>\r\n"):
+        if (found := data.rfind(closing, start)) >= 0:
+            return found + len(closing)
+    return 0
 
 
-def _text_records(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    gathered: list[bytes] = []
-    number = 0
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            gathered.append(line.rstrip(b"\r\n"))
-        elif gathered:
-            yield number - len(gathered), b"\n".join(gathered)
-            gathered = []
-    if gathered:
-        yield number + 1 - len(gathered), b"\n".join(gathered)
+_ENDS: dict[str, Callable[[bytes, int], int]] = {
+    "json": _end_of_line,
+    "text": _end_of_text,
+    "wiki": _end_of_wiki,
+}
+"""Format → where the last whole record that ends behind `start` ends, or 0."""
+
+Lines = tuple[list[Text], list[Fault]]
 
 
-def _parse_json(data: bytes, keys: Sequence[str]) -> Text:
+def _parse_json(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:
+    texts, faults = [], []
+    for number, line in enumerate(lines):
+        if not line or line.isspace():
+            continue
+        try:
+            if number in bad:
+                raise ValueError(bad[number])
+            texts.append(_texts_of_json(line, keys))
+        except ValueError as error:
+            faults.append(Fault(number + 1, str(error)))
+    return texts, faults
+
+
+def _texts_of_json(line: str, keys: Sequence[str]) -> Text:
     """The texts under the keys of one JSON line. Raises `ValueError` with the reason when there are none."""
-    text = data.decode("utf-8")
     try:
-        value = json.loads(text)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}); expected one object a line") from None
     if not isinstance(value, dict):
@@ -199,53 +232,73 @@ def _parse_json(data: bytes, keys: Sequence[str]) -> Text:
             raise ValueError(f"no key {key!r}, it has {known} (see --json-keys)")
         if not isinstance(value[key], str):
             raise ValueError(f"key {key!r} holds {type(value[key]).__name__}, expected a string")
-        if b"\\u" in data and not _is_unicode(value[key]):
+        if ("\\ud" in line or "\\uD" in line) and _HALF_PAIR.search(value[key]):
             raise ValueError(f"key {key!r} holds half a surrogate pair, which is no character")
     return tuple(value[key] for key in keys)
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+def _parse_text(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:
+    texts: list[Text] = []
+    faults: list[Fault] = []
+    gathered: list[str] = []
+    fault: Fault | None = None
+    for number, line in enumerate([*lines, ""]):
+        if line.strip(_BLANK):
+            gathered.append(line.rstrip("\r"))
+            fault = fault or (Fault(number + 1, bad[number]) if number in bad else None)
+        elif gathered:
+            if fault:
+                faults.append(fault)
+            else:
+                texts.append(("\n".join(gathered),) * len(keys))
+            gathered, fault = [], None
+    return texts, faults
 
 
-def _open_raw(path: str) -> BinaryIO:
-    if path == STANDARD_INPUT:
-        return open(sys.stdin.fileno(), "rb", closefd=False)
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
+def _parse_wiki(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:
+    texts: list[Text] = []
+    faults: list[Fault] = []
+    gathered: list[str] = []
+    opened = 0  # line number of the <doc …> that is open, 0 outside
+    fault: Fault | None = None
+    for number, line in enumerate(map(str.rstrip, lines), 1):
+        if line.startswith("<doc ") and line.endswith(">"):
+            if opened:
+                faults.append(fault or Fault(opened, "<doc …> without </doc>"))
+            gathered, opened, fault = [], number, None
+        elif opened:
+            gathered.append(line)
+            fault = fault or (Fault(number, bad[number - 1]) if number - 1 in bad else None)
+            if line.endswith("</doc>"):
+                if fault:
+                    faults.append(fault)
+                else:
+                    texts.append(("\n".join(gathered).removesuffix("</doc>").strip("\n"),) * len(keys))
+                opened = 0
+        elif line:
+            faults.append(Fault(number, "text outside <doc …> and </doc>"))
+    if opened:
+        faults.append(fault or Fault(opened, "<doc …> without </doc>"))
+    return texts, faults
 
 
-def _endings(path: str) -> tuple[str, str]:
-    """(format, packing) of a file by its name, such as (".jsonl", ".gz"); standard input has none."""
-    if path == STANDARD_INPUT:
-        return "", ""
-    name = Path(path)
-    packing = name.suffix if name.suffix in PACKINGS else ""
-    ending = name.with_suffix("").suffix if packing else name.suffix
-    if ending not in FORMATS:
-        known, packed = ", ".join(FORMATS), ", ".join(filter(None, PACKINGS))
-        raise UserError(f"{path}: expected a name that ends in {known}, or in one of these and {packed}")
-    return ending, packing
+def _parse_rows(rows: Any, keys: Sequence[str]) -> Parsed:
+    texts, faults = [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            if None in row:
+                raise ValueError(f"column {keys[row.index(None)]!r} holds null, expected a string")
+            texts.append(tuple(cell.decode("utf-8") for cell in row))
+        except UnicodeDecodeError as error:
+            faults.append(Fault(number, f"not UTF-8 (byte 0x{error.object[error.start]:02x})"))
+        except ValueError as error:
+            faults.append(Fault(number, str(error)))
+    return Parsed(texts, faults, len(rows))
 
 
-FORMATS: dict[str, Callable[[Iterable[bytes]], Iterator[tuple[int, bytes]]]] = {
-    ".jsonl": _json_records,
-    ".json": _json_records,
-    ".txt": _text_records,
+PARSERS: dict[str, Callable[[list[str], Sequence[str], dict[int, str]], Lines]] = {
+    "json": _parse_json,
+    "text": _parse_text,
+    "wiki": _parse_wiki,
 }
-"""Ending → lines to records, each with the number of its first line."""
-
-PACKINGS: dict[str, Callable[[BinaryIO], Any]] = {
-    "": lambda raw: raw,
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
-    ".zst": open_zstd,
-}
-"""Ending → a stream of the unpacked bytes."""
+"""Format → lines (and what is wrong with some, by index) to documents and faults."""

@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._only_text(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._only_text(e.ids) for e in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        return [self._only_text(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.indexed_dataset import token_dtype
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace")
@@ -80,6 +81,15 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type in which a dataset stores these ids, little-endian."""
+        return np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
+
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
+        """`encode` of each text as the bytes that a dataset stores, `dtype.itemsize` for each id."""
+        return [np.array(ids, self.dtype).tobytes() for ids in self.encode_batch(texts)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,0 +1,203 @@
+"""Datasets being written: a folder that a killed run leaves behind and the same command takes up again.
+
+PREFIX.unfinished/ holds one set of growing files a dataset (ids, sizes, documents) and job.json: which command this is,
+and up to where the growing files are known to be on the disk. Taking up cuts the files back to that point; another
+command's leftovers are thrown away, never added to. When all is written, the index and the manifest are made in the
+same folder, and only then are the three files of each dataset renamed to where they belong, the index last: a kill at
+any moment leaves either no dataset or the whole one, and the same command finishes the renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, dataset_path
+from megatron_ddrp.errors import UserError
+
+PARTS = ("ids", "sizes", "documents")
+"""What grows: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+
+BLOCK = 1 << 20  # numbers of an index in memory at once
+
+
+class UnfinishedDatasets:
+    """The growing files of some datasets; use it as a context manager.
+
+    Attributes:
+        state: what `checkpoint` was last given, by this or a killed run; None at the start.
+        discarded: another command's leftovers lay here, or damaged ones, and are gone.
+    """
+
+    def __init__(self, folder: str, prefixes: Sequence[str], dtype: np.dtype, job: dict[str, Any]):
+        """`job` tells this command from others: JSON values. Raises `UserError` when another process is at it."""
+        self.folder = Path(folder)
+        self._prefixes, self._dtype, self._job = prefixes, dtype, job
+        self._lock = self._take_lock()
+        self.discarded = False
+        self.state: dict[str, Any] | None = None
+        self._published = False
+        saved = self._read_job()
+        if saved is not None:
+            self.state, self._published = saved["state"], saved["published"]
+        self._files: list[list[BinaryIO]] = [] if self._published else self._open_files(saved)
+        self._job_text = ""
+
+    def append(self, number: int, ids: bytes, sizes: np.ndarray, documents: np.ndarray) -> None:
+        """Add documents to dataset `number`: ids end to end; int32 sizes `[sequences]`; int32 `[documents]`."""
+        for stream, data in zip(self._files[number], (ids, sizes, documents), strict=True):
+            stream.write(data)
+
+    def checkpoint(self, state: dict[str, Any]) -> None:
+        """From here a killed run goes on: everything appended is on the disk, and `state` beside it."""
+        lengths = []
+        for streams in self._files:
+            for stream in streams:
+                stream.flush()
+                os.fsync(stream.fileno())
+            lengths.append([stream.tell() for stream in streams])
+        self.state = state
+        self._write_job(lengths, published=False)
+
+    def publish(self, manifests: Sequence[dict[str, Any]]) -> None:
+        """Give every dataset its name, with its manifest."""
+        if not self._published:
+            for number, manifest in enumerate(manifests):
+                for stream in self._files[number]:
+                    stream.flush()
+                os.fsync(self._files[number][0].fileno())
+                with AtomicFile(self._path(number, "json")) as stream:
+                    stream.write((json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+                self._write_index(number)
+            self._write_job([], published=True)
+            self._published = True
+        for number, prefix in enumerate(self._prefixes):
+            ids, index, manifest_path = (dataset_path(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+            if self._path(number, "ids").exists():
+                # An old index or manifest must never stand beside the new ids, not even after a crash right here.
+                index.unlink(missing_ok=True)
+                manifest_path.unlink(missing_ok=True)
+                os.replace(self._path(number, "ids"), ids)
+            for part, path in (("json", manifest_path), ("idx", index)):
+                if self._path(number, part).exists():
+                    os.replace(self._path(number, part), path)
+        self.discard()
+        _sync_folder(self.folder.parent)
+
+    @property
+    def published(self) -> bool:
+        """Whether only the renaming is left to do."""
+        return self._published
+
+    def discard(self) -> None:
+        """Remove the folder and everything in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> UnfinishedDatasets:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in [stream for streams in self._files for stream in streams] + [self._lock]:
+            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+                stream.close()
+
+    def _path(self, number: int, part: str) -> Path:
+        return self.folder / f"{number}.{part}"
+
+    def _take_lock(self) -> BinaryIO:
+        path = self.folder / "lock"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "wb")
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held the lock before may just have finished and removed the folder.
+            ours = path.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
+        except BlockingIOError:
+            ours = False
+        except OSError:
+            ours = True  # a file system without locks
+        if not ours:
+            lock.close()
+            raise UserError(f"{self.folder}: another process is writing here; wait for it, or choose another prefix")
+        return lock
+
+    def _read_job(self) -> dict[str, Any] | None:
+        """job.json of a run of this same command whose files are all there; any other leftovers are removed."""
+        found = [path for path in self.folder.iterdir() if path.name != "lock"]
+        try:
+            saved = json.loads((self.folder / "job.json").read_bytes())
+            usable = saved["job"] == json.loads(json.dumps(self._job))
+            for number, lengths in enumerate(saved["lengths"]):
+                for part, length in zip(PARTS, lengths, strict=True):
+                    usable = usable and self._path(number, part).stat().st_size >= length
+        except (OSError, ValueError, KeyError, TypeError):
+            usable = False
+        if usable:
+            return saved
+        self.discarded = any(path.name == "job.json" for path in found)
+        for path in found:
+            path.unlink()
+        return None
+
+    def _open_files(self, saved: dict[str, Any] | None) -> list[list[BinaryIO]]:
+        files = []
+        for number in range(len(self._prefixes)):
+            streams: list[BinaryIO] = [open(self._path(number, part), "ab", buffering=1 << 20) for part in PARTS]
+            for place, stream in enumerate(streams):
+                stream.truncate(saved["lengths"][number][place] if saved else 0)
+                stream.seek(0, os.SEEK_END)
+            files.append(streams)
+        return files
+
+    def _write_job(self, lengths: list[list[int]], published: bool) -> None:
+        content = {"job": self._job, "state": self.state, "lengths": lengths, "published": published}
+        with AtomicFile(self.folder / "job.json") as stream:
+            stream.write(json.dumps(content).encode())
+
+    def _write_index(self, number: int) -> None:
+        sizes, documents = self._path(number, "sizes"), self._path(number, "documents")
+        sequences, count = sizes.stat().st_size // 4, documents.stat().st_size // 4
+        code = next(code for code, known in DTYPES.items() if known == self._dtype)
+        with AtomicFile(self._path(number, "idx")) as index:
+            index.write(HEADER.pack(MAGIC, VERSION, code, sequences, count + 1))
+            for block in _blocks(sizes):
+                index.write(block.tobytes())
+            start = 0
+            for block in _blocks(sizes):
+                lengths = block.astype("<i8") * self._dtype.itemsize
+                ends = start + np.cumsum(lengths)
+                index.write((ends - lengths).astype("<i8").tobytes())
+                start = int(ends[-1])
+            index.write(np.zeros(1, "<i8").tobytes())
+            end = 0
+            for block in _blocks(documents):
+                ends = end + np.cumsum(block, dtype="<i8")
+                index.write(ends.tobytes())
+                end = int(ends[-1])
+
+
+def _blocks(path: Path) -> Iterator[np.ndarray]:
+    """The int32 numbers of a file, some at a time."""
+    with open(path, "rb") as stream:
+        while data := stream.read(4 * BLOCK):
+            yield np.frombuffer(data, "<i4")
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
