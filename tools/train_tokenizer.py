@@ -17,7 +17,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.documents import check_inputs, iter_documents, reading_progress
+from megatron_ddrp.data.documents import iter_documents
+from megatron_ddrp.data.inputs import find_inputs, reading_progress
 from megatron_ddrp.data.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
@@ -63,9 +64,9 @@ def main() -> None:
     if arguments.vocab_size <= len(SPECIALS):
         least = f"more than the {len(SPECIALS)} special pieces"
         raise UserError(f"--vocab-size {arguments.vocab_size}: expected {least}", WRONG_ARGUMENTS)
-    check_inputs(arguments.input)
+    files = find_inputs(arguments.input)
     skipped: list[str] = []
-    with AtomicFile(arguments.output) as stream, reading_progress(arguments.input) as progress:
+    with AtomicFile(arguments.output) as stream, reading_progress(files) as progress:
         documents = iter_documents(
             arguments.input, arguments.json_keys, arguments.on_error, skipped.append, progress.update
         )

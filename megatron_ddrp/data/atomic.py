@@ -44,9 +44,13 @@ class AtomicFile:
         os.fsync(self.stream.fileno())
 
     def commit(self) -> None:
-        """Give the complete file its name."""
-        self.sync()
-        os.replace(self.temporary, self.path)
+        """Give the complete file its name; one that cannot be completed, on a full disk say, vanishes."""
+        try:
+            self.sync()
+            os.replace(self.temporary, self.path)
+        except OSError:
+            self.abort()
+            raise
         self._open = False
         self.stream.close()
         folder = os.open(self.path.parent, os.O_RDONLY)

@@ -21,6 +21,7 @@ class HuggingFaceTokenizer(Tokenizer):
     or the usual names.
     """
 
+    library = "tokenizers"
     file_name = "tokenizer.json"
 
     def __init__(self, path: str | os.PathLike[str], named: Mapping[str, str] | None = None):

@@ -1,7 +1,7 @@
 """The files behind `--input`: names, folders and patterns to a fixed order of files, unpacked and hashed while read.
 
-    find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
-    open_input(file)                            → unpacked bytes; the SHA-256 of the file as it lies on the disk
+find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
+open_input(file)                            → unpacked bytes; the SHA-256 of the file as it lies on the disk
 """
 
 from __future__ import annotations
@@ -213,15 +213,18 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
 
 
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
-    files: list[InputFile] = []
+    files: dict[str, InputFile] = {}  # by their true path, for `**` follows links in circles
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
+        found = []
         if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
-            files.append(InputFile(path, os.path.basename(path)))
+            found = [InputFile(path, os.path.basename(path))]
         elif os.path.isdir(path) and "**" not in pattern:
-            files += sorted(_walk(path, apart), key=lambda file: Path(file.name).parts)
+            found = sorted(_walk(path, apart), key=lambda file: Path(file.name).parts)
+        for file in found:
+            files.setdefault(os.path.realpath(file.path), file)
     if not files:
         raise UserError(f"{pattern}: no such file, and no file matches it as a pattern")
-    return files
+    return list(files.values())
 
 
 def _is_manifest(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Text columns of Parquet files by pyarrow, an optional dependency: a few rows at a time, so that memory stays small."""
+"""Text columns of Parquet files by pyarrow, an optional dependency: a few rows at a time, so that memory stays low."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path}: needs pyarrow, which is not installed; pip install 'megatron-ddrp[parquet]'") from None
+        raise UserError(
+            f"{path}: needs pyarrow, which is not installed; pip install 'megatron-ddrp[parquet]'"
+        ) from None
     try:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             _check_columns(path, file.schema_arrow, columns)

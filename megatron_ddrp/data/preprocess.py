@@ -1,230 +1,221 @@
 """Text files → Megatron indexed datasets: one reader, many tokenizing processes, one writer.
 
-The main process reads chunks of raw records and writes their tokens in the order of the input; worker processes parse
-and tokenize. So the output's bytes depend on neither the number of workers nor on time. Documents are stored without
-special tokens ([CLS] and [SEP] are the sample builder's), every one of them, however short.
+The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
+processes parse and tokenize (workers.py). So the output's bytes depend on neither the number of workers nor on time.
+Every few seconds what is written is made safe (unfinished.py), and a run that was killed goes on from there. Documents
+are stored without special tokens ([CLS] and [SEP] are the sample builder's), every one of them, however short.
 """
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
+import importlib.metadata
 import os
-import signal
-import threading
+import sys
 import time
-from array import array
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import megatron_ddrp
-from megatron_ddrp.data.documents import STANDARD_INPUT, Chunk, check_inputs, iter_chunks, parse_chunk, reading_progress
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter, dataset_path, token_dtype
-from megatron_ddrp.data.sentences import Splitter, sentence_splitter
-from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.data.chunk_tokenizer import ChunkTokenizer, PreprocessConfig, TokenizedChunk
+from megatron_ddrp.data.dataset_index import dataset_path
+from megatron_ddrp.data.documents import FaultCounter, iter_chunks
+from megatron_ddrp.data.inputs import BLOCK_BYTES, STANDARD_INPUT, InputFile, OpenInput, find_inputs, reading_progress
+from megatron_ddrp.data.records import Chunk
+from megatron_ddrp.data.tokenizer import Tokenizer
+from megatron_ddrp.data.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.workers import map_in_order
+from megatron_ddrp.errors import UserError
 
-CHUNKS_AHEAD = 4  # per worker: enough to keep it busy, few enough to bound memory
-
-
-@dataclass(frozen=True)
-class PreprocessConfig:
-    """What `tools/preprocess_data.py` is asked to do."""
-
-    input: tuple[str, ...]
-    """Files of documents (see documents.py); `-` is standard input."""
-    output_prefix: str
-    """Datasets are named PREFIX_KEY_document, or PREFIX_KEY_sentence with `split_sentences`."""
-    tokenizer_type: str
-    """One of tokenizer.TOKENIZER_TYPES."""
-    vocab_file: str | None = None
-    """vocab.txt of the WordPiece types."""
-    tokenizer_model: str | None = None
-    """SentencePiece .model, or Hugging Face folder."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of the JSON lines to take; each makes a dataset."""
-    workers: int = 1
-    """Tokenizing processes."""
-    split_sentences: bool = False
-    """One sequence a sentence instead of one a document."""
-    append_eod: bool = False
-    """End each document with [SEP]."""
-    on_error: str = "stop"
-    """`stop` at a record that cannot be read, or `skip` and count it."""
-    overwrite: bool = False
-    """Replace existing datasets."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UserError(f"--workers {self.workers}: expected at least 1", WRONG_ARGUMENTS)
-        if self.on_error not in ("stop", "skip"):
-            raise UserError(f"--on-error {self.on_error}: expected stop or skip", WRONG_ARGUMENTS)
-        if len(set(self.json_keys)) < len(self.json_keys):
-            raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
-
-    def dataset_prefix(self, key: str) -> str:
-        """The prefix of the dataset of one JSON key."""
-        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
+CHUNK_BYTES = BLOCK_BYTES
+CHECKPOINT_SECONDS = 15.0
+"""A killed run loses at most this much work."""
 
 
-class TokenizedDocuments(NamedTuple):
-    """Documents of a chunk under one JSON key, without those that have no tokens."""
+@dataclass
+class KeyCounts:
+    """What one dataset holds."""
 
-    tokens: np.ndarray
-    """`[sum(sizes)]` of the dataset's type."""
-    sizes: list[int]
-    """Tokens of each sequence `[sum(sequences)]`."""
-    sequences: list[int]
-    """Sequences of each document `[documents]`."""
-    empty: int
-    """Documents left out because they have no tokens."""
-
-
-class TokenizedChunk(NamedTuple):
-    """A worker's answer to a chunk."""
-
-    by_key: list[TokenizedDocuments]
-    skipped: list[str]
-    read: int
-    """Bytes of the input file, as it lies on the disk."""
-    text_bytes: int
-    """Bytes of the records, unpacked."""
-
-
-class ChunkTokenizer:
-    """Tokenizes chunks; each process has its own."""
-
-    def __init__(self, config: PreprocessConfig):
-        self._config = config
-        self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
-        self.dtype = np.dtype(token_dtype(self.tokenizer.vocab_size))
-        self.splitter_name: str | None = None
-        self._split: Splitter = lambda text: [text]
-        if config.split_sentences:
-            self.splitter_name, self._split = sentence_splitter()
-
-    def __call__(self, chunk: Chunk) -> TokenizedChunk:
-        texts, skipped = parse_chunk(chunk, self._config.json_keys, self._config.on_error)
-        by_key = [self._tokenize([text[k] for text in texts]) for k in range(len(self._config.json_keys))]
-        return TokenizedChunk(by_key, skipped, chunk.read, sum(len(data) for _, data in chunk.records))
-
-    def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
-        documents = [self._split(text) for text in texts]
-        encoded = iter(self.tokenizer.encode_batch([sequence for document in documents for sequence in document]))
-        tokens = array("H" if self.dtype == np.uint16 else "i")
-        sizes: list[int] = []
-        sequences: list[int] = []
-        for document in documents:
-            kept = [ids for _ in document if (ids := next(encoded))]
-            if not kept:
-                continue
-            if self._config.append_eod:
-                kept[-1] = [*kept[-1], self.tokenizer.sep_id]
-            sequences.append(len(kept))
-            for ids in kept:
-                sizes.append(len(ids))
-                tokens.extend(ids)
-        flat = np.frombuffer(tokens, dtype=self.dtype) if tokens else np.empty(0, self.dtype)  # [sum(sizes)]
-        return TokenizedDocuments(flat, sizes, sequences, len(texts) - len(sequences))
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    empty_documents: int = 0
 
 
 @dataclass
 class PreprocessResult:
-    """What was written."""
+    """What was written, in all or up to a checkpoint."""
 
-    prefixes: list[str] = field(default_factory=list)
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
+    prefixes: list[str]
+    by_key: list[KeyCounts]
     skipped: int = 0
     first_skipped: str = ""
+    chunks: int = 0
+    """Chunks of the input done."""
+    file: int = 0
+    """Number of the input file that the next chunk may continue."""
+    line: int = 0
+    """Lines of that file done."""
     text_bytes: int = 0
-    seconds: float = 0.0
+    """Of this run, not of the one that it continues."""
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def documents(self) -> int:
+        """Documents in all datasets."""
+        return sum(counts.documents for counts in self.by_key)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all datasets."""
+        return sum(counts.tokens for counts in self.by_key)
 
     def summary(self) -> str:
         """One line: documents, tokens, speed, files."""
         speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
-        left_out = f", {self.empty:,} empty documents left out" if self.empty else ""
+        empty = sum(counts.empty_documents for counts in self.by_key)
+        left_out = f", {empty:,} empty documents left out" if empty else ""
         if self.skipped:
             left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
         return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {speed:.1f} MB/s → {files}"
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
-    """Write one dataset for each JSON key. Raises `UserError`, leaving nothing behind, when that is not possible."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    check_inputs(config.input)
-    prefixes = [config.dataset_prefix(key) for key in config.json_keys]
-    if not config.overwrite:
-        _refuse_existing(prefixes)
+    """Write one dataset for each JSON key; what an interrupted run of the same command has done is not done again.
+
+    Raises `UserError` when it is not possible. No dataset appears under its name before it is complete.
+    """
+    local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
+    files = find_inputs(config.input, leave_out=local)
+    existing = _existing(config.prefixes) if not config.overwrite else None
+    if existing and not os.path.exists(config.unfinished_folder):
+        raise UserError(existing)
     tokenize = ChunkTokenizer(config)
-    result = PreprocessResult(prefixes)
-    started = time.monotonic()
-    with ExitStack() as stack:
-        progress = stack.enter_context(reading_progress(config.input))
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, tokenize.dtype)) for prefix in prefixes]
-        empty = [0] * len(writers)
-        for chunk in _tokenized_chunks(config, tokenize):
-            for k, documents in enumerate(chunk.by_key):
-                writers[k].append_documents(documents.tokens, documents.sizes, documents.sequences)
-                empty[k] += documents.empty
-            result.skipped += len(chunk.skipped)
-            result.first_skipped = result.first_skipped or next(iter(chunk.skipped), "")
-            result.text_bytes += chunk.text_bytes
-            progress.update(chunk.read)
-        for k, writer in enumerate(writers):
-            if writer.num_tokens == 0:
-                left_out = f"{empty[k]} empty documents, {result.skipped} records skipped"
-                where = f"{', '.join(config.input)} (key {config.json_keys[k]!r}; {left_out})"
+    job = _job(config, files, tokenize)
+    folder = config.unfinished_folder
+    with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job) as output:
+        if existing and not output.published:
+            output.discard()
+            raise UserError(existing)
+        if output.state and output.state["skipped"] and config.on_error == "stop":
+            raise UserError(f"{folder}: this run has skipped records; go on with --on-error skip, or remove the folder")
+        if output.discarded:
+            print(f"{folder}: left by another command or input; starting afresh", file=sys.stderr)
+        run = _Run(config, files, tokenize, output)
+        try:
+            return run.to_the_end()
+        except OSError as error:
+            where = error.filename or folder
+            hint = "make room or choose another --output-prefix"
+            raise UserError(f"{where}: {error.strerror}; {hint}, and run the same command again") from None
+        except (KeyboardInterrupt, SystemExit):
+            if run.keep():
+                done = f"{run.result.documents:,} documents are kept in {folder}"
+                print(f"stopped; {done}; the same command goes on from there", file=sys.stderr)
+            raise
+        finally:
+            if output.state is None and not output.published:
+                output.discard()
+
+
+class _Run:
+    """One run from where the last one stopped."""
+
+    def __init__(
+        self, config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
+    ):
+        self._config, self._files, self._tokenize, self._output = config, files, tokenize, output
+        self._resumable = all(file.path != STANDARD_INPUT for file in files)
+        self._described: list[dict[str, Any]] = []
+        self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
+        if output.state is not None:
+            counts = [KeyCounts(**counts) for counts in output.state["by_key"]]
+            self.result = PreprocessResult(**{**output.state, "by_key": counts, "text_bytes": 0})
+
+    def to_the_end(self) -> PreprocessResult:
+        """Tokenize what is left, and publish."""
+        started = saved = time.monotonic()
+        if not self._output.published:
+            with reading_progress(self._files) as progress:
+                for number, chunk in self._tokenized():
+                    self._add(number, chunk)
+                    progress.update(chunk.read)
+                    if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
+                        self.keep()
+                        saved = time.monotonic()
+            self._refuse_empty()
+        self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
+        self.result.seconds = time.monotonic() - started
+        return self.result
+
+    def keep(self) -> bool:
+        """From here the same command can go on; not where there is nothing to keep, or standard input is read."""
+        sensible = self._resumable and self.result.chunks > 0 and not self._output.published
+        if sensible:
+            self._output.checkpoint(asdict(self.result))
+        return sensible
+
+    def _tokenized(self) -> Iterator[tuple[int, TokenizedChunk]]:
+        """The chunks that are not done yet, tokenized, each with the number of its file."""
+        done = self.result.chunks
+        numbers: list[int] = []
+
+        def chunks() -> Iterator[Chunk]:
+            seen = 0
+            for number, file in enumerate(self._files):
+                with OpenInput(file) as opened:
+                    for chunk in iter_chunks(opened, self._config.json_keys, CHUNK_BYTES):
+                        seen += 1
+                        if seen > done:
+                            numbers.append(number)
+                            yield chunk
+                    self._described.append(opened.describe())
+
+        results = map_in_order(ChunkTokenizer, self._config, self._tokenize, chunks(), self._config.workers)
+        for place, chunk in enumerate(results):
+            yield numbers[place], chunk
+
+    def _add(self, number: int, chunk: TokenizedChunk) -> None:
+        result = self.result
+        counter = FaultCounter(self._config.on_error, result.line if number == result.file else 0)
+        reasons = counter.add(self._files[number].path, chunk.faults, chunk.lines)
+        for k, documents in enumerate(chunk.by_key):
+            self._output.append(k, documents.ids, documents.sizes, documents.documents)
+            counts = result.by_key[k]
+            counts.documents += len(documents.documents)
+            counts.sequences += len(documents.sizes)
+            counts.tokens += len(documents.ids) // self._tokenize.tokenizer.dtype.itemsize
+            counts.empty_documents += documents.empty
+        result.skipped += len(reasons)
+        result.first_skipped = result.first_skipped or next(iter(reasons), "")
+        result.text_bytes += chunk.text_bytes
+        result.chunks += 1
+        result.file, result.line = number, counter.line
+
+    def _refuse_empty(self) -> None:
+        for key, counts in zip(self._config.json_keys, self.result.by_key, strict=True):
+            if counts.tokens == 0:
+                self._output.discard()
+                left_out = f"{counts.empty_documents} empty documents, {self.result.skipped} records skipped"
+                where = f"{', '.join(self._config.input)} (key {key!r}; {left_out})"
                 raise UserError(f"no text to tokenize in {where}; nothing written, give files that hold some")
-        for k, writer in enumerate(writers):
-            writer.finalize(_manifest(config, tokenize, writer, config.json_keys[k], empty[k], result))
-            result.documents += writer.num_documents
-            result.tokens += writer.num_tokens
-            result.empty += empty[k]
-    result.seconds = time.monotonic() - started
-    return result
 
-
-def _refuse_existing(prefixes: list[str]) -> None:
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx", ".json"):
-            if dataset_path(prefix, suffix).exists():
-                hint = "give --overwrite to replace it, or another --output-prefix"
-                raise UserError(f"{dataset_path(prefix, suffix)}: exists already; {hint}")
-
-
-def _manifest(
-    config: PreprocessConfig,
-    tokenize: ChunkTokenizer,
-    writer: IndexedDatasetWriter,
-    key: str,
-    empty: int,
-    result: PreprocessResult,
-) -> dict[str, Any]:
-    """What PREFIX.json says; a function of the input's bytes and the flags, so that equal runs give equal files."""
-    return {
-        "documents": writer.num_documents,
-        "sequences": writer.num_sequences,
-        "tokens": writer.num_tokens,
-        "empty_documents": empty,
-        "skipped": result.skipped,
-        "dtype": writer.dtype.name,
-        "tokenizer": describe_tokenizer(tokenize.tokenizer),
-        "json_key": key,
-        "append_eod": config.append_eod,
-        "sentence_splitter": tokenize.splitter_name,
-        "inputs": [_describe_input(path) for path in config.input],
-        "version": megatron_ddrp.__version__,
-    }
+    def _manifest(self, k: int) -> dict[str, Any]:
+        """What PREFIX.json says; a function of the input's bytes and the flags, so that equal runs give equal files."""
+        tokenizer = self._tokenize.tokenizer
+        return {
+            **asdict(self.result.by_key[k]),
+            "skipped": self.result.skipped,
+            "dtype": tokenizer.dtype.name,
+            "tokenizer": describe_tokenizer(tokenizer),
+            "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
+            "json_key": self._config.json_keys[k],
+            "append_eod": self._config.append_eod,
+            "sentence_splitter": self._tokenize.splitter_name,
+            "inputs": self._described,
+            "version": megatron_ddrp.__version__,
+        }
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -236,51 +227,31 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _describe_input(path: str) -> dict[str, Any]:
-    if path == STANDARD_INPUT:
-        return {"name": path, "bytes": None}
-    return {"name": os.path.basename(path), "bytes": os.path.getsize(path)}
+def _existing(prefixes: list[str]) -> str | None:
+    """The complaint about a dataset that is there already."""
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx", ".json"):
+            if dataset_path(prefix, suffix).exists():
+                hint = "give --overwrite to replace it, or another --output-prefix"
+                return f"{dataset_path(prefix, suffix)}: exists already; {hint}"
+    return None
 
 
-def _tokenized_chunks(config: PreprocessConfig, tokenize: ChunkTokenizer) -> Iterator[TokenizedChunk]:
-    """Every chunk of the input, tokenized, in order; at most a few chunks per worker are in memory at once."""
-    chunks = iter_chunks(config.input)
-    if config.workers == 1:
-        yield from map(tokenize, chunks)
-        return
-    context = multiprocessing.get_context("spawn")  # safe beside threads, and the same on every platform
-    pool = ProcessPoolExecutor(config.workers, context, _start_worker)
-    pending: deque[Future[TokenizedChunk]] = deque()
-    try:
-        for chunk in chunks:
-            pending.append(pool.submit(_tokenize_in_worker, config, chunk))
-            if len(pending) >= CHUNKS_AHEAD * config.workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise UserError("a worker process died, likely for want of memory; try fewer --workers") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A main process that was killed cannot stop its workers: they see it end, and go."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-@functools.lru_cache(maxsize=1)
-def _worker_tokenizer(config: PreprocessConfig) -> ChunkTokenizer:
-    return ChunkTokenizer(config)
-
-
-def _tokenize_in_worker(config: PreprocessConfig, chunk: Chunk) -> TokenizedChunk:
-    return _worker_tokenizer(config)(chunk)
+def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer) -> dict[str, Any]:
+    """What makes the output's bytes what they are; standard input is never the same again."""
+    inputs: list[Any] = []
+    for file in files:
+        if file.path == STANDARD_INPUT:
+            inputs.append([file.path, os.getpid(), time.time()])
+        else:
+            status = os.stat(file.path)
+            inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns])
+    return {
+        "inputs": inputs,
+        "tokenizer": describe_tokenizer(tokenize.tokenizer),
+        "json_keys": config.json_keys,
+        "append_eod": config.append_eod,
+        "sentence_splitter": tokenize.splitter_name,
+        "chunk_bytes": CHUNK_BYTES,
+        "version": megatron_ddrp.__version__,
+    }

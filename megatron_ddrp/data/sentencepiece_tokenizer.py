@@ -20,6 +20,7 @@ WORD_START = "\u2581"  # ▁, which SentencePiece writes for a space
 class SentencePieceTokenizer(Tokenizer):
     """`SentencePiece` from a .model file."""
 
+    library = "sentencepiece"
     file_name = "tokenizer.model"
 
     def __init__(self, model_file: str | os.PathLike[str]):

@@ -1,7 +1,7 @@
 """Sentences of a text by Punkt (Kiss and Strunk, 2006) from NLTK, which is imported only when sentences are asked for.
 
 Punkt's trained English parameters are used where NLTK's data have them (`punkt_tab`), else its untrained defaults, so
-that nothing is ever downloaded. A line break always ends a sentence.
+that nothing is ever downloaded. The boundaries are NLTK's own, found in the text as it stands, before any lower-casing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,4 @@ def sentence_splitter() -> tuple[str, Splitter]:
         name, split = "punkt-english", punkt.PunktTokenizer("english").tokenize
     except (LookupError, AttributeError):  # AttributeError: NLTK before 3.8.2 has no PunktTokenizer
         name, split = "punkt-untrained", punkt.PunktSentenceTokenizer().tokenize
-
-    def sentences(text: str) -> list[str]:
-        return [sentence for line in text.splitlines() for sentence in split(line)]
-
-    return name, sentences
+    return name, split

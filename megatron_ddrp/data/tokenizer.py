@@ -45,6 +45,8 @@ class Tokenizer(ABC):
         fingerprint: SHA-256 of the type and the vocabulary's content, in hexadecimal.
     """
 
+    library: str
+    """The package that tokenizes; its version belongs into a manifest."""
     file_name: str
     """Name of the vocabulary's file in a folder written by `save`."""
 

@@ -21,13 +21,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, dataset_path
+from megatron_ddrp.data.dataset_index import DTYPES, HEADER, MAGIC, OFFSET, SIZE, VERSION, dataset_path
+from megatron_ddrp.data.indexed_dataset import CHUNK, file_sha256
 from megatron_ddrp.errors import UserError
 
 PARTS = ("ids", "sizes", "documents")
 """What grows: token ids; int32 tokens of each sequence; int32 sequences of each document."""
-
-BLOCK = 1 << 20  # numbers of an index in memory at once
 
 
 class UnfinishedDatasets:
@@ -50,11 +49,10 @@ class UnfinishedDatasets:
         if saved is not None:
             self.state, self._published = saved["state"], saved["published"]
         self._files: list[list[BinaryIO]] = [] if self._published else self._open_files(saved)
-        self._job_text = ""
 
     def append(self, number: int, ids: bytes, sizes: np.ndarray, documents: np.ndarray) -> None:
         """Add documents to dataset `number`: ids end to end; int32 sizes `[sequences]`; int32 `[documents]`."""
-        for stream, data in zip(self._files[number], (ids, sizes, documents), strict=True):
+        for stream, data in zip(self._files[number], (ids, sizes.tobytes(), documents.tobytes()), strict=True):
             stream.write(data)
 
     def checkpoint(self, state: dict[str, Any]) -> None:
@@ -75,9 +73,11 @@ class UnfinishedDatasets:
                 for stream in self._files[number]:
                     stream.flush()
                 os.fsync(self._files[number][0].fileno())
-                with AtomicFile(self._path(number, "json")) as stream:
-                    stream.write((json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
                 self._write_index(number)
+                files = {name: self._describe(number, part) for name, part in (("bin", "ids"), ("idx", "idx"))}
+                with AtomicFile(self._path(number, "json")) as text:
+                    content = {**manifest, "files": files}
+                    text.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
             self._write_job([], published=True)
             self._published = True
         for number, prefix in enumerate(self._prefixes):
@@ -113,11 +113,15 @@ class UnfinishedDatasets:
     def _path(self, number: int, part: str) -> Path:
         return self.folder / f"{number}.{part}"
 
+    def _describe(self, number: int, part: str) -> dict[str, Any]:
+        path = self._path(number, part)
+        return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
     def _take_lock(self) -> BinaryIO:
         path = self.folder / "lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "wb")
+            lock = open(path, "wb")  # noqa: SIM115
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
         try:
@@ -154,7 +158,8 @@ class UnfinishedDatasets:
     def _open_files(self, saved: dict[str, Any] | None) -> list[list[BinaryIO]]:
         files = []
         for number in range(len(self._prefixes)):
-            streams: list[BinaryIO] = [open(self._path(number, part), "ab", buffering=1 << 20) for part in PARTS]
+            paths = [self._path(number, part) for part in PARTS]
+            streams: list[BinaryIO] = [open(path, "ab", buffering=1 << 20) for path in paths]  # noqa: SIM115
             for place, stream in enumerate(streams):
                 stream.truncate(saved["lengths"][number][place] if saved else 0)
                 stream.seek(0, os.SEEK_END)
@@ -176,14 +181,14 @@ class UnfinishedDatasets:
                 index.write(block.tobytes())
             start = 0
             for block in _blocks(sizes):
-                lengths = block.astype("<i8") * self._dtype.itemsize
+                lengths = block.astype(OFFSET) * self._dtype.itemsize
                 ends = start + np.cumsum(lengths)
-                index.write((ends - lengths).astype("<i8").tobytes())
+                index.write((ends - lengths).tobytes())
                 start = int(ends[-1])
-            index.write(np.zeros(1, "<i8").tobytes())
+            index.write(bytes(OFFSET.itemsize))
             end = 0
             for block in _blocks(documents):
-                ends = end + np.cumsum(block, dtype="<i8")
+                ends = end + np.cumsum(block, dtype=OFFSET)
                 index.write(ends.tobytes())
                 end = int(ends[-1])
 
@@ -191,8 +196,8 @@ class UnfinishedDatasets:
 def _blocks(path: Path) -> Iterator[np.ndarray]:
     """The int32 numbers of a file, some at a time."""
     with open(path, "rb") as stream:
-        while data := stream.read(4 * BLOCK):
-            yield np.frombuffer(data, "<i4")
+        while data := stream.read(CHUNK * SIZE.itemsize):
+            yield np.frombuffer(data, SIZE)
 
 
 def _sync_folder(path: Path) -> None:

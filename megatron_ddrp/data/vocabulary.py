@@ -65,9 +65,15 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     if first is None:
         raise UserError("no text to learn a vocabulary from; give files that hold some")
 
+    stopped: list[UserError] = []
+
     def sentences() -> Iterator[str]:
         yield first
-        yield from lines
+        try:
+            yield from lines
+        except UserError as error:  # which the trainer would turn into an error of its own
+            stopped.append(error)
+            raise
 
     model = io.BytesIO()
     try:
@@ -90,6 +96,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
             minloglevel=2,
         )
     except RuntimeError as error:
+        if stopped:
+            raise stopped[0] from None
         reason = str(error).rpartition("] ")[2].partition(" Increase ")[0] or str(error)
         raise UserError(f"--vocab-size {vocab_size}: {reason} Give another --vocab-size.", WRONG_ARGUMENTS) from None
     return model.getvalue(), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()

@@ -29,6 +29,7 @@ CACHED_WORD_LENGTH = 64  # characters; a longer word (a URL) hardly repeats
 class WordPieceTokenizer(Tokenizer):
     """`BertWordPieceLowerCase` or `BertWordPieceCase` from a vocab.txt (one piece a line; ids are line numbers)."""
 
+    library = "tokenizers"
     file_name = "vocab.txt"
 
     def __init__(self, vocab_file: str | os.PathLike[str], tokenizer_type: str = "BertWordPieceLowerCase"):
@@ -49,7 +50,7 @@ class WordPieceTokenizer(Tokenizer):
         self._backend.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
         self._backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._backend.decoder = decoders.WordPiece()
-        self._words = _WordCache(self._backend, lower, self.dtype)
+        self._words = _WordCache(self._backend, lower, np.arange(len(pieces), dtype=self.dtype))
 
     def encode(self, text: str) -> list[int]:
         return np.frombuffer(self._pack(text), self.dtype).tolist()
@@ -67,11 +68,11 @@ class WordPieceTokenizer(Tokenizer):
 class _WordCache(dict[str, bytes]):
     """Word as it stands in the text → ids of its pieces, as bytes."""
 
-    def __init__(self, backend: RustTokenizer, lower: bool, dtype: np.dtype):
+    def __init__(self, backend: RustTokenizer, lower: bool, ids: np.ndarray):
         super().__init__()
         self._backend = backend
         self._lower = lower
-        self._packed = [i.tobytes() for i in np.arange(backend.get_vocab_size(), dtype=dtype)]  # id → its bytes
+        self._packed = [i.tobytes() for i in ids]  # id → its bytes
 
     def __missing__(self, word: str) -> bytes:
         packed = self._packed

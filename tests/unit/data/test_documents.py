@@ -5,11 +5,14 @@ import gzip
 import json
 import lzma
 import random
+import sys
 
 import pytest
 import zstandard
 
-from megatron_ddrp.data.documents import check_inputs, iter_chunks, iter_documents
+from megatron_ddrp.data import documents as documents_module
+from megatron_ddrp.data.documents import iter_chunks, iter_documents
+from megatron_ddrp.data.inputs import InputFile, OpenInput
 from megatron_ddrp.errors import UserError
 
 PACK = {
@@ -41,7 +44,7 @@ def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, pa
     path = tmp_path / f"a.jsonl{packing}"
     for data in (packed[:-20], packed[: len(packed) // 2], b"no such format" + packed):
         path.write_bytes(data)
-        with pytest.raises(UserError, match="damaged or cut off after line"):
+        with pytest.raises(UserError, match=r"damaged or cut off after \d+ bytes"):
             texts(path)
 
 
@@ -49,8 +52,6 @@ def test_plain_text_documents_lie_between_blank_lines(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf\n one\r\ntwo\r\n\r\n \t\nthree\n\nfour")
     assert texts(path) == [" one\ntwo", "three", "four"]
-    [chunk] = iter_chunks([str(path)])
-    assert [line for line, _ in chunk.records] == [2, 6, 8]
 
 
 def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):
@@ -91,17 +92,101 @@ def test_bad_bytes_in_plain_text_are_named_by_their_own_line(tmp_path):
         texts(path)
 
 
-def test_inputs_are_checked_before_anything_is_read(tmp_path):
-    (tmp_path / "a.csv").write_text("x")
-    for name, complaint in (("none.jsonl", "No such file"), ("a.csv", "expected a name that ends in"), (".", "folder")):
-        with pytest.raises(UserError, match=complaint):
-            check_inputs([str(tmp_path / name)])
+def chunks_of(path, chunk_bytes):
+    with OpenInput(InputFile(str(path), path.name)) as opened:
+        return list(iter_chunks(opened, ["text"], chunk_bytes))
 
 
-def test_chunks_keep_order_stay_small_and_add_up_to_the_file(tmp_path):
+WIKI = """<doc id="1" url="u" title="A">
+A
+
+First.
+Line <doc two.
+</doc>
+<doc id="2" url="u" title="B">
+B
+</doc>
+"""
+
+
+def test_wikiextractor_files_whatever_their_name(tmp_path):
+    for name in ("wiki_00", "wiki.txt"):
+        (tmp_path / name).write_text(WIKI)
+        assert texts(tmp_path / name) == ["A\n\nFirst.\nLine <doc two.", "B"]
+    (tmp_path / "wiki_01.bz2").write_bytes(bz2.compress(WIKI.replace("\n", "\r\n").encode()))
+    assert texts(tmp_path / "wiki_01.bz2") == ["A\n\nFirst.\nLine <doc two.", "B"]
+    (tmp_path / "wiki_02").write_text('{"text": "json"}\n')
+    assert texts(tmp_path / "wiki_02") == ["json"]
+
+
+def test_faults_of_wikiextractor_files(tmp_path):
+    path = tmp_path / "wiki_00"
+    path.write_text(WIKI.replace("</doc>", "", 1) + "stray\n" + WIKI)
+    with pytest.raises(UserError, match="wiki_00:1: <doc …> without </doc>"):
+        texts(path)
+    skipped = []
+    assert texts(path, on_error="skip", on_skip=skipped.append) == ["B", "A\n\nFirst.\nLine <doc two.", "B"]
+    assert [reason.split("wiki_00:")[1] for reason in skipped] == [
+        "1: <doc …> without </doc>",
+        "10: text outside <doc …> and </doc>",
+    ]
+
+
+def test_parquet_rows(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {i} é" for i in range(1500)]
+    rows[7] = None
+    plain, coded = pyarrow.array(rows), pyarrow.array(rows).dictionary_encode()
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"n": range(1500), "text": plain, "title": coded}), path, row_group_size=400)
+    skipped = []
+    found = list(iter_documents([str(path)], ["title", "text"], "skip", skipped.append))
+    assert found == [(row, row) for row in rows if row is not None]
+    assert skipped == [f"{path}:8: column 'title' holds null, expected a string"]
+    chunks = chunks_of(path, 1000)
+    assert len(chunks) > 2 and sum(chunk.read for chunk in chunks) == path.stat().st_size
+    with pytest.raises(UserError, match="no column 'body', it has n, text, title"):
+        list(iter_documents([str(path)], ["body"]))
+    with pytest.raises(UserError, match="column 'n' holds int64, expected strings"):
+        list(iter_documents([str(path)], ["n"]))
+    (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="cut.parquet: damaged, or not a Parquet file"):
+        texts(tmp_path / "cut.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"needs pyarrow.*pip install 'megatron-ddrp\[parquet\]'"):
+        texts(path)
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 100, 10**6])
+def test_where_chunks_end_changes_nothing(tmp_path, chunk_bytes):
+    contents = {
+        "a.jsonl": "".join(json.dumps({"text": "é" * i}) + "\n" * (i % 3 + 1) for i in range(60)),
+        "a.txt": "".join("line é\n" * (i % 4) + ["\n", " \t\n", "\r\n", "x" * i + "\n"][i % 4] for i in range(90)),
+        "wiki_00": WIKI * 20,
+    }
+    for name, content in contents.items():
+        path = tmp_path / name
+        path.write_text(content, newline="")
+        chunks = chunks_of(path, chunk_bytes)
+        parsed = [documents_module.parse_chunk(chunk, ["text"]) for chunk in chunks]
+        assert [text for part in parsed for (text,) in part.texts] == texts(path) and texts(path)
+        assert sum(part.lines for part in parsed) == content.count("\n")
+        assert sum(chunk.read for chunk in chunks) == path.stat().st_size
+        assert b"".join(chunk.data for chunk in chunks) == path.read_bytes()
+        assert chunk_bytes == 10**6 or len(chunks) > 5
+
+
+def test_a_record_without_end_is_named_and_not_kept_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "MAX_RECORD_BYTES", 1 << 21)
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": str(i)}) + "\n" for i in range(100)))
-    chunks = list(iter_chunks([str(path), str(path)], chunk_bytes=200))
-    assert len(chunks) > 10 and all(sum(len(data) for _, data in chunk.records) < 300 for chunk in chunks)
-    assert [line for chunk in chunks for line, _ in chunk.records] == [*range(1, 101)] * 2
-    assert sum(chunk.read for chunk in chunks) == 2 * path.stat().st_size
+    path.write_text('{"text": "short"}\n' + "x" * (1 << 24))
+    with pytest.raises(UserError, match=r"a\.jsonl: a record of more than 2 MiB before byte"):
+        texts(path)
+
+
+def test_lines_are_counted_on_behind_a_chunk(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "0123456789"}\n' * 100_000 + "[]\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:100001: a JSON list"):
+        texts(path)

@@ -1,6 +1,7 @@
 """Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -14,7 +15,6 @@ import pytest
 
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data import documents as documents_module
 from megatron_ddrp.data import preprocess as preprocess_module
 from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizer import build_tokenizer
@@ -53,6 +53,10 @@ def outputs(folder):
     return {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir())}
 
 
+def size_and_hash(path):
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
 def test_one_document_one_sequence_without_specials(folder):
     result = preprocess(config(folder))
     [prefix] = result.prefixes
@@ -77,7 +81,8 @@ def test_one_document_one_sequence_without_specials(folder):
         "json_key": "text",
         "append_eod": False,
         "sentence_splitter": None,
-        "inputs": [{"name": "in.jsonl", "bytes": (folder / "in.jsonl").stat().st_size}],
+        "tokenizer_library": f"tokenizers {importlib.metadata.version('tokenizers')}",
+        "inputs": [{"name": "in.jsonl", **size_and_hash(folder / "in.jsonl")}],
         "version": megatron_ddrp.__version__,
     }
     assert result.summary().startswith("3 documents, 17 tokens, 2 empty documents left out, ")
@@ -101,6 +106,33 @@ def test_sentences_are_sequences_grouped_into_documents(folder):
     assert dataset.manifest["sentence_splitter"].startswith("punkt-")
 
 
+def test_sentences_are_punkts_own_across_line_breaks_and_cases(folder):
+    punkt = pytest.importorskip("nltk.tokenize.punkt")
+    text = "The cat sat\non the mat. a cat. THE MAT.\n\nThe cat e.g. the mat. On 3.5 mats.\nA cat"
+    (folder / "in.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    [prefix] = preprocess(config(folder, split_sentences=True)).prefixes
+    splitter = punkt.PunktSentenceTokenizer()
+    if IndexedDataset(prefix).manifest["sentence_splitter"] == "punkt-english":
+        splitter = punkt.PunktTokenizer("english")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt")
+    expected = [tokenizer.encode(sentence) for sentence in splitter.tokenize(text)]
+    assert [ids.tolist() for ids in IndexedDataset(prefix)] == expected and len(expected) > 3
+
+
+def test_a_document_of_one_token_is_kept_from_every_kind_of_file(folder):
+    (folder / "in").mkdir()
+    (folder / "in" / "a.txt").write_text("cat\n\nmat\n")
+    (folder / "in" / "b.json").write_text('{"text": "sat"}\n')
+    (folder / "in" / "wiki_00").write_text('<doc id="1" url="" title="">\nthe\n</doc>\n')
+    result = preprocess(config(folder, input=(str(folder / "in"),)))
+    assert sequences(result.prefixes[0]) == ["cat", "mat", "sat", "the"]
+    assert [entry["name"] for entry in IndexedDataset(result.prefixes[0]).manifest["inputs"]] == [
+        "a.txt",
+        "b.json",
+        "wiki_00",
+    ]
+
+
 def test_a_large_vocabulary_is_stored_in_int32(folder):
     with (folder / "vocab.txt").open("a") as stream:
         stream.writelines(f"w{i}\n" for i in range(len(VOCAB), 65_500))
@@ -113,9 +145,7 @@ def test_bytes_depend_on_neither_workers_nor_chunks(folder, monkeypatch):
     (folder / "in.jsonl").write_text("".join(json.dumps({"text": TEXTS[i % 5] * (i % 7)}) + "\n" for i in range(300)))
     preprocess(config(folder))
     one = outputs(folder)
-    monkeypatch.setattr(
-        preprocess_module, "iter_chunks", lambda paths: documents_module.iter_chunks(paths, chunk_bytes=500)
-    )
+    monkeypatch.setattr(preprocess_module, "CHUNK_BYTES", 500)
     preprocess(config(folder, overwrite=True))
     assert outputs(folder) == one
     preprocess(config(folder, workers=2, overwrite=True))
@@ -193,7 +223,7 @@ def test_command_mistakes_are_one_line(folder, flags, code, complaint):
 def test_a_stopped_command_takes_its_unfinished_files_away(folder):
     command = [sys.executable, str(TOOL), "--input", "-", "--output-prefix", "out/p", "--vocab-file", "vocab.txt"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=folder) as process:
-        unfinished = folder / "out" / "p_text_document.bin.tmp"
+        unfinished = folder / "out" / "p.unfinished" / "0.ids"
         deadline = time.monotonic() + 30
         while not unfinished.exists() and time.monotonic() < deadline:
             time.sleep(0.02)

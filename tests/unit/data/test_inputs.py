@@ -1,0 +1,85 @@
+"""Inputs: which files a name, a folder or a pattern stands for, in which order, and what the manifest says of them."""
+
+import gzip
+import hashlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.data.inputs import InputFile, OpenInput, find_inputs
+from megatron_ddrp.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for name in ("b/wiki_01", "b/wiki_00", "a.txt", "c.jsonl.gz", "a/z.json", "a/b/y.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("<doc id=1>\n</doc>\n")
+    for name in (".hidden.txt", "README.md", "LICENSE", "vocab.txt", "old_text_document.json", "old_text_document.idx"):
+        (tmp_path / name).write_text("no document")
+    (tmp_path / "old.unfinished").mkdir()
+    (tmp_path / "old.unfinished" / "0.txt").write_text("no document")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    return tmp_path
+
+
+def names(files):
+    return [file.name for file in files]
+
+
+def test_a_folder_gives_its_documents_sorted_and_nothing_else(corpus):
+    files = find_inputs([str(corpus)], leave_out=[str(corpus / "vocab.txt")])
+    assert names(files) == ["a/b/y.parquet", "a/z.json", "a.txt", "b/wiki_00", "b/wiki_01", "c.jsonl.gz"]
+    assert all(Path(file.path) == corpus / file.name for file in files)
+
+
+def test_patterns_are_sorted_and_arguments_keep_their_order(corpus):
+    files = find_inputs([str(corpus / "c*.gz"), str(corpus / "b" / "wiki_0?"), str(corpus / "**" / "*.json")])
+    assert names(files) == ["c.jsonl.gz", "wiki_00", "wiki_01", "z.json"]
+    assert names(find_inputs([str(corpus / "[b]")])) == ["wiki_00", "wiki_01"]
+
+
+def test_mistakes_are_named(corpus):
+    (corpus / "empty").mkdir()
+    (corpus / "a.csv").write_text("x")
+    for name, complaint in (
+        ("none.jsonl", "none.jsonl: No such file"),
+        ("a.csv", "expected a name that ends in .jsonl, .json, .txt, .parquet"),
+        ("empty", "holds no file that ends in"),
+        ("*.nothing", "no file matches it as a pattern"),
+    ):
+        with pytest.raises(UserError, match=complaint.replace("*", r"\*")):
+            find_inputs([str(corpus / name)])
+    with pytest.raises(UserError, match="standard input can be read once"):
+        find_inputs(["-", "-"])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_hash_is_that_of_the_file_on_disk(tmp_path, packed):
+    content = b"some text\n" * 300_000
+    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
+    path.write_bytes(gzip.compress(content) + b"\0" * 100 if packed else content)
+    with OpenInput(InputFile(str(path), "name")) as opened:
+        unpacked = b"".join(iter(lambda: opened.read(1 << 20), b""))
+        described = opened.describe()
+    on_disk = path.read_bytes()
+    assert unpacked == content
+    assert described == {"name": "name", "bytes": len(on_disk), "sha256": hashlib.sha256(on_disk).hexdigest()}
+
+
+def test_packed_standard_input_is_known_by_its_first_bytes():
+    program = (
+        "from megatron_ddrp.data.documents import iter_documents\nprint([text for (text,) in iter_documents(['-'])])"
+    )
+    stream = io.BytesIO()
+    with gzip.GzipFile(fileobj=stream, mode="wb") as packed:
+        packed.write(b'{"text": "one"}\n{"text": "two"}\n')
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=stream.getvalue(), capture_output=True, cwd=ROOT, timeout=60, check=True
+    )
+    assert done.stdout.decode().strip() == "['one', 'two']"
