@@ -66,7 +66,7 @@ def main() -> None:
         raise UserError(f"--vocab-size {arguments.vocab_size}: expected {least}", WRONG_ARGUMENTS)
     files = find_inputs(arguments.input)
     skipped: list[str] = []
-    with AtomicFile(arguments.output) as stream, reading_progress(files) as progress:
+    with AtomicFile(arguments.output) as stream, reading_progress([file.path for file in files]) as progress:
         documents = iter_documents(
             arguments.input, arguments.json_keys, arguments.on_error, skipped.append, progress.update
         )

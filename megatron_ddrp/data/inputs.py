@@ -91,13 +91,12 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     return files
 
 
-def reading_progress(files: Sequence[InputFile]) -> tqdm:
+def reading_progress(paths: Sequence[str]) -> tqdm:
     """A progress bar on stderr over the bytes of the files, compressed where they are, with the time that is left.
 
     In a log file it appears for long runs only, and seldom.
     """
-    known = all(file.path != STANDARD_INPUT for file in files)
-    total = sum(os.path.getsize(file.path) for file in files) if known else None
+    total = None if STANDARD_INPUT in paths else sum(os.path.getsize(path) for path in paths)
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     return tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
 

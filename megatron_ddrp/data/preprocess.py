@@ -137,7 +137,7 @@ class _Run:
         """Tokenize what is left, and publish."""
         started = saved = time.monotonic()
         if not self._output.published:
-            with reading_progress(self._files) as progress:
+            with reading_progress([file.path for file in self._files]) as progress:
                 for number, chunk in self._tokenized():
                     self._add(number, chunk)
                     progress.update(chunk.read)
