@@ -284,6 +284,10 @@ class OptimizerConfig:
 class ParallelConfig:
     """Scale"""
 
+    tensor_model_parallel_size: int = option(
+        1, "ranks that share every layer, by attention heads, feed-forward width and vocabulary"
+    )
+    pipeline_model_parallel_size: int = option(1, "ranks that share the layers, each holding some of them whole")
     zero_stage: int = option(1, "what ZeRO shards: 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3))
     deepspeed_config: str | None = option(
         None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
@@ -292,6 +296,27 @@ class ParallelConfig:
         False, "recompute each layer in the backward pass: less memory, a third slower"
     )
     distributed_timeout_minutes: float = option(10.0, "how long a rank waits for the others before it gives up")
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
+            refuse(
+                f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} with --zero-stage "
+                f"{self.zero_stage}: DeepSpeed's pipelines go with --zero-stage 0 or 1"
+            )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that hold the same weights, of so many in all; refuses what does not divide."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if world_size % (tensor * pipeline):
+            refuse(
+                f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} = "
+                f"{tensor * pipeline} does not divide the {world_size} rank(s) started: start a multiple of it, or "
+                "choose sizes whose product divides them"
+            )
+        return world_size // (tensor * pipeline)
 
 
 @dataclass(frozen=True)
@@ -356,6 +381,7 @@ class Config:
                 f"--{self.training.precision} with --zero-stage 0 trains wrongly (DeepSpeed keeps no fp32 master "
                 "weights there): use --zero-stage 1 or higher"
             )
+        self._check_layout()
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
             refuse(
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
@@ -363,6 +389,28 @@ class Config:
             )
         if self.objective.hcd_weight and self.model.num_attention_heads < 2:
             refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
+
+    def _check_layout(self) -> None:
+        """Refuse to cut what does not divide."""
+        tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
+        model = self.model
+        for what, size in (
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--ffn-hidden-size", model.ffn_size),
+            (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
+        ):
+            if size % tensor:
+                refuse(f"--tensor-model-parallel-size {tensor} does not divide {what} {size}: choose one that does")
+        if tensor > 1 and self.objective.generates:
+            refuse(
+                f"--tensor-model-parallel-size {tensor} with --objective electra: its generator samples from the whole "
+                "vocabulary; use pipeline and data parallelism"
+            )
+        if pipeline > model.num_layers:
+            refuse(
+                f"--pipeline-model-parallel-size {pipeline} is more than --num-layers {model.num_layers}: each stage "
+                "holds at least one layer"
+            )
 
     def replace(self, **changes: dict[str, Any]) -> Config:
         """A copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""

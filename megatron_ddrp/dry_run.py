@@ -37,8 +37,9 @@ def dry_run(config: Config) -> None:
         config = config.replace(model={"vocab_size": tokenizer.vocab_size})
     world_size = launched_world_size()
     training = config.training
-    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, world_size)
-    deepspeed_settings(config, micro_batches, world_size)
+    data_size = config.parallel.data_parallel_size(world_size)
+    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
+    deepspeed_settings(config, micro_batches, data_size)
     parameters, position_parameters = count_parameters(on_meta_device(config.model, config.objective))
     memory = memory_per_rank(config, parameters, world_size)
     facts = {

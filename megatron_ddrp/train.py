@@ -33,7 +33,7 @@ from megatron_ddrp.stopping import StopRequests, sole_writer
 def train(config: Config) -> int:
     """Run `config` on this rank, the others do the same; 0, or `ASKED_TO_STOP` where it was to end before its end."""
     began = time.monotonic()
-    ranks = process_group.start(config.parallel.distributed_timeout_minutes)
+    ranks = process_group.start(config.parallel)
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
     check_attention(config, ranks)
@@ -139,9 +139,9 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
     if config.parallel.deepspeed_config and not Path(config.parallel.deepspeed_config).is_file():
         raise UserError(f"--deepspeed-config {config.parallel.deepspeed_config}: no such file", WRONG_ARGUMENTS)
     corpus = Corpus.open(config)
-    training = corpus.loader("train", ranks.rank, ranks.world_size)
+    training = corpus.loader("train", ranks.data_rank, ranks.data_size)
     wants_validation = config.logging.eval_interval > 0 and config.logging.eval_iters > 0
-    return corpus, training, corpus.loader("valid", ranks.rank, ranks.world_size) if wants_validation else None
+    return corpus, training, corpus.loader("valid", ranks.data_rank, ranks.data_size) if wants_validation else None
 
 
 def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
@@ -219,7 +219,8 @@ def introduction(
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
         f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
-        f"layout: {ranks.world_size} rank(s) on {ranks.device.type}, ZeRO {config.parallel.zero_stage}, "
+        f"layout: {ranks.world_size} rank(s) on {ranks.device.type} = {ranks.tensor_size} tensor x "
+        f"{ranks.pipeline_size} pipeline x {ranks.data_size} data, ZeRO {config.parallel.zero_stage}, "
         f"{loader.num_micro_batches} x {config.training.micro_batch_size} sequences a rank and step"
     )
 

@@ -13,8 +13,12 @@ import torch
 from torch import nn
 
 from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
+from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 
 RESERVED_SETTINGS = {
     "train_batch_size": "--global-batch-size",
@@ -30,8 +34,8 @@ RESERVED_SETTINGS = {
 """DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
 
 
-def build_engine(model: nn.Module, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
-    """The DeepSpeed engine around a freshly initialised model."""
+def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
+    """The DeepSpeed engine around this rank's part of a freshly initialised model, which is cut up in place."""
     quiet_deepspeed()
     if ranks.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for a GPU
@@ -43,13 +47,22 @@ def build_engine(model: nn.Module, config: Config, ranks: Ranks, num_micro_batch
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    optimizer = build_optimizer(model, config.optimizer, ranks.device)
+    apply_tensor_parallel(model, config.model, ranks)
+    name_parameters(model)
+    has_pipeline = ranks.pipeline_size > 1
+    module = build_pipeline(model, config, ranks) if has_pipeline else model
+    optimizer = build_optimizer(module, config.optimizer, ranks.device)
     engine, *_ = deepspeed.initialize(
-        model=model,
+        model=module,
         optimizer=optimizer,
-        config=deepspeed_settings(config, num_micro_batches, ranks.world_size),
+        config=deepspeed_settings(config, num_micro_batches, ranks.data_size),
+        mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
         dist_init_required=False,
     )
+    engine.own_clipping = None
+    if config.parallel.zero_stage == 0:
+        engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
+        optimizer.register_step_pre_hook(engine.own_clipping)
     return engine
 
 
@@ -62,7 +75,7 @@ def quiet_deepspeed() -> None:
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW; biases and LayerNorms do not decay. apex's fused kernel is used on GPUs where importable."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [
         {"params": [p for name, p in named if decays(name)], "weight_decay": config.weight_decay},
         {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
@@ -83,10 +96,10 @@ def decays(parameter_name: str) -> bool:
     return not (parameter_name.endswith(".bias") or "norm." in parameter_name)
 
 
-def deepspeed_settings(config: Config, num_micro_batches: int, world_size: int) -> dict[str, Any]:
-    """The flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it."""
+def deepspeed_settings(config: Config, num_micro_batches: int, data_size: int) -> dict[str, Any]:
+    """The flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it; `data_size` data-parallel ranks."""
     settings: dict[str, Any] = {
-        "train_batch_size": config.training.micro_batch_size * num_micro_batches * world_size,
+        "train_batch_size": config.training.micro_batch_size * num_micro_batches * data_size,
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": config.optimizer.clip_grad,
@@ -95,11 +108,14 @@ def deepspeed_settings(config: Config, num_micro_batches: int, world_size: int) 
         "fp16": {"enabled": config.training.fp16},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**62,
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
     if config.parallel.deepspeed_config:
         settings = lay_over(
             settings, _read_settings(config.parallel.deepspeed_config), config.parallel.deepspeed_config
         )
+    if config.parallel.zero_stage == 0:
+        settings["gradient_clipping"] = 0.0  # `GradientClipping` does it
     return settings
 
 

@@ -49,7 +49,7 @@ class Encoder(nn.Module):
         """
         tensors = first_tensors(batch, draws, notes)
         for stage in self.stages():
-            tensors = self._run(stage, tensors)
+            tensors = run_stage(stage, tensors, self.checkpoint_activations)
         return tensors  # type: ignore[return-value]
 
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -59,13 +59,8 @@ class Encoder(nn.Module):
         batch = Batch(input_ids, nothing_to_predict, document_ids, position_ids, segment_ids, document_ids)
         tensors = first_tensors(batch, draws)
         for stage in (self.embeddings, *self.layers):
-            tensors = self._run(stage, tensors)
+            tensors = run_stage(stage, tensors, self.checkpoint_activations)
         return self.head.last_hidden(StageState.unpack(tensors).hidden)
-
-    def _run(self, stage: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self.checkpoint_activations and self.training and isinstance(stage, (EncoderLayer, DecodingStage)):
-            return checkpoint(stage, tensors, use_reentrant=False)  # type: ignore[return-value]
-        return stage(tensors)
 
 
 class Bert(Encoder):
@@ -94,11 +89,11 @@ class Bert(Encoder):
         tensors = first_tensors(batch, draws)
         *first, last = self.layers
         for stage in (self.embeddings, *first):
-            tensors = self._run(stage, tensors)
+            tensors = stage(tensors)
         if self.mask_decoder is not None:
             predicted = self.mask_decoder(tensors, last)
         else:
-            predicted = StageState.unpack(self._run(last, tensors)).hidden[batch.labels != IGNORED_LABEL]
+            predicted = StageState.unpack(last(tensors)).hidden[batch.labels != IGNORED_LABEL]
         return self.logits(self.head.last_hidden(predicted))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -109,6 +104,13 @@ class Bert(Encoder):
 def decodes_masks(config: ModelConfig) -> bool:
     """Whether a masked LM of this configuration has the enhanced mask decoder."""
     return REGISTRY[config.position_encoding].decodes_absolute if config.deberta_emd is None else config.deberta_emd
+
+
+def run_stage(stage: nn.Module, tensors: tuple[Tensor, ...], recompute: bool = False) -> tuple[Tensor, ...]:
+    """One stage of the model; with `recompute` a layer keeps nothing for its backward pass but what entered it."""
+    if recompute and stage.training and isinstance(stage, (EncoderLayer, DecodingStage)):
+        return checkpoint(stage, tensors, use_reentrant=False)  # type: ignore[return-value]
+    return stage(tensors)
 
 
 def first_tensors(batch: Batch, draws: Draws, notes: NoteInputs | None = None) -> tuple[Tensor, ...]:

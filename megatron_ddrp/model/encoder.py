@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +17,11 @@ from megatron_ddrp.objectives.mth import document_mask
 
 
 class SelfAttention(nn.Module):
-    """Projections around the one attention. The local number of heads follows from the weights' shapes."""
+    """Projections around the one attention. The number of heads here follows from the weights' shapes.
+
+    Where tensor parallelism leaves only some of a layer's heads here, it also sets what needs all of them
+    (`cosine_of_all_ranks`) and what must differ between ranks (`own_randomness`), and acts on what enters (`enter`).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -22,6 +29,9 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.backend = config.attention_backend
         self.in_logits = REGISTRY[config.position_encoding].in_logits
+        self.enter = nn.Identity()
+        self.cosine_of_all_ranks: Callable[..., Tensor] | None = None
+        self.own_randomness: Callable[[], AbstractContextManager] = nullcontext
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
@@ -40,12 +50,18 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
         backend, _ = resolve_backend(self.backend, hidden.device, self.in_logits, self.dropout)
+        hidden = self.enter(hidden)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        context, cosine = backend_function(backend)(
-            query, key, value, terms, state.document_ids, state.heads[layer], dropout, state.num_documents
-        )
-        return self.merge(context), cosine
+        heads, documents = state.heads[layer], (state.document_ids, state.num_documents)
+        cosine = None
+        if self.cosine_of_all_ranks is not None and len(heads):
+            cosine, heads = self.cosine_of_all_ranks(query, key, terms, heads, *documents), heads[:0]
+        with self.own_randomness():
+            context, own_cosine = backend_function(backend)(
+                query, key, value, terms, documents[0], heads, dropout, documents[1]
+            )
+        return self.merge(context), own_cosine if cosine is None else cosine
 
 
 class FeedForward(nn.Module):
@@ -89,12 +105,13 @@ class EncoderLayer(nn.Module):
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
-        source = self._attention_input(state.hidden)
+        source = attention.enter(self._attention_input(state.hidden))
         key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
         for _ in range(times):
-            query = attention.split(attention.query(self._attention_input(queries)))
+            query = attention.split(attention.query(attention.enter(self._attention_input(queries))))
             dropout = attention.dropout if self.training else 0.0
-            context = attend_from(query, key, value, terms, places, state.document_ids, dropout)
+            with attention.own_randomness():
+                context = attend_from(query, key, value, terms, places, state.document_ids, dropout)
             queries = self._join(queries, attention.merge(context))
         return queries
 

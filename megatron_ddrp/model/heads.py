@@ -26,6 +26,8 @@ class MaskedLMHead(nn.Module):
     def __init__(self, config: ModelConfig, token_embedding: nn.Embedding) -> None:
         super().__init__()
         self.vocab_size = config.vocab_size
+        self.first_piece = 0  # that of the first logit: tensor parallelism gives each rank some rows of the vocabulary
+        self.lm_sum = masked_lm_sum  # … and a cross entropy over all of them
         self.final_norm = (
             nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
             if config.layernorm_position == "pre"
@@ -44,8 +46,11 @@ class MaskedLMHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[.., hidden]` → `[.., padded_vocab]`, −∞ at the padding of the vocabulary."""
         logits = self.decoder(self.norm(F.gelu(self.dense(hidden))))
-        padding = torch.arange(logits.shape[-1], device=logits.device) >= self.vocab_size
-        return logits.masked_fill(padding, float("-inf")) if len(padding) > self.vocab_size else logits
+        end = self.first_piece + logits.shape[-1]
+        if end <= self.vocab_size:
+            return logits
+        padding = torch.arange(self.first_piece, end, device=logits.device) >= self.vocab_size
+        return logits.masked_fill(padding, float("-inf"))
 
     def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
         """Packed `StageState` → the sums `[3]` of the LM, TCD and HCD terms over this micro-batch, and the notes."""
@@ -56,7 +61,7 @@ class MaskedLMHead(nn.Module):
 
     def losses(self, predicted_hidden: Tensor, hidden: Tensor, state: StageState) -> Tensor | tuple[Tensor, Tensor]:
         """The sums `[3]`: LM of `predicted_hidden` `[num_predicted, hidden]`, TCD of the last hidden states."""
-        lm = masked_lm_sum(self.logits(predicted_hidden), state.labels[state.labels != IGNORED_LABEL])
+        lm = self.lm_sum(self.logits(predicted_hidden), state.labels[state.labels != IGNORED_LABEL])
         return with_notes(torch.stack((lm, tcd_sum(hidden, state), state.losses[HCD])), hidden, state)
 
 

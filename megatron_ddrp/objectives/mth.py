@@ -161,7 +161,12 @@ def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) ->
 
 
 def content_cosine_of_all(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
-    """Mean pairwise cosine of *all* content-only heads by one S×S buffer, Σ_a A_a/‖A_a‖ → `[batch, documents]`."""
+    """Mean pairwise cosine of *all* content-only heads by one S×S buffer → `[batch, documents]`."""
+    return cosine_of_total(content_total(query, key, documents), documents, query.shape[1])
+
+
+def content_total(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
+    """Σ_a A_a/‖A_a‖ of content-only heads: `query`, `key` `[batch, heads, seq, head_dim]` → `[batch, seq, seq]`."""
     weights = documents[:, :, None, :, None].to(query.dtype)  # [batch, documents, 1, seq, 1]
 
     def feature_products(x: Tensor) -> Tensor:
@@ -171,7 +176,7 @@ def content_cosine_of_all(query: Tensor, key: Tensor, documents: Tensor) -> Tens
     unit = query * _by_row(_inverse_root(squares), documents).unsqueeze(-1)
     total = unit.transpose(1, 2).flatten(2) @ key.transpose(1, 2).flatten(2).transpose(1, 2)  # [batch, seq, seq]
     allowed = (documents.unsqueeze(-1) & documents.unsqueeze(-2)).any(1)  # [batch, seq, seq]
-    return _cosine_of_total(total.masked_fill(~allowed, 0.0), documents, query.shape[1])
+    return total.masked_fill(~allowed, 0.0)
 
 
 def logits_cosine(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
@@ -180,10 +185,14 @@ def logits_cosine(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
     `logits` `[batch, m′, seq, seq]`, `allowed` bool `[batch, 1, seq, seq]`, `documents` bool `[batch, documents, seq]`
     → `[batch, documents]`. One S×S buffer a row.
     """
+    return cosine_of_total(logits_total(logits, allowed, documents), documents, logits.shape[1])
+
+
+def logits_total(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
+    """Σ_a A_a/‖A_a‖ of the heads of `logits`, arguments as of `logits_cosine` → `[batch, seq, seq]`."""
     logits = logits.masked_fill(~allowed, 0.0)
     squares = torch.einsum("bhi,bki->bkh", logits.pow(2).sum(-1), documents.to(logits.dtype))  # [batch, documents, m′]
-    total = (logits * _by_row(_inverse_root(squares), documents).unsqueeze(-1)).sum(1)  # [batch, seq, seq]
-    return _cosine_of_total(total, documents, logits.shape[1])
+    return (logits * _by_row(_inverse_root(squares), documents).unsqueeze(-1)).sum(1)
 
 
 def _inverse_root(squares: Tensor) -> Tensor:
@@ -195,7 +204,7 @@ def _by_row(per_document: Tensor, documents: Tensor) -> Tensor:
     return torch.einsum("bkh,bki->bhi", per_document, documents.to(per_document.dtype))
 
 
-def _cosine_of_total(total: Tensor, documents: Tensor, num_heads: int) -> Tensor:
+def cosine_of_total(total: Tensor, documents: Tensor, num_heads: int) -> Tensor:
     """(‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) of each document, from Σ_a A_a/‖A_a‖ `[batch, seq, seq]`."""
     squares = torch.einsum("bi,bki->bk", total.pow(2).sum(-1), documents.to(total.dtype))
     return (squares - num_heads) / num_ordered_pairs(num_heads)

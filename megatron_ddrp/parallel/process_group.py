@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import UserError, agreed_by_all
 
 T = TypeVar("T")
@@ -51,6 +52,11 @@ class Ranks(NamedTuple):
         """Whether the losses arise here."""
         return self.pipeline_rank == self.pipeline_size - 1
 
+    @property
+    def reports_losses(self) -> bool:
+        """Whether the losses arise here, and are not those of the tensor-parallel rank before us once more."""
+        return self.is_last_stage and self.tensor_rank == 0
+
 
 def _complete_environment() -> None:
     """Give torch the variables that `deepspeed` and `torchrun` set: under plain `python` and under `srun` as well."""
@@ -67,27 +73,30 @@ def _complete_environment() -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
-def start(timeout_minutes: float, tensor_size: int = 1, pipeline_size: int = 1) -> Ranks:
+def start(config: ParallelConfig) -> Ranks:
     """Join the other ranks (nccl on GPUs, gloo on CPUs). Works under `deepspeed`, `torchrun`, `srun` and `python`.
 
-    `tensor_size` x `pipeline_size` must divide the number of ranks (`config.data_parallel_size` refuses in one line).
+    Raises `UserError` where the layout does not divide the ranks, before any of them waits for another.
     """
     _complete_environment()
+    config.data_parallel_size(int(os.environ["WORLD_SIZE"]))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=timeout_minutes)
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
         )
-    return _place_in_grid(device, tensor_size, pipeline_size)
+    return place_in_grid(device, config)
 
 
-def _place_in_grid(device: torch.device, tensor_size: int, pipeline_size: int) -> Ranks:
+def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
     """Find our place on each axis and make the groups that we are in."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    data_size = world_size // (tensor_size * pipeline_size)
+    tensor_size, pipeline_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    data_size = config.data_parallel_size(world_size)
     grid = torch.arange(world_size).view(pipeline_size, data_size, tensor_size)
     pipeline_rank, data_rank, tensor_rank = (int(place) for place in (grid == rank).nonzero()[0])
     return Ranks(
@@ -136,9 +145,9 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum over all ranks, in place."""
-    dist.all_reduce(tensor)
+def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
+    """The sum over all ranks, or over those of a group, in place."""
+    dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -149,7 +158,7 @@ def gather_rows(rows: Tensor, ranks: Ranks) -> Tensor:
     """
     if ranks.world_size == 1:
         return rows
-    rows = rows if ranks.tensor_rank == 0 and ranks.is_last_stage else rows[:0]
+    rows = rows if ranks.reports_losses else rows[:0]
     sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(ranks.world_size)]
     dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
     longest = max(int(size) for size in sizes)

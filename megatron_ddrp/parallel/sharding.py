@@ -72,9 +72,14 @@ def name_parameters(model: nn.Module) -> None:
         parameter.whole_name = name  # type: ignore[attr-defined]
 
 
+def whole_name(parameter: nn.Parameter) -> str | None:
+    """Name of a parameter in the whole model, where `name_parameters` wrote it down."""
+    return getattr(parameter, "whole_name", None)
+
+
 def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """This rank's parameters by their names in the whole model; a module that was never cut up keeps its own names.
 
     Tied weights have one name: with a pipeline, its first and its last stage both hold `embeddings.token.weight`.
     """
-    return {getattr(parameter, "whole_name", name): parameter for name, parameter in module.named_parameters()}
+    return {whole_name(parameter) or name: parameter for name, parameter in module.named_parameters()}

@@ -1,0 +1,147 @@
+"""What DeepSpeed has to know of the layout: the grid of ranks, the pipeline, and gradient norms over all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.model import Encoder
+from megatron_ddrp.parallel.pipeline import PipelinePart, split_stages
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.parallel.sharding import whole_name
+
+
+class ModelParallelUnit:
+    """The grid in the words that DeepSpeed asks in, for layouts without a pipeline (its pipelines bring their own)."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def get_model_parallel_rank(self) -> int:
+        return self.ranks.tensor_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.ranks.tensor_size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.ranks.tensor_group
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.ranks.data_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.ranks.data_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.ranks.data_group
+
+
+class WeightedLoss:
+    """A model's output → the loss to descend, a weighted sum of its sums; collects sums and notes on the way.
+
+    Attributes:
+        sums: of all micro-batches so far.
+        notes: taken by each of them, where the model takes any.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights, self.sums = weights, torch.zeros_like(weights)
+        self.notes: list[Tensor] = []
+
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], _labels: Tensor | None = None) -> Tensor:
+        """DeepSpeed's pipelines give labels too; ours have travelled with the rest."""
+        if isinstance(output, tuple):
+            output, notes = output
+            self.notes.append(notes)
+        self.sums += output.detach()
+        return spread_nonfinite((output * self.weights).sum())
+
+
+def spread_nonfinite(loss: Tensor) -> Tensor:
+    """`loss`, with gradients that are not finite where it is not: an infinite loss can have finite ones.
+
+    The gradient norm, equal on all ranks, then tells all of them that a step is to be skipped (`engine/nonfinite.py`).
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
+
+def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
+    """This rank's part of the model as DeepSpeed's `PipelineModule`: one of its layers is one of our parts."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    all_parts = [nn.ModuleList(part) for part in split_stages(model.stages(), ranks.pipeline_size)]
+    held = [{str(whole_name(weight)): name for name, weight in part.named_parameters()} for part in all_parts]
+    tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
+    place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
+    make = (PipelinePart, all_parts[place], place == 0, place == last, config.parallel.checkpoint_activations)
+    own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
+    layers = [  # DeepSpeed makes the one at our place alone
+        TiedLayerSpec("tied", *make, tied_weight_attr=own_tied) if held[part].keys() & set(tied) else LayerSpec(*make)
+        for part in range(ranks.pipeline_size)
+    ]
+    topology = PipeModelDataParallelTopology(
+        num_pp=ranks.pipeline_size, num_mp=ranks.tensor_size, num_dp=ranks.data_size
+    )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers
+        module = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
+    for parameter in module.parameters():
+        # DeepSpeed takes a whole part for a copy of the one it shares weights with; only these weights are.
+        copied = whole_name(parameter) in tied and min(_holders(held)[str(whole_name(parameter))]) < place
+        parameter.ds_pipe_replicated = copied  # type: ignore[attr-defined]
+    return module
+
+
+def _holders(held: list[dict[str, str]]) -> dict[str, list[int]]:
+    """Parameter → the parts that hold it, from each part's names."""
+    names = {name for part in held for name in part}
+    return {name: [number for number, part in enumerate(held) if name in part] for name in names}
+
+
+def own_part(engine: Any) -> PipelinePart:
+    """This rank's part of a pipeline."""
+    return engine.module.forward_funcs[0]
+
+
+class GradientClipping:
+    """Clips to the norm over all ranks, before a step of the optimizer; `norm` is that of the last step.
+
+    For fp32 at ZeRO 0, where DeepSpeed gives no norm and forgets all but the first stage of a pipeline. A norm that is
+    not finite leaves the optimizer nothing to do.
+    """
+
+    def __init__(self, module: nn.Module, largest: float, ranks: Ranks) -> None:
+        """`largest` 0 clips nothing."""
+        self.parameters = list(module.parameters())
+        self.largest, self.ranks = largest, ranks
+        self.norm = 0.0
+
+    def __call__(self, *_step: Any) -> None:
+        counted = [p.grad for p in self.parameters if p.grad is not None and self._counts(p)]
+        square = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
+        if self.ranks.model_group is not None:
+            sum_over_ranks(square, self.ranks.model_group)
+        self.norm = float(square.sqrt())
+        if not math.isfinite(self.norm):
+            for parameter in self.parameters:
+                parameter.grad = None  # so that the step changes nothing, as ZeRO's own steps do
+        elif 0 < self.largest < self.norm:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.largest / (self.norm + 1e-6))
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Each parameter once: a part of one wherever it is, a whole one on the first rank that has it."""
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self.ranks.tensor_rank == 0 or getattr(parameter, "tensor_model_parallel", False)

@@ -1,0 +1,89 @@
+"""HCD over heads of all tensor-parallel ranks (eq. 18): exact, the same draw of heads in every layout.
+
+Sampled heads travel: each rank puts in the queries and keys of those it has, `[2, b, m′, s, d]` in all, with their
+part of the tables or of the bias where these are by head; then every rank computes the same cosine. Of all heads,
+Σ_a A_a/‖A_a‖ travels instead, one `[b, s, s]` sum, whatever the number of heads.
+
+Gradients go back without communication: what comes out is replicated, so each rank's part of its gradient is its own
+heads' slice. Tables that all heads share are replicated already, and each rank's heads add to their gradient, which is
+summed later (`tensor_parallel`): so the cosine's share must be counted by one rank alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.model.attention import allowed_pairs, attention_logits
+from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.objectives import mth
+from megatron_ddrp.parallel.collectives import sum_of_ranks
+from megatron_ddrp.parallel.process_group import Ranks
+
+TENSORS = {"query_table": 0, "key_table": 0, "bias": 1}
+"""Tensors of `PositionTerms` and the dimension along which their heads lie."""
+
+
+class CosineOfAllRanks:
+    """Mean pairwise cosine of some heads' logits, wherever the heads are."""
+
+    def __init__(self, ranks: Ranks, terms_by_head: bool) -> None:
+        """`terms_by_head` says whether the position terms hold a part for each head, or one for all."""
+        self.ranks, self.terms_by_head = ranks, terms_by_head
+
+    def __call__(
+        self, query: Tensor, key: Tensor, terms: PositionTerms, heads: Tensor, document_ids: Tensor, num_documents: int
+    ) -> Tensor:
+        """`query`, `key` `[b, own heads, s, d]`, `heads` `[m′]` numbered over all ranks → `[b, documents]`."""
+        documents = mth.document_mask(document_ids, num_documents)
+        num_heads = query.shape[1] * self.ranks.tensor_size
+        if len(heads) == num_heads:
+            total = sum_of_ranks(self._total(query, key, terms, document_ids, documents), self.ranks)
+            return mth.cosine_of_total(total, documents, num_heads)
+        own = torch.stack([self._own(x, heads, 1) for x in (query, key)])  # [2, b, m′, s, d]
+        query, key = _wide(sum_of_ranks(own, self.ranks))
+        if terms.content_only:
+            return mth.cosine_of_gram(mth.content_gram(query, key, documents, terms.scale))
+        terms = self._terms_of(heads, terms, query.dtype)
+        return mth.logits_cosine(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
+
+    @staticmethod
+    def _total(query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, documents: Tensor) -> Tensor:
+        """Σ_a A_a/‖A_a‖ over our own heads, `[b, s, s]`."""
+        query, key = _wide(query), _wide(key)
+        if terms.content_only:
+            return mth.content_total(query, key, documents)
+        terms = _with_tensors(terms, {name: getattr(terms, name) for name in TENSORS}, query.dtype)
+        return mth.logits_total(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
+
+    def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
+        """The terms of `heads`: fetched where they are by head, else the shared ones, for one rank to learn from."""
+        chosen = {}
+        for name, dimension in TENSORS.items():
+            tensor = getattr(terms, name)
+            if tensor is not None and self.terms_by_head:
+                tensor = sum_of_ranks(self._own(tensor, heads, dimension), self.ranks)
+            elif tensor is not None and self.ranks.tensor_rank:
+                tensor = tensor.detach()
+            chosen[name] = tensor
+        return _with_tensors(terms, chosen, dtype)
+
+    def _own(self, tensor: Tensor, heads: Tensor, dimension: int) -> Tensor:
+        """Of our heads along `dimension`, those of `heads`; zeros in place of those that other ranks have."""
+        own = heads - self.ranks.tensor_rank * tensor.shape[dimension]
+        here = (own >= 0) & (own < tensor.shape[dimension])
+        chosen = tensor.index_select(dimension, torch.where(here, own, 0))
+        return chosen * here.view([-1 if d == dimension else 1 for d in range(chosen.dim())])
+
+
+def _with_tensors(terms: PositionTerms, tensors: dict[str, Tensor | None], dtype: torch.dtype) -> PositionTerms:
+    cast: dict[str, Any] = {name: x if x is None else x.to(dtype) for name, x in tensors.items()}
+    return replace(terms, **cast)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return x.float() if x.dtype.itemsize < 4 else x

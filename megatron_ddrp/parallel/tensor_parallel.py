@@ -1,0 +1,129 @@
+"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053), laid over a finished model from outside.
+
+The model is initialised whole, so that every layout starts from the same weights; then each rank keeps its part of what
+`sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows needs no other code: it is a smaller layer. What
+the cut does need is said by two tables here: where replicated tensors enter a cut region, their gradient is summed
+over the ranks (f in the paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
+
+What all heads share of an encoding's tables is used by every rank for its own heads, so its gradient is summed where
+the encoding hands it out, once a forward pass. Dropout inside the cut attention differs by rank; outside it is alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.encoder import SelfAttention
+from megatron_ddrp.model.heads import MaskedLMHead
+from megatron_ddrp.model.positions import REGISTRY, PositionEncoding
+from megatron_ddrp.parallel.collectives import copy_to_ranks, sum_of_ranks
+from megatron_ddrp.parallel.cosine import CosineOfAllRanks
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.sharding import own_part, split_dimension
+from megatron_ddrp.parallel.vocabulary import VocabularyParallelEmbedding, masked_lm_sum_of_ranks
+
+
+class RowParallelLinear(nn.Module):
+    """A linear map of which this rank has some columns: takes its part of the input, gives the whole output."""
+
+    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[.., in / tensor_size]` → `[.., out]`, the bias added once, to the sum."""
+        return sum_of_ranks(F.linear(x, self.weight), self.ranks) + self.bias
+
+
+REPLACED = (
+    (r"attention\.output", RowParallelLinear),
+    (r"feed_forward\.output", RowParallelLinear),
+    (r"embeddings\.token", VocabularyParallelEmbedding),
+)
+"""(pattern of the end of a module's name, what takes its place)."""
+
+ENTRANCES = (r"attention\.enter", r"feed_forward\.input", r"head\.decoder")
+"""Modules whose input is replicated and whose output is not."""
+
+
+def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
+    """Leave this rank's part of a whole model, in place, and make its parts work together."""
+    if ranks.tensor_size == 1:
+        return
+    _keep_own_parts(model, config, ranks)
+    encoding = REGISTRY[config.position_encoding]
+    cosine = CosineOfAllRanks(ranks, bool(encoding.by_head or encoding.layer_part.by_head))
+    for name, module in list(model.named_modules()):
+        for pattern, replacement in REPLACED:
+            if _ends_with(name, pattern):
+                model.get_submodule(name.rpartition(".")[0]).register_module(
+                    name.rpartition(".")[2], replacement(module, ranks)
+                )
+        if any(_ends_with(name, pattern) for pattern in ENTRANCES):
+            module.register_forward_pre_hook(partial(_copy_input, ranks))
+        if isinstance(module, PositionEncoding):
+            _sum_position_gradients(module, ranks)
+        if isinstance(module, SelfAttention):
+            module.cosine_of_all_ranks = cosine
+            module.own_randomness = partial(own_randomness, ranks)
+        if isinstance(module, MaskedLMHead):
+            module.first_piece = ranks.tensor_rank * len(module.decoder.weight)
+            module.lm_sum = partial(masked_lm_sum_of_ranks, first_piece=module.first_piece, ranks=ranks)
+
+
+def _ends_with(name: str, pattern: str) -> bool:
+    return re.search(rf"(^|\.){pattern}$", name) is not None
+
+
+def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
+    """Replace each parameter that is cut by this rank's part; tied ones stay tied."""
+    parts: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full_name = f"{module_name}.{name}"
+            if split_dimension(full_name, config) is None:
+                continue
+            if id(parameter) not in parts:
+                part = nn.Parameter(own_part(full_name, parameter.detach(), config, ranks).clone())
+                part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norms count each part
+                parts[id(parameter)] = part
+            setattr(module, name, parts[id(parameter)])
+
+
+def _copy_input(ranks: Ranks, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(copy_to_ranks(x, ranks) for x in inputs)
+
+
+def _copy_output(ranks: Ranks, module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(copy_to_ranks(x, ranks) for x in outputs)
+
+
+def _sum_position_gradients(encoding: PositionEncoding, ranks: Ranks) -> None:
+    """Sum what the ranks' heads say about an encoding's tables: where projections by head read them, if it has any,
+    else where it hands them out."""
+    projections = [m for name, m in encoding.named_children() if f"{name}.weight" in encoding.by_head]
+    for projection in projections:
+        projection.register_forward_pre_hook(partial(_copy_input, ranks))
+    if not projections:
+        encoding.register_forward_hook(partial(_copy_output, ranks))
+
+
+@contextlib.contextmanager
+def own_randomness(ranks: Ranks) -> Iterator[None]:
+    """Random draws of this rank's own, from a seed that torch's state gives; that state goes on alike on all ranks.
+
+    Nothing is kept between calls, so that recomputing a layer from the state it began with draws the same again.
+    """
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
+        torch.manual_seed(seed + ranks.tensor_rank)
+        yield

@@ -1,0 +1,106 @@
+"""Courses of training in many layouts, one after the other in one process group: what test and endurance compare.
+
+A course is the real thing without the script around it: the same loader, engine and step as `megatron_ddrp.train`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import Config, ParallelConfig
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.step import evaluate, train_step
+from megatron_ddrp.model import build_model
+from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel.process_group import place_in_grid
+from tests.integration.launch import _fork_server, free_port
+
+TIMEOUT = 600.0
+
+
+def run_course(config: Config) -> list[dict[str, float]]:
+    """Train from the start to `train_iters` on this rank and the others: the steps' losses and gradient norms, and
+    the validation loss at the end."""
+    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    corpus = Corpus.open(config)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    loader, validation = (corpus.loader(split, ranks.data_rank, ranks.data_size) for split in ("train", "valid"))
+    torch.manual_seed(config.training.seed)
+    engine = build_engine(
+        build_model(config.model, config.parallel.checkpoint_activations), config, ranks, loader.num_micro_batches
+    )
+    rows = []
+    for step in range(1, config.training.train_iters + 1):
+        micro_batches = loader.step((step - 1) * config.training.global_batch_size)
+        result = train_step(engine, micro_batches, config, ranks, step)
+        rows.append({**result.losses(config), "grad_norm": result.grad_norm})
+    rows[-1]["valid_lm_loss"] = evaluate(engine, [validation.step(0)], config, ranks)
+    engine.destroy()
+    _forget_layout()
+    return rows
+
+
+def _forget_layout() -> None:
+    """DeepSpeed remembers the last grid for the whole process."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+
+
+def run_courses(world_size: int, command_lines: list[list[str]]) -> list[list[dict[str, float]]]:
+    """The courses of `pretrain_bert.py ARGUMENTS`, each on `world_size` ranks that all of them share."""
+    context = _fork_server()
+    with tempfile.TemporaryDirectory() as folder:
+        port, began = free_port(), time.monotonic()
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, port, command_lines, folder))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0.1, began + TIMEOUT - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
+        assert set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(errors)
+        return json.loads((Path(folder) / "courses.json").read_text(encoding="utf-8"))
+
+
+def _rank(rank: int, world_size: int, port: int, command_lines: list[list[str]], folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        process_group.start(ParallelConfig(distributed_timeout_minutes=2))
+        courses: list[Any] = [run_course(parse_arguments(words).config) for words in command_lines]
+        if rank == 0:
+            (Path(folder) / "courses.json").write_text(json.dumps(courses), encoding="utf-8")
+        process_group.stop()
+    except BaseException:
+        (Path(folder) / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)
+
+
+def largest_differences(course: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, float]:
+    """For each loss and the gradient norm, the largest relative difference over the steps."""
+    differences: dict[str, float] = {}
+    for row, expected in zip(course, reference, strict=True):
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            difference = abs(row[name] - value) / max(abs(value), 1e-30)
+            differences[name] = max(differences.get(name, 0.0), difference)
+    return differences
