@@ -5,6 +5,7 @@ A course is the real thing without the script around it: the same loader, engine
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config, ParallelConfig
@@ -22,13 +24,17 @@ from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.step import evaluate, train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import place_in_grid
-from tests.integration.launch import _fork_server, free_port
+from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
+from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
+from tests.integration.launch import fork_server, free_port
 
 TIMEOUT = 600.0
 
+Course = list[dict[str, float]]
+"""Losses and gradient norm of each step; the last has the validation loss too."""
 
-def run_course(config: Config) -> list[dict[str, float]]:
+
+def run_course(config: Config) -> Course:
     """Train from the start to `train_iters` on this rank and the others: the steps' losses and gradient norms, and
     the validation loss at the end."""
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
@@ -45,9 +51,24 @@ def run_course(config: Config) -> list[dict[str, float]]:
         result = train_step(engine, micro_batches, config, ranks, step)
         rows.append({**result.losses(config), "grad_norm": result.grad_norm})
     rows[-1]["valid_lm_loss"] = evaluate(engine, [validation.step(0)], config, ranks)
+    if config.parallel.zero_stage < 3:
+        assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()
     _forget_layout()
     return rows
+
+
+def assert_replicas_agree(module: torch.nn.Module, config: Config, ranks: Ranks) -> None:
+    """Whoever holds the same (part of a) weight holds the same bits, along every axis, tied weights included."""
+    digests: list[dict[tuple[str, int], str]] = [{} for _ in range(ranks.world_size)]
+    for name, parameter in local_parameters(module).items():
+        part = 0 if split_dimension(name, config.model) is None else ranks.tensor_rank
+        digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()
+    torch.distributed.all_gather_object(digests, digests[ranks.rank])
+    seen: dict[tuple[str, int], str] = {}
+    for of_rank in digests:
+        for key, digest in of_rank.items():
+            assert seen.setdefault(key, digest) == digest, f"{key[0]} differs between ranks"
 
 
 def _forget_layout() -> None:
@@ -57,9 +78,9 @@ def _forget_layout() -> None:
     groups.mpu = None
 
 
-def run_courses(world_size: int, command_lines: list[list[str]]) -> list[list[dict[str, float]]]:
+def run_courses(world_size: int, command_lines: list[list[str]]) -> list[Course]:
     """The courses of `pretrain_bert.py ARGUMENTS`, each on `world_size` ranks that all of them share."""
-    context = _fork_server()
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         port, began = free_port(), time.monotonic()
         ranks = [
@@ -95,7 +116,7 @@ def _rank(rank: int, world_size: int, port: int, command_lines: list[list[str]],
         os._exit(1)
 
 
-def largest_differences(course: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, float]:
+def largest_differences(course: Course, reference: Course) -> dict[str, float]:
     """For each loss and the gradient norm, the largest relative difference over the steps."""
     differences: dict[str, float] = {}
     for row, expected in zip(course, reference, strict=True):

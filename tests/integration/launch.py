@@ -57,7 +57,7 @@ class Result:
 
 def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callable[[], None] | None = None) -> Result:
     """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them."""
-    context = _fork_server()
+    context = fork_server()
     words, port = [str(word) for word in arguments], free_port()
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
@@ -81,7 +81,8 @@ def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callab
     return Result(exit_codes, stdout, stderr)
 
 
-def _fork_server() -> Any:
+def fork_server() -> Any:
+    """Where ranks are forked from, with the slow imports done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, environment(), clear=True):  # its children see what it was started with

@@ -138,3 +138,32 @@ def test_settings_that_an_older_version_did_not_know_get_their_defaults():
     values = Config().to_dict()
     del values["model"]["relative_table"], values["logging"]
     assert Config.from_dict(values) == Config()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"parallel": {"tensor_model_parallel_size": 8}}, "does not divide --num-attention-heads 12"),
+        ({"parallel": {"tensor_model_parallel_size": 2}, "model": {"ffn_hidden_size": 5}}, "--ffn-hidden-size 5"),
+        ({"parallel": {"tensor_model_parallel_size": 3}}, "the vocabulary, padded to a multiple of 128, 30592"),
+        ({"parallel": {"tensor_model_parallel_size": 0}}, "must be at least 1"),
+        ({"parallel": {"pipeline_model_parallel_size": 13}}, "more than --num-layers 12"),
+        ({"parallel": {"pipeline_model_parallel_size": 2, "zero_stage": 2}}, "--zero-stage 0 or 1"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_impossible_layouts_are_refused_in_one_line(changes, words):
+    with pytest.raises(UserError, match="model-parallel-size") as error:
+        Config().replace(**changes)
+    assert words in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
+
+
+def test_a_layout_divides_the_ranks():
+    parallel = (
+        Config()
+        .replace(parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}, model={"num_layers": 3})
+        .parallel
+    )
+    assert parallel.data_parallel_size(24) == 4
+    with pytest.raises(UserError, match="2 x --pipeline-model-parallel-size 3 = 6 does not divide the 8 rank"):
+        parallel.data_parallel_size(8)

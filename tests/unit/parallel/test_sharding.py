@@ -7,6 +7,7 @@ from megatron_ddrp.config import POSITION_ENCODINGS
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, own_part, split_dimension
+from megatron_ddrp.parallel.tensor_parallel import own_randomness
 from tests.unit.model.tiny import tiny_config
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
@@ -61,3 +62,17 @@ def test_names_of_the_whole_model_survive_cutting_it_into_stages() -> None:
     assert "layers.1.attention.query.weight" in names and "layers.0.attention.query.weight" not in names
     assert names["embeddings.token.weight"] is model.embeddings.token.weight, "the head's tied matrix"
     assert local_parameters(build_model(tiny_config())).keys() == dict(model.named_parameters()).keys()
+
+
+def test_draws_inside_differ_by_rank_and_those_outside_do_not() -> None:
+    def draws(rank: int) -> tuple[float, float, float]:
+        torch.manual_seed(3)
+        before = float(torch.rand(()))
+        with own_randomness(rank_of(rank, 2)):
+            inside = float(torch.rand(()))
+        return before, inside, float(torch.rand(()))
+
+    (before, inside, after), (other_before, other_inside, other_after) = draws(0), draws(1)
+    assert (before, after) == (other_before, other_after)
+    assert inside != other_inside and inside != after
+    assert draws(1) == (other_before, other_inside, other_after), "recomputing a layer draws the same again"
