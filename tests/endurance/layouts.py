@@ -1,0 +1,147 @@
+"""Every layout of up to four ranks, and 2 x 2 x 2, against one process: the table of docs/parallelism.md.
+
+    python -m tests.endurance.layouts [--encodings ddrp deberta] [--objectives mth] [--world-sizes 2 4] [--write]
+
+Tensor parallelism 1, 2, 4 x pipelines 1, 2, 4 x data parallelism x ZeRO 0–3 (0 and 1 with a pipeline), each with every
+position encoding under mlm and mth, 10 steps in fp32 without dropout. A cell is the largest difference over all
+encodings and steps. Exits 1 where one is above 1e-5. `--write` puts the table between the markers of the document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from megatron_ddrp.config import POSITION_ENCODINGS
+from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from tests.conftest import documents, write_vocabulary
+from tests.integration.conftest import TINY, command_line
+from tests.integration.courses import Course, largest_differences, run_courses
+from tests.integration.launch import ROOT
+
+DOCUMENT = ROOT / "docs" / "parallelism.md"
+BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
+COURSE = TINY | {"train_iters": 10, "num_layers": 4, "micro_batch_size": 2}
+COLUMNS = {"lm_loss": "lm", "tcd_loss": "TCD", "hcd_loss": "HCD", "grad_norm": "gradient norm"}
+BOUND = 1e-5
+
+
+class Layout(NamedTuple):
+    """Sizes of the three axes, and the ZeRO stage."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    zero_stage: int
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def flags(self) -> dict[str, int]:
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "zero_stage": self.zero_stage,
+        }
+
+
+def layouts(world_sizes: list[int]) -> list[Layout]:
+    """All that fit: up to four ranks, and 2 x 2 x 2. ZeRO 3 last, since it changes torch for the whole process."""
+    found = [
+        Layout(tensor, pipeline, data, stage)
+        for stage, tensor, pipeline, data in itertools.product(range(4), (1, 2, 4), (1, 2, 4), (1, 2, 4))
+        if tensor * pipeline * data <= 4 and (pipeline == 1 or stage <= 1)
+    ]
+    found += [Layout(2, 2, 2, stage) for stage in (0, 1)]
+    return [layout for layout in found if layout.world_size in world_sizes]
+
+
+def make_corpus(folder: Path) -> dict[str, Path]:
+    """The tests' tiny corpus, as flags."""
+    texts = documents()
+    vocab_file, text_file = write_vocabulary(texts, folder / "vocab.txt"), folder / "corpus.jsonl"
+    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    config = PreprocessConfig((str(text_file),), str(folder / "corpus"), "BertWordPieceLowerCase", str(vocab_file))
+    return {"data_path": Path(preprocess(config).prefixes[0]), "vocab_file": vocab_file}
+
+
+def measure(
+    models: list[dict[str, str]], chosen: list[Layout], data: dict[str, Path]
+) -> Iterator[tuple[Layout, dict[str, str], dict[str, float]]]:
+    """(layout, model, largest differences), as they come: one process group a world size and model."""
+
+    def words(*changes: dict) -> list[str]:
+        return command_line({k: v for part in (COURSE, data, *changes) for k, v in part.items()})
+
+    references: list[Course] = run_courses(1, [words(model, {"zero_stage": 0}) for model in models])
+    for model, reference in zip(models, references, strict=True):
+        for world_size in sorted({layout.world_size for layout in chosen}):
+            group = [layout for layout in chosen if layout.world_size == world_size]
+            for layout, course in zip(
+                group, run_courses(world_size, [words(model, layout.flags()) for layout in group]), strict=True
+            ):
+                yield layout, model, largest_differences(course, reference)
+
+
+def table(differences: dict[Layout, dict[str, float]], note: str) -> str:
+    """Markdown, one row a layout."""
+    lines = [
+        "| ranks | tensor | pipeline | data | ZeRO | " + " | ".join(COLUMNS.values()) + " |",
+        "| ---: " * (5 + len(COLUMNS)) + "|",
+    ]
+    for layout, worst in sorted(differences.items(), key=lambda item: (item[0].world_size, item[0])):
+        cells = [f"{worst[name]:.1e}" if name in worst else "–" for name in COLUMNS]
+        sizes = (layout.world_size, *layout)
+        lines.append("| " + " | ".join(map(str, (*sizes, *cells))) + " |")
+    return "\n".join([*lines, "", note])
+
+
+def write(text: str) -> None:
+    """Put the table into the document."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = document.split(BEGIN)
+    after = rest.split(END)[1]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--encodings", nargs="+", choices=POSITION_ENCODINGS, default=list(POSITION_ENCODINGS))
+    parser.add_argument("--objectives", nargs="+", choices=("mlm", "mth"), default=["mlm", "mth"])
+    parser.add_argument("--world-sizes", nargs="+", type=int, choices=(1, 2, 4, 8), default=[1, 2, 4, 8])
+    parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    models = [
+        {"position_encoding": encoding, "objective": objective}
+        for encoding, objective in itertools.product(arguments.encodings, arguments.objectives)
+    ]
+    chosen = layouts(arguments.world_sizes)
+    worst: dict[Layout, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(chosen), unit="course") as bar:
+        for layout, model, differences in measure(models, chosen, make_corpus(Path(folder))):
+            bar.set_postfix_str(" ".join(model.values()))
+            bar.update()
+            for name, difference in differences.items():
+                row = worst.setdefault(layout, {})
+                row[name] = max(row.get(name, 0.0), difference)
+    note = f"{len(models) * len(chosen)} courses: {', '.join(arguments.encodings)} under {' and '.join(arguments.objectives)}"
+    text = table(worst, note)
+    print(text)
+    if arguments.write:
+        write(text)
+    highest = max(row[name] for row in worst.values() for name in COLUMNS if name in row)
+    print(f"largest difference {highest:.1e}, allowed {BOUND:.0e}", file=sys.stderr)
+    return int(highest > BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
