@@ -133,7 +133,8 @@ def main() -> int:
             for name, difference in differences.items():
                 row = worst.setdefault(layout, {})
                 row[name] = max(row.get(name, 0.0), difference)
-    note = f"{len(models) * len(chosen)} courses: {', '.join(arguments.encodings)} under {' and '.join(arguments.objectives)}"
+    names = f"{', '.join(arguments.encodings)} under {' and '.join(arguments.objectives)}"
+    note = f"{len(models) * len(chosen)} courses: {names}."
     text = table(worst, note)
     print(text)
     if arguments.write:

@@ -43,14 +43,17 @@ def run_course(config: Config) -> Course:
     loader, validation = (corpus.loader(split, ranks.data_rank, ranks.data_size) for split in ("train", "valid"))
     torch.manual_seed(config.training.seed)
     engine = build_engine(
-        build_model(config.model, config.parallel.checkpoint_activations), config, ranks, loader.num_micro_batches
+        build_model(config.model, config.parallel.checkpoint_activations, config.objective),
+        config,
+        ranks,
+        loader.num_micro_batches,
     )
     rows = []
     for step in range(1, config.training.train_iters + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
         result = train_step(engine, micro_batches, config, ranks, step)
         rows.append({**result.losses(config), "grad_norm": result.grad_norm})
-    rows[-1]["valid_lm_loss"] = evaluate(engine, [validation.step(0)], config, ranks)
+    rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks)
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()
