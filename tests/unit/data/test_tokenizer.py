@@ -1,5 +1,6 @@
 """Tokenizers: BERT's own ids on any Unicode, special tokens that text cannot produce, word starts, save and load."""
 
+import io
 import json
 import pickle
 import tarfile
@@ -37,15 +38,34 @@ def sentencepiece_model(tmp_path_factory):
     return path
 
 
-TRICKY = st.text(
+SPECIAL_STRINGS = [
+    "[MASK]",
+    "[CLS]",
+    "[SEP]",
+    "[UNK]",
+    "[PAD]",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<pad>",
+    "<mask>",
+    "##s",
+    "\u2581the",
+]
+ODD = "👩\u200d🚀 🇫🇷 ❤\ufe0f \u202eabc\u202c \u3000 \x85 \ufeff x\u0301\u0323 \u1100\u1161 \u0e33 \ud7a3"
+ODD += " \U000e0041 \uffff 豈 \U0002f800"
+SENTENCES = ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀"]
+CHARACTERS = st.text(
     st.one_of(
         st.sampled_from(
             LETTERS + " \t\n\r\x00\x0b\x1c\x7f\u00a0\u2028\u200b\u200d\ufffd\u0338\u0345\u1e9e\u0130\u03a3\ufb01_!~"
         ),
+        st.sampled_from(ODD),
         st.characters(exclude_categories=("Cs",)),
     ),
     max_size=40,
 )
+TRICKY = st.lists(st.one_of(CHARACTERS, st.sampled_from([*SPECIAL_STRINGS, ODD])), max_size=5).map("".join)
 
 
 @pytest.mark.parametrize("case", ["Lower", "Cased"])
@@ -65,6 +85,7 @@ def test_ids_are_berts_own(vocab_file, case, text):
     assert ours.encode(text) == expected
     assert ours.encode(text) == expected, "the second look-up comes from the cache"
     assert ours.encode_batch([text, text]) == [expected, expected]
+    assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text, ""])] == [expected, []]
 
 
 _built = {}
@@ -76,13 +97,109 @@ def _wordpiece(vocab_file, lower):
     return _built[lower]
 
 
-def test_ids_equal_transformers(vocab_file):
+@pytest.fixture(scope="module")
+def transformers_tokenizers(vocab_file):
+    """Case → transformers' BertTokenizer, reading special tokens in a text as text."""
     transformers = pytest.importorskip("transformers")
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file)
-    theirs = transformers.BertTokenizer(vocab_file=str(vocab_file), vocab=str(vocab_file), do_lower_case=True)
-    text = "The Unaffable CAFÉS, naïvely 中文 don't (2013–14) \u00a0 ﬁ İstanbul ΑΣ 한글"
-    assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+    files = {"vocab_file": str(vocab_file), "vocab": str(vocab_file)}
+    return {lower: transformers.BertTokenizer(**files, do_lower_case=lower) for lower in (True, False)}
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@settings(max_examples=100, deadline=None)
+@given(text=TRICKY)
+@example(text="The Unaffable CAFÉS, naïvely 中文 don't (2013–14) \u00a0 ﬁ İstanbul ΑΣ 한글 [MASK] [CLS]")
+def test_ids_equal_transformers(vocab_file, transformers_tokenizers, lower, text):
+    theirs = transformers_tokenizers[lower]
+    expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert _wordpiece(vocab_file, lower).encode(text) == expected
+
+
+def test_decoded_text(vocab_file):
+    tokenizer = _wordpiece(vocab_file, lower=True)
     assert tokenizer.decode(tokenizer.encode("the unaffable cafes")) == "the unaffable cafes"
+
+
+def test_a_full_cache_changes_no_ids(vocab_file, monkeypatch):
+    from megatron_ddrp.data import wordpiece
+
+    words = [f"the{i} cafés [MASK] 中{i}文" for i in range(50)]
+    expected = _wordpiece(vocab_file, True).encode_batch(words * 2)
+    monkeypatch.setattr(wordpiece, "CACHED_WORDS", 7)
+    small = build_tokenizer("BertWordPieceLowerCase", vocab_file)
+    assert small.encode_batch(words * 2) == expected and len(small._words) <= 7
+
+
+@pytest.fixture(scope="module", params=["unigram", "bpe"])
+def trained_sentencepiece(request, tmp_path_factory):
+    """(our tokenizer, the library's processor) of a small model of that kind."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(
+            ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀 <s> tag"] * 20
+        ),
+        model_writer=model,
+        model_type=request.param,
+        vocab_size=350 if request.param == "bpe" else 60,
+        hard_vocab_limit=False,
+        byte_fallback=request.param == "bpe",
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp(request.param) / "m.model"
+    path.write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return build_tokenizer("SentencePiece", tokenizer_model=path), processor
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TRICKY)
+@example(text="The <s> [MASK] </s>\x00\u2581cats  \t\n don't 🚀")
+def test_ids_equal_sentencepieces(trained_sentencepiece, text):
+    ours, theirs = trained_sentencepiece
+    expected = theirs.encode(text, out_type=int)
+    assert ours.encode(text) == expected
+    assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text, text])] == [expected] * 2
+
+
+@pytest.fixture(scope="module", params=["byte-level BPE", "unigram", "WordPiece"])
+def trained_huggingface(request, tmp_path_factory):
+    """(our tokenizer, the library's) of a small tokenizer.json of that kind."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    if request.param == "byte-level BPE":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=specials, initial_alphabet=alphabet)
+    elif request.param == "unigram":
+        backend = Tokenizer(models.Unigram())
+        backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=specials, unk_token="[UNK]")
+    else:
+        backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=specials)
+    backend.train_from_iterator(
+        ["the unaffable cafés", "naïve cats sat on 中文 mats", "don't [mask] the 🚀"] * 9, trainer
+    )
+    folder = tmp_path_factory.mktemp("hf")
+    backend.save(str(folder / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    return build_tokenizer("HuggingFace", tokenizer_model=folder), backend
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TRICKY)
+@example(text="The [MASK] [CLS] cats  \t\n don't 🚀")
+def test_ids_equal_tokenizers(trained_huggingface, text):
+    ours, theirs = trained_huggingface
+    never = set(ours.special_ids.tolist()) - {ours.unk_id}  # a unigram model may find "[MASK]" among its pieces
+    expected = [ours.unk_id if i in never else i for i in theirs.encode(text, add_special_tokens=False).ids]
+    assert ours.encode(text) == expected and ours.encode_batch([text, text]) == [expected] * 2
+    assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text])] == [expected]
 
 
 def test_wordpiece_attributes(vocab_file):
