@@ -1,10 +1,11 @@
-#!/usr/bin/env python
 """Text → Megatron indexed dataset (PREFIX_text_document.bin, .idx and .json).
 
 Each document becomes one sequence of token ids, without [CLS] and [SEP]: the sample builder adds them. The .json says
-how many documents and tokens there are and which tokenizer made them.
+how many documents and tokens there are, which tokenizer made them, and from which files. The dataset appears when it is
+complete. A run that was killed goes on where it was: give the same command again.
 
     python tools/preprocess_data.py --input wiki.jsonl --output-prefix data/wiki --vocab-file vocab.txt --workers 8
+    python tools/preprocess_data.py --input shards/ 'more/*.txt.gz' --output-prefix data/all --vocab-file vocab.txt
     zcat dump.jsonl.gz | python tools/preprocess_data.py --input - --output-prefix data/dump --vocab-file vocab.txt
 """
 
@@ -34,16 +35,21 @@ def build_parser() -> ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl or .json (one object a line) or .txt (a blank line between documents), each also as .gz, .xz, "
-        ".zst or .bz2; - is standard input, JSON lines if it starts with { and plain text otherwise",
+        help=".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each "
+        "also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; - is standard "
+        "input",
     )
     data.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take, one dataset each (default: text)"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys (of .parquet columns) to take, one dataset each: PREFIX_KEY_document (default: text)",
     )
     data.add_argument(
         "--split-sentences",
         action="store_true",
-        help="one sequence a sentence (NLTK's Punkt; a line break always ends one); writes PREFIX_text_sentence",
+        help="one sequence a sentence, by NLTK's Punkt; writes PREFIX_text_sentence",
     )
     data.add_argument(
         "--on-error",
@@ -78,7 +84,7 @@ def main() -> None:
     flags = vars(build_parser().parse_args())
     arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
     config = PreprocessConfig(**arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what is done is kept
     print(preprocess(config).summary())
 
 
