@@ -35,9 +35,9 @@ def build_parser() -> ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each "
-        "also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; - is standard "
-        "input",
+        help=".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, "
+        "each also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; - is "
+        "standard input",
     )
     data.add_argument(
         "--json-keys",
