@@ -90,15 +90,12 @@ def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, 
     """
     assert documents.sum() == len(samples.input_ids), (documents.sum(), len(samples.input_ids))
     valid = samples.document_ids > 0  # [samples, seq]
-    rows = np.repeat(np.arange(len(documents)), documents)  # [samples]: where each goes
-    first = (np.cumsum(documents) - documents)[rows]  # [samples]: the first sample of the same row
-    numbers = np.arange(len(rows)) - first + 1  # [samples]: 1, 2, … within the row
-    lengths = valid.sum(axis=1)
-    ends = np.cumsum(lengths)
-    begins = ends - lengths - (ends - lengths)[first]  # [samples]: column of its first token
-    columns = begins[:, None] + np.arange(valid.shape[1])
-    source = np.flatnonzero(valid)  # [tokens]: where each lies
-    target = (rows[:, None] * row_length + columns).ravel()[source]  # [tokens]: where it goes
+    first = np.cumsum(documents) - documents  # [rows]: the first sample of each
+    numbers = np.arange(documents.sum()) - np.repeat(first, documents) + 1  # [samples]: 1, 2, … within the row
+    row_tokens = np.add.reduceat(valid.sum(axis=1), first)  # [rows]
+    # Row by row and sample by sample, the tokens come in one and the same order.
+    source = np.flatnonzero(valid)  # [tokens]
+    target = np.flatnonzero(np.arange(row_length) < row_tokens[:, None])  # [tokens]
 
     def lay(field: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
         laid = np.full(len(documents) * row_length, padding, np.int64)
