@@ -55,8 +55,16 @@ class Result:
         return self
 
 
-def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callable[[], None] | None = None) -> Result:
-    """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them."""
+def start_ranks(
+    arguments: Sequence[object],
+    world_size: int = 1,
+    before: Callable[[], None] | None = None,
+    during: Callable[[list[Any]], None] | None = None,
+) -> Result:
+    """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them.
+
+    `during` runs here meanwhile, with the ranks' processes, to do them harm.
+    """
     context = fork_server()
     words, port = [str(word) for word in arguments], free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -67,6 +75,8 @@ def start_ranks(arguments: Sequence[object], world_size: int = 1, before: Callab
         ]
         for process in ranks:
             process.start()
+        if during:
+            during(ranks)
         for process in ranks:
             process.join(max(0.1, began + TIMEOUT - time.monotonic()))
         exit_codes = [process.exitcode for process in ranks]

@@ -1,0 +1,94 @@
+"""`kill -9` of a training run at random moments, again and again: it ends as if nothing had happened, to the last bit.
+
+    python -m tests.endurance.kills --kills 50 --data-path P --vocab-file F
+
+Checkpoints are written every second step, so that many kills fall into the writing of one. Dropout is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ddrp.checkpoint import StoredTensors, newest
+from tests.integration.conftest import TINY, command_line
+from tests.integration.launch import TIMEOUT, start_ranks, training_rows
+
+STEPS_BETWEEN = 5
+"""Most steps from a start to its kill, so that a run of 6 steps a kill cannot end too soon."""
+
+
+class Killer:
+    """Kills a run's ranks some steps after its start, at a random moment within a step or a save."""
+
+    def __init__(self, folder: Path, generator: random.Random) -> None:
+        self.metrics = folder / "metrics.jsonl"
+        self.generator = generator
+
+    def __call__(self, ranks: list[Any]) -> None:
+        begun = time.monotonic()
+        written = self.metrics.stat().st_mtime_ns if self.metrics.exists() else 0
+        for _ in range(self.generator.randint(0, STEPS_BETWEEN)):
+            while all(rank.is_alive() for rank in ranks) and time.monotonic() < begun + TIMEOUT / 2:
+                now = self.metrics.stat().st_mtime_ns if self.metrics.exists() else 0
+                if now != written:
+                    written = now
+                    break
+                time.sleep(0.002)
+        time.sleep(self.generator.uniform(0, 0.08))
+        for rank in ranks:
+            rank.kill()
+
+
+def kill_and_compare(kills: int, arguments: list[str], folder: Path, seed: int, world_size: int = 1) -> Counter[str]:
+    """Kill a run so often, compare it with the undisturbed one; returns how many kills left what behind."""
+    steps = 6 * kills + 6
+    settings = [*arguments, "--train-iters", str(steps), "--save-interval", "2", "--keep-last", "2"]
+    whole, killed = folder / "whole", folder / "killed"
+    start_ranks([*settings, "--save", str(whole), "--load", str(whole)], world_size).check()
+    command = [*settings, "--save", str(killed), "--load", str(killed)]
+    killer, seen = Killer(killed, random.Random(seed)), Counter[str]()
+    for number in range(kills):
+        codes = start_ranks(command, world_size, during=killer).exit_codes
+        assert -signal.SIGKILL in codes, f"kill {number} came too late: exit codes {codes}"
+        seen["kills"] += 1
+        seen["of a save"] += any(killed.glob("iter_*.tmp"))
+        seen["before the first checkpoint"] += not any(killed.glob("iter_*"))
+    start_ranks(command, world_size).check()
+    assert training_rows(killed) == training_rows(whole), "losses differ"
+    ours, theirs = newest(killed), newest(whole)
+    assert ours and theirs and ours.name == theirs.name
+    for kind in ("weights", "optimizer"):
+        mine, other = StoredTensors(ours, kind), StoredTensors(theirs, kind)
+        assert mine.names == other.names
+        assert all(torch.equal(mine[name], other[name]) for name in other.names), "tensors differ"
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--data-path", required=True)
+    parser.add_argument("--vocab-file", required=True)
+    given = parser.parse_args()
+    changes = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": None}
+    flags = command_line(TINY | changes | {"data_path": given.data_path, "vocab_file": given.vocab_file})
+    with tempfile.TemporaryDirectory() as folder:
+        seen = kill_and_compare(given.kills, flags, Path(folder), given.seed, given.ranks)
+    print(
+        ", ".join(f"{count} {what}" for what, count in seen.items()) + ": losses, weights and moments equal bit for bit"
+    )
+
+
+if __name__ == "__main__":
+    main()

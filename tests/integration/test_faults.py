@@ -1,0 +1,297 @@
+"""What real clusters do to a run: signals, time limits, lost ranks, full disks, numbers that are not finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ddrp.checkpoint import newest, read_state
+from tests.integration.launch import SCRIPT, environment, start_ranks, training_rows
+from tests.integration.test_layout_changes import tensors
+
+Flags = Callable[..., list[str]]
+ASKED_TO_STOP = 75
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def at_step(step: int, rank: int, action: Callable[[], None]) -> None:
+    """Do something on a rank once a step's row was written."""
+    from megatron_ddrp import train
+
+    log_step = train.log_step
+
+    def log_and_act(log, clock, result, progress, config):  # type: ignore[no-untyped-def]
+        log_step(log, clock, result, progress, config)
+        if progress.iteration == step and os.environ["RANK"] == str(rank):
+            action()
+
+    train.log_step = log_and_act
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def lines(text: str) -> list[str]:
+    """Standard error, without what gloo's own threads print."""
+    return [line for line in text.splitlines() if not line.startswith("[")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
+    number: signal.Signals, flags: Flags, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_ranks(flags(save=whole, **DROPOUT), 2).check()
+    command = flags(save=parts, load=parts, **DROPOUT)
+    told = start_ranks(command, 2, before=functools.partial(at_step, 3, 1, functools.partial(send, number)))
+    assert told.exit_codes == [ASKED_TO_STOP] * 2
+    assert told.stderr == ["", ""]
+    assert f"stopped at step 3 by {number.name}" in told.stdout[0]
+    path = newest(parts)
+    assert path and path.name == "iter_0000003"
+    assert (parts / "exit_code").read_text() == "75\n"
+    start_ranks(command, 2).check()
+    assert training_rows(parts) == training_rows(whole)
+
+
+def test_the_clock_stops_a_run(flags: Flags, tmp_path: Path) -> None:
+    stopped = start_ranks(flags(save=tmp_path, exit_duration_in_mins=1e-6))
+    assert stopped.exit_codes == [ASKED_TO_STOP]
+    assert "by --exit-duration-in-mins" in stopped.stdout[0]
+    path = newest(tmp_path)
+    assert path and read_state(path)["iteration"] == 1
+    ended = start_ranks(flags(save=tmp_path, load=tmp_path, exit_duration_in_mins=60)).check()
+    assert "resumed from" in ended.stdout[0]
+
+
+def test_a_signal_at_the_last_step_is_no_stop(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path), before=functools.partial(at_step, 5, 0, functools.partial(send, 15))).check()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others_with_one_line(flags: Flags, tmp_path: Path) -> None:
+    killed = functools.partial(at_step, 3, 1, functools.partial(send, signal.SIGKILL))
+    result = start_ranks(flags(save=tmp_path, save_interval=2), 2, before=killed)
+    assert result.exit_codes == [1, -signal.SIGKILL]
+    (line,) = lines(result.stderr[0])
+    assert "rank 0 lost another rank: Connection closed by peer" in line
+    assert (newest(tmp_path) or tmp_path).name == "iter_0000002"
+    assert not (tmp_path / "exit_code").exists()
+    start_ranks(flags(save=tmp_path, load=tmp_path), 2).check()
+
+
+@pytest.mark.slow
+def test_a_silent_rank_ends_the_others_within_the_timeout(flags: Flags, tmp_path: Path) -> None:
+    silent = functools.partial(at_step, 3, 1, functools.partial(time.sleep, 25))
+    began = time.monotonic()
+    result = start_ranks(flags(save=tmp_path, distributed_timeout_minutes=0.1), 2, before=silent)
+    assert result.exit_codes == [1, 1]
+    assert time.monotonic() - began < 60
+    (line,) = lines(result.stderr[0])
+    assert "rank 0 lost another rank: Timed out waiting 6000ms" in line
+    assert len(lines(result.stderr[1])) == 1
+
+
+def small_files() -> None:
+    """As on a disk that is full but for a few kilobytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_leaves_the_last_checkpoint(ranks: int, flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path, exit_interval=2), ranks).check()
+    path = newest(tmp_path)
+    before = tensors(path)
+    command = flags(save=tmp_path, load=tmp_path, save_interval=1)
+    full = start_ranks(command, ranks, before=small_files)
+    assert full.exit_codes == [1] * ranks
+    said = [line for line in full.stdout[0].splitlines() if "not saved" in line]
+    assert [line.split(" not saved")[0] for line in said] == ["step 3", "step 4"]
+    assert all("File too large; the last checkpoint is iter_0000002; going on" in line for line in said)
+    assert [len(stderr.splitlines()) for stderr in full.stderr] == [1, 0][:ranks]
+    assert "step 5 not saved" in full.stderr[0]
+    assert newest(tmp_path) == path and not list(tmp_path.glob("*.tmp"))
+    again = tensors(path)
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
+    start_ranks(command, ranks).check()
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def poison(steps: tuple[int, ...], how: str, tries: int = 2, rank: int = 0) -> None:
+    """Spoil a layer's output or gradient, or the loss, in the first tries of some steps on a rank."""
+    from megatron_ddrp.engine import nonfinite
+
+    train_step = nonfinite.train_step
+    tried: dict[int, int] = {}
+
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        if how == "gradient":
+            output.register_hook(lambda gradient: gradient * math.nan)
+            return output
+        return output + math.inf if how == "loss" else output * math.nan
+
+    def poisoned_step(engine, micro_batches, config, ranks, step, notes):  # type: ignore[no-untyped-def]
+        tried[step] = tried.get(step, 0) + 1
+        if step not in steps or tried[step] > tries or ranks.rank != rank:
+            return train_step(engine, micro_batches, config, ranks, step, notes)
+        module = engine.module if how == "loss" else engine.module.layers[1].feed_forward.output
+        hook = module.register_forward_hook(spoil)
+        try:
+            return train_step(engine, micro_batches, config, ranks, step, notes)
+        finally:
+            hook.remove()
+
+    nonfinite.train_step = poisoned_step
+
+
+def poisoned(*args: Any, **settings: Any) -> Callable[[], None]:
+    return functools.partial(poison, *args, **settings)
+
+
+def skips(stdout: str) -> list[str]:
+    return [line for line in stdout.splitlines() if " skipped, " in line]
+
+
+@pytest.mark.parametrize(
+    ("how", "settings", "cause"),
+    [
+        ("output", {"zero_stage": 0}, "output of layers.1.feed_forward on rank 0"),
+        ("output", {"zero_stage": 1, "bf16": True}, "output of layers.1.feed_forward on rank 0"),
+        ("output", {"zero_stage": 2, "checkpoint_activations": True}, "output of layers.1.feed_forward on rank 0"),
+        ("output", {"zero_stage": 3}, "output of layers.1.feed_forward on rank 0"),
+        ("gradient", {"zero_stage": 0}, "gradient of layers.1.feed_forward.output"),
+        ("gradient", {"zero_stage": 1}, "gradient of layers.1.feed_forward.output"),
+        ("loss", {"zero_stage": 0}, "gradient of the output of the model"),
+        ("loss", {"zero_stage": 2}, "gradient of the output of the model"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_a_step_that_is_not_finite_changes_nothing(
+    how: str, settings: dict[str, Any], cause: str, flags: Flags, tmp_path: Path
+) -> None:
+    arguments = flags(save=tmp_path, save_interval=1, train_iters=4, **settings)
+    said = start_ranks(arguments, before=poisoned((3,), how)).check().stdout[0]
+    (line,) = skips(said)
+    assert line.startswith("step 3 skipped, parameters and optimizer unchanged: ") and cause in line
+    before, after, later = (tensors(tmp_path / f"iter_000000{step}") for step in (2, 3, 4))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(later[name], tensor) for name, tensor in before.items())
+    states = [read_state(tmp_path / f"iter_000000{step}") for step in (2, 3, 4)]
+    assert [state["optimizer_step"] for state in states] == [2, 2, 3]
+    assert states[1]["consumed_samples"] == 3 * 8, "the data of the step are behind us"
+
+
+@pytest.mark.slow
+def test_every_layout_skips_alike(flags: Flags, tmp_path: Path) -> None:
+    for stage, ranks in ((0, 1), (1, 2), (3, 2)):
+        arguments = flags(save=tmp_path / str(stage), zero_stage=stage)
+        said = start_ranks(arguments, ranks, before=poisoned((2, 3), "output", rank=ranks - 1)).check().stdout[0]
+        assert len(skips(said)) == 2
+        assert f"output of layers.1.feed_forward on rank {ranks - 1}" in said
+    rows = [[row["loss"] for row in training_rows(tmp_path / stage)] for stage in "013"]
+    assert rows[0][1:3] == [None, None]
+    for others in rows[1:]:
+        assert others[1:3] == [None, None]
+        assert others[3:] == pytest.approx(rows[0][3:], rel=1e-5)
+
+
+def test_a_passing_fault_is_mended_by_the_second_try(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path / "whole", **DROPOUT)).check()
+    before = poisoned((3,), "output", tries=1)
+    said = start_ranks(flags(save=tmp_path / "mended", **DROPOUT), before=before).check().stdout[0]
+    assert "step 3: not finite, but finite when tried again: taken" in said
+    assert training_rows(tmp_path / "mended") == training_rows(tmp_path / "whole")
+
+
+def test_too_many_in_a_row_stop_the_run(flags: Flags, tmp_path: Path) -> None:
+    arguments = flags(save=tmp_path, train_iters=9, save_interval=2, max_skipped_steps=3)
+    result = start_ranks(arguments, before=poisoned((2, 4, 5, 6), "output"))
+    assert result.exit_codes == [1]
+    (line,) = result.stderr[0].splitlines()
+    assert "3 steps in a row were not finite, the last of them step 6: output of layers.1.feed_forward" in line
+    assert len(skips(result.stdout[0])) == 4
+
+
+SUPERVISOR = SCRIPT.parent / "examples" / "run_forever.sh"
+
+
+def supervise(folder: Path, commands: str, *more: str, **variables: str) -> subprocess.Popen[str]:
+    """`run_forever.sh` around a stand-in for training: `commands` of the shell, with $D the folder."""
+    words = [
+        "bash",
+        str(SUPERVISOR),
+        "bash",
+        "-c",
+        commands,
+        "run",
+        "--save",
+        str(folder),
+        "--load",
+        str(folder),
+        *more,
+    ]
+    surroundings = environment() | {"D": str(folder), "BACKOFF": "0", **variables}
+    return subprocess.Popen(words, env=surroundings, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("commands", "code", "starts"),
+    [
+        ("echo >> $D/starts; test $(wc -l < $D/starts) -ge 4", 0, 4),
+        ("echo >> $D/starts; exit 75", 75, 1),
+        ("echo >> $D/starts; exit 2", 2, 1),
+        ("echo >> $D/starts; exit 1", 1, 5),
+        ("echo >> $D/starts; echo 75 > $D/exit_code; exit 1", 75, 1),
+        ("echo >> $D/starts; cp $D/starts $D/latest; test $(wc -l < $D/starts) -ge 9", 0, 9),
+    ],
+    ids=["failures", "asked", "arguments", "gives-up", "torchrun", "progress"],
+)
+def test_run_forever_knows_the_codes(commands: str, code: int, starts: int, tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, commands)
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == code
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+def test_run_forever_hands_on_what_it_is_told(tmp_path: Path) -> None:
+    commands = "trap 'kill %1; exit 75' TERM; touch $D/ready; sleep 30 & wait"
+    supervisor = supervise(tmp_path, commands)
+    while not (tmp_path / "ready").exists() and supervisor.poll() is None:
+        time.sleep(0.02)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 75
+
+
+def test_run_forever_wants_one_folder(tmp_path: Path) -> None:
+    supervisor = supervise(tmp_path, "exit 0", "--load", str(tmp_path / "other"))
+    _, stderr = supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 2 and "--save and --load" in stderr
+
+
+@pytest.mark.slow
+def test_run_forever_with_a_real_run_that_dies(flags: Flags, tmp_path: Path) -> None:
+    """A run that is killed at its first checkpoints goes on by itself, and ends."""
+    command = [sys.executable, str(SCRIPT), *flags(save=tmp_path, load=tmp_path, save_interval=1, train_iters=4)]
+    supervisor = subprocess.Popen(["bash", str(SUPERVISOR), *command], env=environment() | {"BACKOFF": "0"}, text=True)
+    while not (tmp_path / "latest").exists() and supervisor.poll() is None:
+        time.sleep(0.01)
+    child = int((tmp_path / "lock").read_text().split()[-1])
+    os.kill(child, signal.SIGKILL)
+    assert supervisor.wait(120) == 0
+    assert [row["iteration"] for row in training_rows(tmp_path)] == [1, 2, 3, 4]

@@ -1,0 +1,195 @@
+"""A checkpoint of one layout goes on in any other, with the same losses; nothing in it is unpickled or lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ddrp.checkpoint import StoredTensors, newest, read_state
+from megatron_ddrp.stopping import sole_writer
+from tests.endurance.kills import kill_and_compare
+from tests.integration.launch import start_ranks, training_rows
+
+Flags = Callable[..., list[str]]
+SAVED, STEPS = 3, 8
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 rank, ZeRO 0": {"ranks": 1, "zero_stage": 0},
+    "1 rank, ZeRO 3": {"ranks": 1, "zero_stage": 3},
+    "2 ranks, ZeRO 1": {"ranks": 2, "zero_stage": 1},
+    "2 ranks, ZeRO 2": {"ranks": 2, "zero_stage": 2},
+    "2 ranks, ZeRO 3": {"ranks": 2, "zero_stage": 3},
+}
+
+
+def run(flags: Flags, layout: str, **changes: Any) -> str:
+    """Train in a layout; what it said."""
+    settings = dict(LAYOUTS[layout])
+    ranks = settings.pop("ranks")
+    return start_ranks(flags(train_iters=STEPS, lr_warmup_fraction=0.5, **settings, **changes), ranks).check().stdout[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process that was never stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(flags, "1 rank, ZeRO 0", save=folder)
+    return [row["loss"] for row in training_rows(folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(
+    source: str, undisturbed: list[float], flags: Flags, tmp_path: Path
+) -> None:
+    run(flags, source, save=tmp_path / "source", exit_interval=SAVED)
+    for number, target in enumerate(LAYOUTS):
+        said = run(flags, target, load=tmp_path / "source", save=tmp_path / f"{number}")
+        losses = [row["loss"] for row in training_rows(tmp_path / f"{number}")]
+        assert losses == pytest.approx(undisturbed[SAVED:], rel=1e-5), f"{source} → {target}"
+        assert (f"checkpoint of {source.replace(', ', ' (')}, fp32) → {target.replace(', ', ' (')}, fp32)" in said) == (
+            source != target
+        )
+
+
+def tensors(path: Path | None) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds."""
+    assert path
+    kinds = [StoredTensors(path, kind) for kind in ("weights", "optimizer")]
+    return {name: stored[name].clone() for stored in kinds for name in stored.names}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ({"zero_stage": 0}, {"bf16": True, "zero_stage": 1}),
+        ({"bf16": True, "zero_stage": 2}, {"zero_stage": 3}),
+        ({"bf16": True, "zero_stage": 3}, {"zero_stage": 0}),
+    ],
+    ids=["fp32-bf16", "bf16-fp32", "bf16-fp32-zero0"],
+)
+def test_weights_and_moments_pass_between_precisions_unrounded(
+    source: dict[str, Any], target: dict[str, Any], flags: Flags, tmp_path: Path
+) -> None:
+    """A rate of 0 and no decay of moments: what is saved again is what was read."""
+    still = {"lr": 0.0, "adam_beta1": 0.5, "adam_beta2": 0.5}
+    start_ranks(flags(save=tmp_path / "source", train_iters=2, **source)).check()
+    said = start_ranks(flags(save=tmp_path / "target", load=tmp_path / "source", train_iters=3, **still, **target))
+    assert "→ 1 rank" in said.check().stdout[0]
+    before, after = tensors(newest(tmp_path / "source")), tensors(newest(tmp_path / "target"))
+    assert all(tensor.dtype == torch.float32 for tensor in before.values())
+    for name, tensor in before.items():
+        if "/" not in name:
+            assert torch.equal(after[name], tensor), name
+    # the second moment was halved and gained half a square: it cannot be below half of what it was
+    moments = [name for name in before if name.startswith("exp_avg_sq/")]
+    assert all((after[name] >= 0.4999 * before[name]).all() for name in moments)
+    assert any(before[name].max() > 0 for name in moments)
+    rows = training_rows(tmp_path / "target")
+    assert rows[0]["iteration"] == 3
+
+
+def test_a_checkpoint_is_numbers_and_json(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path, train_iters=2)).check()
+    path = newest(tmp_path)
+    assert path
+    names = {file.name for file in path.iterdir()}
+    assert names == {"state.json", "weights-00-of-01.safetensors", "optimizer-00-of-01.safetensors"}
+    state = read_state(path)
+    assert state["optimizer_step"] == state["iteration"] == 2
+    assert state["layout"] == {"ranks": 1, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
+    assert not list(tmp_path.glob("*.tmp")) and not (tmp_path / "lock").exists()
+    assert (tmp_path / "exit_code").read_text() == "0\n"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.fixture(scope="module")
+def three_checkpoints(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    start_ranks(flags(save=folder, train_iters=6, save_interval=2)).check()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "reason"),
+    [
+        (truncate, "weights-00-of-01.safetensors", "bytes instead of"),
+        (change_a_byte, "optimizer-00-of-01.safetensors", "CRC-32"),
+        (Path.unlink, "weights-00-of-01.safetensors", "is missing"),
+        (truncate, "state.json", "damaged"),
+    ],
+    ids=["truncated", "changed", "missing", "state"],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: Callable[[Path], None], file: str, reason: str, three_checkpoints: Path, flags: Flags, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(three_checkpoints, tmp_path / "run"))
+    rows, wanted = training_rows(folder), tensors(newest(folder))
+    damage(folder / "iter_0000006" / file)
+    said = start_ranks(flags(save=folder, load=folder, train_iters=6, save_interval=2)).check().stdout[0]
+    (line,) = [line for line in said.splitlines() if line.startswith("passed over")]
+    assert "iter_0000006" in line and reason in line and file in line
+    assert f"resumed from {folder} at step 4" in said
+    assert training_rows(folder) == rows
+    again = tensors(newest(folder))
+    assert all(torch.equal(again[name], tensor) for name, tensor in wanted.items())
+
+
+def test_without_latest_the_newest_whole_checkpoint_counts(three_checkpoints: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(three_checkpoints, tmp_path / "run"))
+    (folder / "latest").unlink()
+    assert newest(folder) == folder / "iter_0000006"
+    truncate(folder / "iter_0000006" / "weights-00-of-01.safetensors")
+    assert newest(folder) == folder / "iter_0000004"
+
+
+def test_milestones_stay(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path, train_iters=7, save_interval=1, keep_last=2, milestone_interval=3)).check()
+    assert [int(path.name[5:]) for path in sorted(tmp_path.glob("iter_*"))] == [3, 6, 7]
+
+
+def test_one_run_a_folder(flags: Flags, tmp_path: Path) -> None:
+    with sole_writer(tmp_path):
+        result = start_ranks(flags(save=tmp_path, train_iters=1))
+    assert result.exit_codes == [1]
+    (line,) = result.stderr[0].splitlines()
+    assert f"--save {tmp_path} is being written by another run (host " in line
+    start_ranks(flags(save=tmp_path, train_iters=1)).check()
+
+
+def test_the_lock_of_a_killed_run_is_free(flags: Flags, tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("host elsewhere, process 1\n", encoding="utf-8")
+    start_ranks(flags(save=tmp_path, train_iters=1)).check()
+
+
+def test_ten_kills_leave_no_trace(flags: Flags, tmp_path: Path) -> None:
+    arguments = flags(hidden_dropout=0.1, attention_dropout=0.1, train_iters=None)
+    seen = kill_and_compare(10, arguments, tmp_path, seed=1)
+    assert seen["kills"] == 10
+
+
+def test_resuming_reads_the_state_it_says(flags: Flags, tmp_path: Path) -> None:
+    """The optimizer's count of steps is its own: bias correction depends on it."""
+    start_ranks(flags(save=tmp_path, train_iters=2)).check()
+    path = newest(tmp_path)
+    assert path
+    state = read_state(path)
+    (path / "state.json").write_text(json.dumps(state | {"optimizer_step": 5}), encoding="utf-8")
+    start_ranks(flags(save=tmp_path, load=tmp_path, train_iters=3)).check()
+    again = newest(tmp_path)
+    assert again and read_state(again)["optimizer_step"] == 6
