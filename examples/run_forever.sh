@@ -7,10 +7,11 @@
 #   result     exit code 0 when training is done; 75 when somebody asked it to stop (go on by the same command);
 #              2 for wrong arguments; 1 when it failed MAX_FAILURES times without a new checkpoint
 #
-#   [MAX_FAILURES=5] [BACKOFF=10] bash examples/run_forever.sh deepspeed --num_gpus 8 pretrain_bert.py … --save D --load D
+#   [MAX_FAILURES=5] [BACKOFF=10] [GRACE=120] bash examples/run_forever.sh deepspeed --num_gpus 8 pretrain_bert.py … --save D --load D
 #
 # SIGTERM and SIGUSR1 sent to this script let the step in hand finish and be saved. Between failures it waits BACKOFF
-# seconds, then twice as long, up to ten minutes; a new checkpoint sets both back.
+# seconds, then twice as long, up to ten minutes; a new checkpoint sets both back. Ranks that outlive their launcher have
+# GRACE seconds to save.
 set -euo pipefail
 
 save='' load=''
@@ -28,8 +29,10 @@ if [[ -z $save || $save != "$load" ]]; then
     exit 2
 fi
 
+# The command is a process group of its own: `deepspeed` dies of a SIGTERM without telling its ranks, so all are told.
+set -m
 asked='' child=''
-ask() { asked=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true; }
+ask() { asked=1; [[ -z $child ]] || kill -TERM -- "-$child" 2>/dev/null || true; }
 trap ask TERM USR1 INT
 
 failures=0 pause=${BACKOFF:-10} limit=${MAX_FAILURES:-5}
@@ -44,6 +47,11 @@ while true; do
         code=0
         wait "$child" || code=$?
     done
+    for ((seconds = 0; seconds < ${GRACE:-120}; seconds++)); do # ranks may outlive their launcher while they save
+        kill -0 -- "-$child" 2>/dev/null || break
+        sleep 1
+    done
+    kill -KILL -- "-$child" 2>/dev/null || true
     child=''
     # torchrun exits 1 for every code but 0; the run's own stands in its folder.
     [[ $code == 0 ]] || code=$(cat "$save/exit_code" 2>/dev/null || echo "$code")

@@ -88,7 +88,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(flags: Flags, tmp_path: Pat
     result = start_ranks(flags(save=tmp_path, save_interval=2), 2, before=killed)
     assert result.exit_codes == [1, -signal.SIGKILL]
     (line,) = lines(result.stderr[0])
-    assert "rank 0 lost another rank: Connection closed by peer" in line
+    assert "rank 0 lost another rank: " in line and "Connection" in line
     assert (newest(tmp_path) or tmp_path).name == "iter_0000002"
     assert not (tmp_path / "exit_code").exists()
     start_ranks(flags(save=tmp_path, load=tmp_path), 2).check()
@@ -174,10 +174,10 @@ def skips(stdout: str) -> list[str]:
         ("output", {"zero_stage": 1, "bf16": True}, "output of layers.1.feed_forward on rank 0"),
         ("output", {"zero_stage": 2, "checkpoint_activations": True}, "output of layers.1.feed_forward on rank 0"),
         ("output", {"zero_stage": 3}, "output of layers.1.feed_forward on rank 0"),
-        ("gradient", {"zero_stage": 0}, "gradient of layers.1.feed_forward.output"),
-        ("gradient", {"zero_stage": 1}, "gradient of layers.1.feed_forward.output"),
-        ("loss", {"zero_stage": 0}, "gradient of the output of the model"),
-        ("loss", {"zero_stage": 2}, "gradient of the output of the model"),
+        ("gradient", {"zero_stage": 0}, "gradient of the output of layers.1.feed_forward"),
+        ("gradient", {"zero_stage": 1}, "gradient of the output of layers.1.feed_forward"),
+        ("loss", {"zero_stage": 0}, "gradient of the output of head"),
+        ("loss", {"zero_stage": 2}, "gradient of the output of head"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -257,7 +257,7 @@ def supervise(folder: Path, commands: str, *more: str, **variables: str) -> subp
         ("echo >> $D/starts; exit 2", 2, 1),
         ("echo >> $D/starts; exit 1", 1, 5),
         ("echo >> $D/starts; echo 75 > $D/exit_code; exit 1", 75, 1),
-        ("echo >> $D/starts; cp $D/starts $D/latest; test $(wc -l < $D/starts) -ge 9", 0, 9),
+        ("echo >> $D/starts; wc -l < $D/starts > $D/latest; test $(wc -l < $D/starts) -ge 9", 0, 9),
     ],
     ids=["failures", "asked", "arguments", "gives-up", "torchrun", "progress"],
 )
