@@ -132,11 +132,12 @@ def lost_rank_in_one_line() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not re.search(r"gloo|NCCL", str(error)):
             raise
         cause = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0].splitlines()[0]
-        met = dist.is_initialized()
-        advice = "that rank's own output says why; start the same command again to go on from the last checkpoint"
+        rank = os.environ.get("RANK", 0)
+        if not dist.is_initialized():
+            raise UserError(f"rank {rank} cannot meet the other ranks: {cause}; give a free --master_port") from error
         raise UserError(
-            f"rank {os.environ.get('RANK', 0)} {'lost another rank' if met else 'cannot meet the other ranks'}: {cause}; "
-            + (advice if met else "give a free --master_port, and addresses that reach each other")
+            f"rank {rank} lost another rank: {cause}; that rank's own output says why; start the same command again to "
+            "go on from the last checkpoint"
         ) from error
 
 
