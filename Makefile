@@ -1,4 +1,4 @@
-# The four commands of this repository; `make help` lists them. Everything lives in .venv and quickstart/.
+# The commands of this repository; `make help` lists them. Everything lives in .venv and quickstart/.
 #
 #   TORCH   what pip is asked for before anything else, so that no later requirement chooses a torch build for you.
 #           It may carry pip options: TORCH='torch==2.13.0 --index-url URL' picks the builds served at URL (CPU, CUDA 12, …).
@@ -18,7 +18,7 @@ STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check
+.PHONY: help setup quickstart test check endurance
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,3 +48,6 @@ check: $(STAMP) ## lint, format, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 	$(PYTEST) -m 'not slow'
+
+endurance: $(STAMP) ## hours: every layout against one process, into docs/parallelism.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write

@@ -41,7 +41,7 @@ def dry_run(config: Config) -> None:
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
     deepspeed_settings(config, micro_batches, data_size)
     parameters, position_parameters = count_parameters(on_meta_device(config.model, config.objective))
-    memory = memory_per_rank(config, parameters, world_size)
+    memory = memory_per_rank(config, parameters * data_size // world_size, data_size)
     facts = {
         "parameters": parameters,
         "position_parameters": position_parameters,
@@ -60,10 +60,11 @@ def dry_run(config: Config) -> None:
     print(json.dumps(facts))
 
 
-def memory_per_rank(config: Config, parameters: int, world_size: int) -> dict[str, int]:
+def memory_per_rank(config: Config, parameters: int, data_size: int) -> dict[str, int]:
     """Bytes a rank holds of weights, gradients, optimizer state and (roughly) activations.
 
-    ZeRO 1 shards the optimizer state over the ranks, 2 the gradients too, 3 the weights too. 16-bit training keeps
+    `parameters` are those that tensor and pipeline parallelism leave to a rank, about equal parts. ZeRO 1 shards the
+    optimizer state over the `data_size` ranks that hold the same, 2 the gradients too, 3 the weights too. 16-bit training keeps
     fp32 master weights beside Adam's two moments.
     """
     stage = config.parallel.zero_stage
@@ -72,9 +73,9 @@ def memory_per_rank(config: Config, parameters: int, world_size: int) -> dict[st
     weights, gradients = parameters * width, parameters * width
     optimizer = parameters * FP32 * (ADAM_MOMENTS + half)
     return {
-        "weights": weights // (world_size if stage >= 3 else 1),
-        "gradients": gradients // (world_size if stage >= 2 else 1),
-        "optimizer": optimizer // (world_size if stage >= 1 else 1),
+        "weights": weights // (data_size if stage >= 3 else 1),
+        "gradients": gradients // (data_size if stage >= 2 else 1),
+        "optimizer": optimizer // (data_size if stage >= 1 else 1),
         "activations": activation_bytes(config, width),
     }
 

@@ -28,7 +28,7 @@ from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
 from tests.integration.launch import fork_server, free_port
 
-TIMEOUT = 600.0
+TIMEOUT = 1800.0
 
 Course = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
