@@ -64,8 +64,8 @@ def memory_per_rank(config: Config, parameters: int, data_size: int) -> dict[str
     """Bytes a rank holds of weights, gradients, optimizer state and (roughly) activations.
 
     `parameters` are those that tensor and pipeline parallelism leave to a rank, about equal parts. ZeRO 1 shards the
-    optimizer state over the `data_size` ranks that hold the same, 2 the gradients too, 3 the weights too. 16-bit training keeps
-    fp32 master weights beside Adam's two moments.
+    optimizer state over the `data_size` ranks that hold the same, 2 the gradients too, 3 the weights too. 16-bit
+    training keeps fp32 master weights beside Adam's two moments.
     """
     stage = config.parallel.zero_stage
     half = config.training.precision != "fp32"
