@@ -85,10 +85,14 @@ def start_ranks(
                 process.kill()
                 process.join()
         stdout, stderr = (
-            [(Path(folder) / f"{stream}{rank}").read_text(encoding="utf-8") for rank in range(world_size)]
-            for stream in ("stdout", "stderr")
+            [_text(Path(folder) / f"{stream}{rank}") for rank in range(world_size)] for stream in ("stdout", "stderr")
         )
     return Result(exit_codes, stdout, stderr)
+
+
+def _text(path: Path) -> str:
+    """What a rank wrote; nothing where it was killed before it began."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def fork_server() -> Any:
