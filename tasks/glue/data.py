@@ -9,7 +9,8 @@ Batches hold rows of similar length, so that little of them is padding; their or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -68,7 +69,7 @@ class Encoded:
     pieces: list[list[int]]
     segments: list[list[int]]
     targets: np.ndarray
-    """`[examples]`: class numbers (int64), or floats of a regression."""
+    """`[examples]`: class numbers (int64), or floats of a regression; nan in a test set."""
     pad_id: int
 
     def __len__(self) -> int:
@@ -96,22 +97,35 @@ def read_task(task: Task, data_dir: Path) -> TaskData:
     return TaskData(task, train, dev, digest.hexdigest())
 
 
-def read_examples(task: Task, path: Path, broken_rows: int = 0) -> list[Example]:
-    """The labelled rows of one file; at most `broken_rows` of them may lack columns and are left out."""
+def read_test(task: Task, data_dir: Path) -> dict[str, list[Example]]:
+    """The task's test sets by their names in a submission; their rows have no labels (here nan).
+
+    Raises:
+        GlueDataError: a file is missing or not as released. The diagnostic set is left out where it is not there.
+    """
+    found = {}
+    for file, name in task.submission_files.items():
+        path = data_dir / task.name / file
+        if not path.is_file():
+            if file.startswith(".."):
+                continue
+            raise GlueDataError(f"{path}: no such file; --predict-test needs the test sets of the GLUE release")
+        found[name] = read_examples(task, path, labelled=False)
+    return found
+
+
+def read_examples(task: Task, path: Path, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
+    """The rows of one file; at most `broken_rows` of them may lack columns and are left out.
+
+    Without `labelled` the file is a test set, which always has a header line, and the labels are nan.
+    """
     lines = _read_lines(path)
-    columns = task.columns
-    first_line = 1
-    if columns is None:
-        header = lines[0].split("\t") if lines else []
-        wanted = [*task.text_columns, task.label_column]
-        if missing := [name for name in wanted if name not in header]:
-            raise GlueDataError(
-                f"{path}, line 1: no column {missing[0]!r} among {header}; expected a tab-separated header line with "
-                + ", ".join(map(repr, wanted))
-            )
-        columns, lines, first_line = tuple(header), lines[1:], 2
+    wanted = (*task.text_columns, task.label_column) if labelled else task.text_columns
+    if labelled and task.columns is not None:
+        columns, first_line = task.columns, 1
+    else:
+        columns, lines, first_line = _header(path, lines, wanted), lines[1:], 2
     texts_at = [columns.index(name) for name in task.text_columns]
-    label_at = columns.index(task.label_column)
 
     examples: list[Example] = []
     skipped = 0
@@ -125,11 +139,23 @@ def read_examples(task: Task, path: Path, broken_rows: int = 0) -> list[Example]
                 f"{path}, line {number}: {len(cells)} columns, expected {len(columns)} ({', '.join(columns)}); "
                 "the file is truncated or not tab-separated"
             )
-        label = _parse_label(task, cells[label_at], f"{path}, line {number}")
+        label = math.nan
+        if labelled:
+            label = _parse_label(task, cells[columns.index(task.label_column)], f"{path}, line {number}")
         examples.append(Example(tuple(cells[index] for index in texts_at), label))
     if not examples:
-        raise GlueDataError(f"{path}: no examples, expected at least one labelled row")
+        raise GlueDataError(f"{path}: no examples, expected at least one {'labelled ' * labelled}row")
     return examples
+
+
+def _header(path: Path, lines: list[str], wanted: Sequence[str]) -> tuple[str, ...]:
+    header = tuple(lines[0].split("\t")) if lines else ()
+    if missing := [name for name in wanted if name not in header]:
+        raise GlueDataError(
+            f"{path}, line 1: no column {missing[0]!r} among {list(header)}; expected a tab-separated header line "
+            f"with {', '.join(map(repr, wanted))}"
+        )
+    return header
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -160,8 +186,13 @@ def _parse_label(task: Task, text: str, where: str) -> float:
     return value
 
 
-def encode(task: Task, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> Encoded:
-    """Pieces and segments of each example, cut to `max_length` with the special tokens."""
+def encode(
+    task: Task, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
+) -> Encoded:
+    """Pieces and segments of each example, cut to `max_length` with the special tokens.
+
+    `pair_separators` stand between the two texts of a pair: 2 in the RoBERTa family.
+    """
     pieces: list[list[int]] = []
     segments: list[list[int]] = []
     encoded_sides = [
@@ -169,15 +200,18 @@ def encode(task: Task, examples: Sequence[Example], tokenizer: Tokenizer, max_le
     ]
     for row_sides in zip(*encoded_sides, strict=True):
         sides = [list(side) for side in row_sides]
-        truncate(sides, max_length - 1 - len(sides))
+        between = pair_separators - 1 if len(sides) > 1 else 0
+        truncate(sides, max_length - 1 - len(sides) - between)
         row, row_segments = [tokenizer.cls_id], [0]
         for segment, side in enumerate(sides):
-            row += [*side, tokenizer.sep_id]
-            row_segments += [segment] * (len(side) + 1)
+            ends = 1 + (between if segment == 0 else 0)
+            row += [*side, *[tokenizer.sep_id] * ends]
+            row_segments += [segment] * (len(side) + ends)
         pieces.append(row)
         segments.append(row_segments)
-    dtype = np.float64 if task.is_regression else np.int64
-    targets = np.array([example.label for example in examples], dtype=dtype)
+    targets = np.array([example.label for example in examples], dtype=np.float64)
+    if not task.is_regression and not np.isnan(targets).any():
+        targets = targets.astype(np.int64)
     return Encoded(pieces, segments, targets, tokenizer.pad_id)
 
 
@@ -204,12 +238,6 @@ def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
     """Batches of row numbers, every row exactly once, by length."""
     rows = np.argsort([len(row) for row in encoded.pieces], kind="stable")
     return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-
-
-def batches(encoded: Encoded, order: Sequence[np.ndarray]) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """Yield (numpy Batch padded to its longest row, targets `[batch]`, row numbers `[batch]`)."""
-    for rows in order:
-        yield pad_batch(encoded, rows), encoded.targets[rows], rows
 
 
 def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:

@@ -24,6 +24,12 @@ from megatron_ddrp.data.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tasks.glue.data import Tokenizer
 
+ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
+"""Model types with two separators in a pair and position numbers that begin after the padding's."""
+
+PADDED_ROWS = 255
+"""Rows that a Hugging Face model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -39,8 +45,12 @@ class Encoder:
     """Longest sequence that it knows positions for."""
     fingerprint: str
     """Changes when any weight does."""
+    origin: str
+    """Which weights were loaded, which were missing and which are left unused, for people."""
     rebuild: Callable[[], nn.Module] | None = None
     """Makes the same architecture with new random weights; set where these are wanted."""
+    pair_separators: int = 1
+    """Separators between the two texts of a pair."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """A copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
@@ -104,7 +114,9 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
     from megatron_ddrp.model import build_model
 
     model, tokenizer, config = load_model(folder)
-    _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size)
+    _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
+    names = [name for name, _ in model.named_parameters()]
+    unused = [name for name in names if name.startswith("head.")]
     return Encoder(
         _name(folder, random_init),
         TrainedEncoder(model),
@@ -112,6 +124,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, random_init),
+        _origin(len(names) - len(unused), [], unused, random_init),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
     )
 
@@ -130,24 +143,35 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
             from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpModel
 
             config, build = DdrpConfig.from_pretrained(folder), DdrpModel
-            model = DdrpModel.from_pretrained(folder)
+            own: Any = DdrpModel
+            model, report = own.from_pretrained(folder, output_loading_info=True)
         else:
             config, build = AutoConfig.from_pretrained(folder, local_files_only=True), AutoModel.from_config
-            model = AutoModel.from_pretrained(folder, local_files_only=True)
+            if config.is_encoder_decoder or getattr(config, "is_decoder", False):
+                raise ValueError(f"{config.model_type} is no encoder; give a BERT, RoBERTa, ELECTRA, DeBERTa, …")
+            model, report = AutoModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
         model = model.float()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--load {folder}: transformers cannot load it: {error}") from None
     tokenizer = _hugging_face_tokenizer(folder)
-    _refuse_foreign_tokenizer(folder, tokenizer, config.vocab_size)
+    _refuse_foreign_tokenizer(folder, tokenizer, config.vocab_size, PADDED_ROWS)
     encoder = HuggingFaceEncoder(model)
+    names = {name for name, _ in encoder.model.named_parameters()}
+    missing = sorted(names & set(report["missing_keys"]))
+    if len(missing) == len(names):
+        raise UserError(f"--load {folder}: its weights are of another model than its config.json; copy it again")
+    roberta = config.model_type in ROBERTA_FAMILY
+    longest = getattr(config, "max_position_embeddings", 512)
     return Encoder(
         _name(folder, random_init),
         encoder,
         tokenizer,
         config.hidden_size,
-        getattr(config, "max_position_embeddings", 512),
+        longest - config.pad_token_id - 1 if roberta else longest,
         _fingerprint(encoder, random_init),
+        _origin(len(names) - len(missing), missing, sorted(report["unexpected_keys"]), random_init),
         (lambda: HuggingFaceEncoder(build(config))) if random_init else None,
+        pair_separators=2 if roberta else 1,
     )
 
 
@@ -160,12 +184,26 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
     return build_tokenizer(kind, vocab_file=folder / "vocab.txt")
 
 
-def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    if tokenizer.vocab_size > rows:
+def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spare: int) -> None:
+    if not rows - spare <= tokenizer.vocab_size <= rows:
         raise UserError(
             f"--load {folder}: its tokenizer has {tokenizer.vocab_size} pieces and its model embeds {rows}; "
             "put the vocabulary there that the model was trained with"
         )
+
+
+def _origin(loaded: int, missing: list[str], unused: list[str], random_init: bool) -> str:
+    if random_init:
+        return "loaded: none, all weights are new and random in every run"
+    parts = [f"loaded: {loaded} weights of the encoder", f"missing: {_names(missing)}"]
+    return "; ".join([*parts, f"not used: {_names(unused)}", "new in every run: pooler and classifier"])
+
+
+def _names(weights: list[str]) -> str:
+    if not weights:
+        return "none"
+    few = ", ".join(weights[:4]) + (", …" if len(weights) > 4 else "")
+    return f"{len(weights)} ({few})"
 
 
 def _name(folder: Path, random_init: bool) -> str:

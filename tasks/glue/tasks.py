@@ -1,13 +1,13 @@
 """The GLUE tasks, one row each: files, columns, labels and metric, in the layout of the official TSV release.
 
-Lines are split at tabs and nowhere else: a quotation mark is text. Files have a header line except CoLA's; MRPC's
-begin with a byte-order mark. The first development file gives a task's score. The label order fixes the class numbers
-and is alphabetical, as in the submission format's own list.
+Lines are split at tabs and nowhere else: a quotation mark is text, also QQP's doubled ones. Files have a header line
+except CoLA's train.tsv and dev.tsv; MRPC's begin with a byte-order mark. The first development file gives a task's
+score. The label order fixes the class numbers and is alphabetical.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Task:
     dev_files: tuple[str, ...] = ("dev.tsv",)
     """Development files; the first one's score is the task's."""
     columns: tuple[str, ...] | None = None
-    """Names of the columns of a file without a header line; None where the file has one."""
+    """Names of the columns of train.tsv and dev.tsv where these have no header line; None where they have one."""
+    submission_files: dict[str, str] = field(default_factory=dict)
+    """Test file → its name in a submission; also test files that other tasks' data hold."""
     broken_rows: int = 0
     """Rows of train.tsv that may lack columns: the official QQP file has a few, and they are left out, not repaired."""
     in_average: bool = True
@@ -48,8 +50,13 @@ class Task:
 
 _ENTAILMENT = ("entailment", "not_entailment")
 
+
+def _with_submission(task: Task) -> Task:
+    return task if task.submission_files else replace(task, submission_files={"test.tsv": f"{task.name}.tsv"})
+
+
 TASKS: dict[str, Task] = {
-    task.name: task
+    task.name: _with_submission(task)
     for task in (
         Task("RTE", "accuracy", ("sentence1", "sentence2"), "label", _ENTAILMENT),
         Task("STS-B", "pearson", ("sentence1", "sentence2"), "score", labels=(), label_range=(0.0, 5.0)),
@@ -65,6 +72,11 @@ TASKS: dict[str, Task] = {
             "gold_label",
             ("contradiction", "entailment", "neutral"),
             dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
+            submission_files={
+                "test_matched.tsv": "MNLI-m.tsv",
+                "test_mismatched.tsv": "MNLI-mm.tsv",
+                "../diagnostic/diagnostic.tsv": "AX.tsv",
+            },
         ),
         Task("WNLI", "accuracy", ("sentence1", "sentence2"), "label", in_average=False),
     )

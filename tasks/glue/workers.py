@@ -1,0 +1,123 @@
+"""Who does the runs: this process, several worker processes on one machine, or all ranks together, a run at a time."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ddrp.errors import FAILURE, UserError, run_command
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from tasks.glue.data import read_task
+from tasks.glue.queue import WAIT, Claims, drain
+from tasks.glue.runs import Run, RunStore
+from tasks.glue.sweep import Sweep
+from tasks.glue.tasks import TASKS
+
+
+def open_store(options: argparse.Namespace) -> RunStore:
+    """runs.jsonl of --output-dir."""
+    return RunStore(options.output_dir / "runs.jsonl")
+
+
+def open_claims(options: argparse.Namespace) -> Claims:
+    """The claims on its runs."""
+    return Claims(options.output_dir / "claims.lock")
+
+
+def device_of(worker: int) -> torch.device:
+    """GPUs in turn, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", worker % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def default_workers() -> int:
+    """One a GPU."""
+    return max(1, torch.cuda.device_count())
+
+
+def share_out(options: argparse.Namespace, count: int, store: RunStore, tell: Callable[[], None]) -> None:
+    """Start `count` workers and return when they have done all runs; `tell` after each look at the store.
+
+    Raises:
+        UserError: all workers have ended and runs are missing. A worker's own message is above it.
+    """
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    workers = [
+        context.Process(target=_work, args=(options, number, count), name=f"worker {number}", daemon=True)
+        for number in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        while any(worker.is_alive() for worker in workers):
+            multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.is_alive()], WAIT)
+            store.refresh()
+            tell()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    if failed := [worker for worker in workers if worker.exitcode]:
+        raise UserError(
+            f"{failed[0].name} of {count} ended with exit code {failed[0].exitcode}; finished runs are kept, the same "
+            "command goes on with the others"
+        )
+
+
+def _work(options: argparse.Namespace, number: int, count: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent answers for us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+
+    def main() -> None:
+        data = {name: read_task(TASKS[name], options.data_dir) for name in dict.fromkeys(options.tasks)}
+        sweep = Sweep(options, data, device_of(number), show_bar=False)
+        drain(sweep.runs, open_store(options), open_claims(options), sweep.perform)
+
+    run_command(main, f"tasks.glue: worker {number}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(FAILURE)
+
+
+def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | None, tell: Callable[[], None]) -> None:
+    """All ranks together, one run after the other: rank 0, which holds the claims, says which one is next."""
+    numbers = {run: number for number, run in enumerate(sweep.runs)}
+    done, failed = len(numbers), len(numbers) + 1
+
+    def announce(number: int) -> int:
+        return int(sum_over_ranks(torch.tensor([number], device=ranks.device)).item())
+
+    def together(run: Run) -> dict[str, Any]:
+        announce(numbers[run])
+        return sweep.perform(run)
+
+    if ranks.rank > 0:
+        while (number := announce(0)) < done:
+            sweep.perform(sweep.runs[number])
+        if number == failed:
+            error = UserError("rank 0 has stopped")
+            error.agreed = True  # it says why
+            raise error
+        return
+    assert claims is not None
+    outcome = failed
+    try:
+        drain(sweep.runs, store, claims, together, tell)
+        outcome = done
+    finally:
+        announce(outcome)
