@@ -16,7 +16,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +94,12 @@ class FineTuning:
         self.device = next(encoder.parameters()).device
         torch.manual_seed(_seed(run.seed, "fine-tuning head"))
         self.model = Classifier(encoder, hidden_size, self.task.num_outputs).to(self.device)
-        self.optimizer = _optimizer(self.model, run.layerwise_lr_decay)
+        # What the optimizer steps on: the parameters themselves, or fp32 masters of them.
+        self.weights = dict(self.model.named_parameters())
+        if run.precision != "fp32":
+            self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
+            self.model.to(PRECISIONS[run.precision])
+        self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.total = run.epochs * math.ceil(len(train) / run.batch_size)
         self.steps = 0
@@ -107,7 +112,7 @@ class FineTuning:
         """One optimizer step on these rows."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        size = self.run.micro_batch_size
+        size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
         for number, start in enumerate(range(0, len(rows), size)):
             if number % self.world_size != self.rank:
                 continue
@@ -116,15 +121,21 @@ class FineTuning:
             targets = torch.from_numpy(self.train.targets[micro]).to(self.device)
             loss = _loss_sum(self.task, self._logits(self.train, micro), targets) / len(rows)
             self.scaler.scale(loss).backward()
+            if run_in_half:
+                self._move_gradients()
         if self.world_size > 1:
             self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(self.weights.values(), CLIP_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self.run.lr * group["share"] * learning_rate_factor(self.steps, self.total)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.steps += 1
+        if run_in_half:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(self.weights[name])
 
     @torch.inference_mode()
     def predict(self, encoded: Encoded) -> np.ndarray:
@@ -144,14 +155,19 @@ class FineTuning:
 
     def _logits(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
         batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
-        if self.run.precision == "fp32":
-            return self.model(batch)
-        with torch.autocast(self.device.type, PRECISIONS[self.run.precision]):
-            return self.model(batch)
+        return self.model(batch)
+
+    def _move_gradients(self) -> None:
+        """Add a micro-batch's gradients to those of the masters, in fp32."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                master = self.weights[name]
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
 
     def _sum_gradients(self) -> None:
         """Make every gradient the sum over ranks, in one reduction."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = list(self.weights.values())
         # A rank without a micro-batch has none; a parameter that takes no part has none on any rank.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
@@ -220,26 +236,25 @@ def _loss_sum(task: Task, logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, targets, reduction="sum")
 
 
-def layer_depths(model: Classifier) -> dict[str, int]:
+def layer_depths(names: Iterable[str]) -> dict[str, int]:
     """Parameter name → depth: 0 for embeddings and all that layers share, i + 1 for layer i, one more for the head."""
-    found = {name: _LAYER.search(f".{name}") for name, _ in model.named_parameters()}
+    found = {name: _LAYER.search(f".{name}") for name in names}
     top = max((int(match[1]) for match in found.values() if match), default=-1) + 2
 
-    def depth(name: str) -> int:
-        match = found[name]
+    def depth(name: str, match: re.Match[str] | None) -> int:
         if match:
             return int(match[1]) + 1
         return 0 if name.startswith("encoder.") else top
 
-    return {name: depth(name) for name in found}
+    return {name: depth(name, match) for name, match in found.items()}
 
 
-def _optimizer(model: Classifier, layerwise_lr_decay: float) -> torch.optim.AdamW:
+def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float) -> torch.optim.AdamW:
     """Groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
-    depths = layer_depths(model)
+    depths = layer_depths(weights)
     top = max(depths.values())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in weights.items():
         # Biases and LayerNorm parameters are the vectors; everything that multiplies or is looked up is a matrix.
         decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
         share = layerwise_lr_decay ** (top - depths[name])

@@ -29,6 +29,32 @@ def glue_dir(tmp_path):
 
 
 @pytest.fixture
+def three_tasks(glue_dir):
+    """`glue_dir` with a regression, a task of two development files, and test sets."""
+    from itertools import cycle
+
+    shapes = {
+        "STS-B": ("score", {"train": 64, "dev": 21, "test": 13}, cycle(["0.000", "2.500", "4.750"])),
+        "MNLI": (
+            "gold_label",
+            {"train": 64, "dev_matched": 21, "dev_mismatched": 17, "test_matched": 13, "test_mismatched": 13},
+            cycle(["neutral", "entailment", "contradiction"]),
+        ),
+    }
+    for task, (label_column, files, labels) in shapes.items():
+        (glue_dir / task).mkdir()
+        for seed, (name, count) in enumerate(files.items()):
+            labelled = not name.startswith("test")
+            lines = ["\t".join(["index", "sentence1", "sentence2"] + [label_column] * labelled)]
+            for index, (text, _) in enumerate(sentences(count, seed)):
+                lines.append("\t".join([str(index), text, "red cat"] + [next(labels)] * labelled))
+            (glue_dir / task / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    lines = [f"{index}\t{text}" for index, (text, _) in enumerate(sentences(13, 9))]
+    (glue_dir / "CoLA" / "test.tsv").write_text("\n".join(["index\tsentence", *lines]) + "\n")
+    return glue_dir
+
+
+@pytest.fixture
 def bert_folder(tmp_path):
     """A BERT of transformers with random weights, and its vocabulary."""
     transformers = pytest.importorskip("transformers")

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batch import IGNORED_LABEL
-from tasks.glue.data import GlueDataError, batches, dev_order, encode, read_examples, read_task, train_order, truncate
+from tasks.glue.data import (
+    Example,
+    GlueDataError,
+    dev_order,
+    encode,
+    pad_batch,
+    read_examples,
+    read_task,
+    read_test,
+    train_order,
+    truncate,
+)
 from tasks.glue.tasks import TASKS
 
 
@@ -109,6 +120,42 @@ def test_pairs_are_cls_a_sep_b_sep(tmp_path):
     assert encoded.targets.tolist() == [0, 1]
 
 
+def test_the_roberta_family_has_two_separators_in_a_pair():
+    encoded = encode(TASKS["RTE"], [Example(("a b c", "d e"), 0)], WordTokenizer(), 8, pair_separators=2)
+    assert encoded.pieces == [[1, 11, 11, 2, 2, 11, 11, 2]]
+    assert encoded.segments == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    single = encode(TASKS["SST-2"], [Example(("a b c",), 0)], WordTokenizer(), 8, pair_separators=2)
+    assert single.pieces == [[1, 11, 11, 11, 2]]
+
+
+def test_doubled_quotation_marks_stay_as_released(tmp_path):
+    text = 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t1\t2\t"What is ""it""?\tb"\t0\n'
+    data = read_task(TASKS["QQP"], write(tmp_path, "QQP", train=text, dev=text))
+    assert data.train == [(('"What is ""it""?', 'b"'), 0)]
+
+
+def test_test_sets_have_headers_and_no_labels(tmp_path):
+    write(tmp_path, "CoLA", test="index\tsentence\n0\tShe left.\n1\tLeft she.\n")
+    found = read_test(TASKS["CoLA"], tmp_path)
+    assert list(found) == ["CoLA.tsv"]
+    assert [example.texts for example in found["CoLA.tsv"]] == [("She left.",), ("Left she.",)]
+    encoded = encode(TASKS["CoLA"], found["CoLA.tsv"], WordTokenizer(), 16)
+    assert np.isnan(encoded.targets).all()
+
+
+def test_mnli_has_two_test_sets_and_the_diagnostic_one_where_it_is(tmp_path):
+    text = "index\tsentence1\tsentence2\n0\ta\tb\n"
+    write(tmp_path, "MNLI", test_matched=text, test_mismatched=text)
+    assert list(read_test(TASKS["MNLI"], tmp_path)) == ["MNLI-m.tsv", "MNLI-mm.tsv"]
+    write(tmp_path, "diagnostic", diagnostic=text)
+    assert list(read_test(TASKS["MNLI"], tmp_path)) == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv"]
+
+
+def test_a_missing_test_set_is_named(tmp_path):
+    with pytest.raises(GlueDataError, match=r"test\.tsv: no such file; --predict-test needs"):
+        read_test(TASKS["RTE"], write(tmp_path, "RTE", train=RTE))
+
+
 def test_truncation_takes_from_the_longer_side():
     sides = [[1, 2, 3, 4, 5], [6, 7]]
     truncate(sides, 5)
@@ -122,8 +169,6 @@ def encoded():
     task = TASKS["SST-2"]
     rng = np.random.default_rng(0)
     examples = [((" ".join("x" * rng.integers(1, 30)),), float(index % 2)) for index in range(101)]
-    from tasks.glue.data import Example
-
     return encode(task, [Example(*example) for example in examples], WordTokenizer(), 24)
 
 
@@ -143,7 +188,8 @@ def test_the_order_is_a_function_of_seed_and_epoch(encoded):
 
 
 def test_batches_are_padded_to_their_longest_row_only(encoded):
-    for batch, targets, rows in batches(encoded, dev_order(encoded, 8)):
+    for rows in dev_order(encoded, 8):
+        batch = pad_batch(encoded, rows)
         lengths = [len(encoded.pieces[row]) for row in rows]
         assert batch.input_ids.shape == (len(rows), max(lengths))
         assert (batch.document_ids.sum(axis=1) == lengths).all()
@@ -152,7 +198,7 @@ def test_batches_are_padded_to_their_longest_row_only(encoded):
             assert batch.input_ids[index, : lengths[index]].tolist() == encoded.pieces[row]
             assert batch.position_ids[index, : lengths[index]].tolist() == list(range(lengths[index]))
             assert not batch.position_ids[index, lengths[index] :].any()
-            assert targets[index] == row % 2
+            assert encoded.targets[row] == row % 2
 
 
 def test_rows_of_similar_length_share_a_batch(encoded):

@@ -1,13 +1,17 @@
 """The command, end to end on a tiny task and encoder."""
 
+import csv
 import json
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
 from megatron_ddrp.errors import UserError
 from tasks.glue.__main__ import main, parse_arguments
+
+MNLI_LABELS = {"contradiction", "entailment", "neutral"}
 
 
 def arguments(glue_dir, folder, out, *more):
@@ -38,6 +42,7 @@ def test_runs_are_recorded_and_not_repeated(glue_dir, bert_folder, tmp_path, cap
     second = rows(out)
     assert second[0] == first[1]
     assert {**second[1], "seconds": 0} == {**first[0], "seconds": 0}
+    assert (out / "table.json").is_file()
 
 
 def test_random_weights_are_runs_of_their_own(glue_dir, bert_folder, tmp_path):
@@ -68,7 +73,9 @@ def test_a_tokenizer_larger_than_its_model_is_refused(glue_dir, bert_folder, tmp
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--seeds", "0"], ["--lr", "-1"], ["--tasks", "XNLI"], ["--grid", "large"], ["--max-seq-length", "4"]]
+    "wrong",
+    [["--seeds", "0"], ["--lr", "-1"], ["--tasks", "XNLI"], ["--grid", "large"], ["--max-seq-length", "4"]]
+    + [["--layerwise-lr-decay", "1.5"], ["--workers", "0"], ["--bf16", "--fp16"], ["--max-train-examples", "0"]],
 )
 def test_wrong_arguments_exit_with_2(glue_dir, tmp_path, wrong, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -80,3 +87,115 @@ def test_wrong_arguments_exit_with_2(glue_dir, tmp_path, wrong, capsys):
 def test_the_command_line_needs_no_torch():
     code = "import sys\nfrom tasks.glue.__main__ import parse_arguments\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_data_or_encoder_the_command_says_so(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(["--output-dir", "out", "--load", "x"])
+    assert stopped.value.code == 2
+    assert "--data-dir is needed" in capsys.readouterr().err
+
+
+def recomputed(out, row):
+    """A row's scores by scikit-learn and scipy, from its file of predictions alone."""
+    from scipy.stats import pearsonr
+    from sklearn.metrics import accuracy_score, matthews_corrcoef
+
+    with (out / row["predictions"]).open(encoding="utf-8", newline="") as stream:
+        lines = list(csv.DictReader(stream, delimiter="\t", quoting=csv.QUOTE_NONE))
+    scores = {}
+    for file in dict.fromkeys(line["file"] for line in lines):
+        own = [line for line in lines if line["file"] == file]
+        assert [int(line["index"]) for line in own] == list(range(len(own)))
+        labels, predictions = ([line[key] for line in own] for key in ("label", "prediction"))
+        if row["metric"] == "pearson":
+            scores[file] = pearsonr([float(x) for x in labels], [float(x) for x in predictions]).statistic
+        else:
+            scores[file] = {"accuracy": accuracy_score, "matthews": matthews_corrcoef}[row["metric"]](
+                labels, predictions
+            )
+    return scores
+
+
+def test_scores_can_be_recomputed_from_the_predictions(three_tasks, bert_folder, tmp_path):
+    out = tmp_path / "out"
+    tasks = ["--tasks", "CoLA", "STS-B", "MNLI"]
+    main(arguments(three_tasks, bert_folder, out, "--seeds", "1", *tasks))
+    cola, sts, mnli = rows(out)
+    assert recomputed(out, cola) == {"dev": cola["score"]}
+    assert recomputed(out, sts) == {"dev": pytest.approx(sts["score"], abs=1e-12)}
+    assert recomputed(out, mnli) == {"dev_matched": mnli["score"], **mnli["other_scores"]}
+    assert cola["epoch_scores"][-1] == cola["score"]
+    assert cola["epoch_scores"][cola["best_epoch"] - 1] == cola["best_epoch_score"] == max(cola["epoch_scores"])
+
+
+def test_a_dry_run_tells_runs_and_hours_and_writes_nothing(glue_dir, bert_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(arguments(glue_dir, bert_folder, out, "--dry-run", "--lr", "1e-3", "1e-2"))
+    printed = capsys.readouterr().out
+    assert "1 encoder x 1 tasks x 2 grid points x 2 seeds = 4 runs on" in printed
+    assert "CoLA      4 runs of 64 train, 21 dev" in printed
+    assert "hours of one worker (from a probe" in printed
+    assert "missing: none; not used:" in printed
+    assert "new in every run: pooler and classifier" in printed
+    assert not out.exists()
+
+
+def test_the_submission_has_glues_format(three_tasks, bert_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    tasks = ["--tasks", "CoLA", "STS-B", "MNLI"]
+    words = arguments(three_tasks, bert_folder, out, "--epochs", "1", "--seeds", "2", *tasks, "--predict-test")
+    main(words)
+    assert (
+        "the server also wants RTE.tsv, MRPC.tsv, SST-2.tsv, QNLI.tsv, QQP.tsv, AX.tsv, WNLI.tsv"
+        in capsys.readouterr().out
+    )
+    expected = {"CoLA.tsv": {"0", "1"}, "MNLI-m.tsv": MNLI_LABELS, "MNLI-mm.tsv": MNLI_LABELS, "STS-B.tsv": None}
+    with zipfile.ZipFile(out / "submission" / "submission.zip") as archive:
+        assert sorted(archive.namelist()) == sorted(expected)
+        for name, labels in expected.items():
+            text = archive.read(name).decode()
+            assert text == (out / "submission" / name).read_text()
+            header, *lines = (line.split("\t") for line in text.splitlines())
+            assert header == ["index", "prediction"]
+            assert [line[0] for line in lines] == [str(index) for index in range(13)]
+            if labels:
+                assert {line[1] for line in lines} <= labels
+            else:
+                assert all(0 <= float(line[1]) <= 5 for line in lines)
+    best = max((row for row in rows(out) if row["task"] == "MNLI"), key=lambda row: row["score"])
+    assert json.loads((out / "submission" / "MNLI.json").read_text())["dev_score"] == best["score"]
+    main(words)
+    assert "test predictions [" not in capsys.readouterr().out
+
+
+def test_one_report_over_several_folders(glue_dir, bert_folder, tmp_path, capsys):
+    for number in "12":
+        main(arguments(glue_dir, bert_folder, tmp_path / number, "--epochs", "1", *["--random-init"] * (number == "2")))
+    main(["--report", str(tmp_path / "1"), str(tmp_path / "2"), "--output-dir", str(tmp_path / "both")])
+    text = (tmp_path / "both" / "table.md").read_text()
+    assert f"| {bert_folder} |" in text
+    assert f"| {bert_folder}, random weights |" in text
+    with pytest.raises(UserError, match="holds no runs"):
+        main(["--report", str(tmp_path), "--output-dir", str(tmp_path / "both")])
+
+
+def test_several_checkpoints_stand_side_by_side(glue_dir, bert_folder, checkpoint_folder, tmp_path):
+    out = tmp_path / "out"
+    main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--load", str(bert_folder), str(checkpoint_folder)))
+    assert {row["load"] for row in rows(out)} == {str(bert_folder), str(checkpoint_folder)}
+    assert len(rows(out)) == 4
+
+
+def test_fp16_on_a_cpu_is_refused(glue_dir, bert_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="--fp16 needs a GPU") as refused:
+        main(arguments(glue_dir, bert_folder, tmp_path / "out", "--fp16"))
+    assert refused.value.exit_code == 2
+
+
+def test_fewer_training_rows_are_runs_of_their_own(glue_dir, bert_folder, tmp_path):
+    out = tmp_path / "out"
+    for more in ([], ["--max-train-examples", "32"]):
+        main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--seeds", "1", *more))
+    assert [(row["train_examples"], row["steps"]) for row in rows(out)] == [(64, 8), (32, 4)]

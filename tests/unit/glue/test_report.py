@@ -1,8 +1,13 @@
 """The table: medians, the best grid point, undefined scores, the average."""
 
+import json
+import statistics
+
 import pytest
 
-from tasks.glue.report import average, best_cells, table
+from tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
+from tasks.glue.report import averages, best_cells, differences, student_interval, write_report
+from tasks.glue.report import table as table_of
 from tasks.glue.tasks import PAPER_TASKS
 
 
@@ -19,16 +24,29 @@ def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
         "load": load,
         "score": score,
         "best_epoch_score": score,
+        "train_examples": 2490,
         "dev_examples": 277,
+        "micro_batch_size": 8,
+        "layerwise_lr_decay": 1.0,
+        "precision": "fp32",
+        "max_train_examples": None,
         **more,
     }
+
+
+def table(rows):
+    return table_of(best_cells(rows))
+
+
+def average(cells):
+    return averages(cells)["average of 8"]
 
 
 def test_the_median_at_the_best_grid_point():
     rows = [row(score=score, seed=seed) for seed, score in enumerate((0.1, 0.9, 0.5))]
     rows += [row(score=score, seed=seed, lr=2e-5) for seed, score in enumerate((0.6, 0.6, 0.2))]
     cell = best_cells(rows)["base"]["RTE"]
-    assert cell.point.lr == 2e-5
+    assert {row["lr"] for row in cell.rows} == {2e-5}
     assert cell.median == 0.6
     assert "| base | 60.00 |" in table(rows)
 
@@ -42,7 +60,7 @@ def test_undefined_scores_are_counted_and_not_replaced():
 
 def test_a_defined_point_is_better_than_an_undefined_one():
     rows = [row("CoLA", None), row("CoLA", -0.1, lr=2e-5)]
-    assert best_cells(rows)["base"]["CoLA"].point.lr == 2e-5
+    assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == 2e-5
 
 
 def test_the_average_needs_all_eight_tasks():
@@ -51,7 +69,7 @@ def test_the_average_needs_all_eight_tasks():
     assert average(best_cells([*rows, row("WNLI", 1.0)])["base"]) == pytest.approx(0.35)
     assert average(best_cells(rows[1:])["base"]) is None
     assert " 35.00 |" in table(rows)
-    assert "average" not in table(rows[1:])
+    assert "average of 8 |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" not in table(rows[1:])
     undefined = [{**rows[0], "score": None}, *rows[1:]]
     assert average(best_cells(undefined)["base"]) is None
 
@@ -71,3 +89,78 @@ def test_scores_on_other_data_are_not_mixed_in():
 def test_mismatched_scores_have_a_line_of_their_own():
     rows = [row("MNLI", 0.5, other_scores={"dev_mismatched": 0.25})]
     assert "| base | MNLI (dev_mismatched) | accuracy | 25.00 |" in table(rows)
+
+
+def full(seed=1, load="base", mismatched=0.9, **more):
+    return [
+        row(task, 0.1 * number, seed, load=load, encoder=load, **more)
+        | ({"other_scores": {"dev_mismatched": mismatched}} if task == "MNLI" else {})
+        for number, task in enumerate(PAPER_TASKS)
+    ]
+
+
+def test_averages_of_8_and_9_columns_are_never_mixed():
+    assert averages(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
+    rows = full(mismatched=None)
+    assert averages(best_cells(rows)["base"])["average of 9"] is None
+    assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in table(
+        full()
+    )
+    assert "| base | MNLI (mean of both) | accuracy | 80.00 |" in table(full())
+
+
+def test_a_grid_point_with_all_its_seeds_beats_a_lucky_single_one():
+    rows = [row(score=0.5, seed=seed) for seed in range(5)] + [row(score=0.9, lr=3e-5)]
+    assert best_cells(rows)["base"]["RTE"].median == 0.5
+
+
+def test_the_same_run_in_two_folders_counts_once():
+    assert len(best_cells([row(), row()])["base"]["RTE"].rows) == 1
+
+
+def test_runs_on_fewer_rows_are_not_mixed_in():
+    assert best_cells([row(score=0.9, seed=2), row(score=0.1, max_train_examples=100)])["base"]["RTE"].scores == [0.1]
+
+
+def test_the_difference_is_paired_by_seed():
+    rows = []
+    for seed, (first, second) in enumerate(((0.5, 0.4), (0.7, 0.5), (0.6, 0.5))):
+        rows += [row("RTE", first, seed), row("CoLA", 0.2, seed)]
+        rows += [row(t, s, seed, load="r", encoder="r") for t, s in (("RTE", second), ("CoLA", 0.1), ("MRPC", 0.9))]
+    (found,) = differences(best_cells(rows))
+    assert (found.first, found.second, found.tasks) == ("base", "r", ["CoLA", "RTE"][::-1])
+    assert found.by_seed == pytest.approx([0.1, 0.15, 0.1])
+    assert (found.low, found.high) == pytest.approx(student_interval([0.1, 0.15, 0.1]))
+    assert "## Differences" in table(rows)
+
+
+def test_an_undefined_score_takes_its_seed_out_of_the_difference():
+    rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
+    rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
+    assert differences(best_cells(rows))[0].by_seed == pytest.approx([0.0, 0.2])
+
+
+def test_students_interval_is_scipys():
+    from scipy import stats
+
+    values = [0.02, 0.031, 0.011, 0.05, 0.027]
+    expected = stats.t.interval(0.95, 4, loc=statistics.fmean(values), scale=stats.sem(values))
+    assert student_interval(values) == pytest.approx(expected)
+
+
+def test_the_papers_rows_are_marked_and_average_as_printed():
+    for name, scores in PAPER_SCORES.items():
+        assert statistics.fmean(scores.values()) == pytest.approx(PAPER_AVERAGES[name], abs=0.011), name
+    text = table([row()])
+    assert "| DDRP (MTH) 1M steps (paper) | 75.09 |" in text
+    assert text.index("not ours") > text.index("| base |")
+
+
+def test_the_report_is_text_numbers_and_a_figure(tmp_path):
+    pytest.importorskip("matplotlib")
+    text = write_report(full() + full(2), tmp_path)
+    assert (tmp_path / "table.md").read_text() in text
+    data = json.loads((tmp_path / "table.json").read_text())
+    assert data["encoders"]["base"]["tasks"]["STS-B"]["scores"] == [0.1, 0.1]
+    assert data["paper"]["DDRP (MTH) 1M steps"]["average of 8"] == 85.0
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")

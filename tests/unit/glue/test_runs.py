@@ -7,7 +7,7 @@ import pytest
 from megatron_ddrp.errors import UserError
 from tasks.glue.runs import GRIDS, Point, Run, RunStore, grid
 
-RUN = Run("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb")
+RUN = Run("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)
 
 
 def test_the_paper_runs_480_a_checkpoint():

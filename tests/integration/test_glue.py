@@ -1,0 +1,144 @@
+"""The fine-tuning command as a user starts it: on ranks, with workers, killed, and on the official data."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.launch import ROOT, environment, run_command
+
+pytestmark = pytest.mark.slow
+SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
+WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A made-up CoLA of odd sizes, and a BERT with dropout that learns it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("glue")
+    (folder / "data" / "CoLA").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 61), ("dev", 37)):
+        lines = []
+        for _ in range(count):
+            words = rng.choice(len(WORDS), rng.integers(2, 6))
+            label = int(words[0] < 3) if rng.random() < 0.9 else 0
+            lines.append(f"made\t{label}\t\t" + " ".join(WORDS[word] for word in words))
+        (folder / "data" / "CoLA" / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(pieces), max_position_embeddings=16, initializer_range=0.2, **sizes)
+    transformers.BertModel(config).save_pretrained(folder / "bert")
+    (folder / "bert" / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    return folder
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    words = ["--tasks", "CoLA", "--data-dir", folder / "data", "--load", folder / "bert", "--output-dir", out]
+    words += ["--grid", "quick", "--seeds", "2", "--lr", "1e-2", "--batch-size", "8", "--epochs", "4", *more]
+    return ["-m", "tasks.glue", *map(str, words)]
+
+
+def rows(out: Path) -> list[dict]:
+    """Lines of runs.jsonl by name, without what depends on the clock."""
+    found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    return sorted(
+        ({k: v for k, v in row.items() if k != "seconds"} for row in found), key=lambda row: row["predictions"]
+    )
+
+
+def predictions(out: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((out / "predictions").glob("*.tsv"))}
+
+
+def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    result = run_command([sys.executable, *words], PYTHONPATH=str(ROOT), **variables)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The sweep by one process."""
+    run(command(folder, folder / "alone"))
+    assert [row["dev_examples"] for row in rows(folder / "alone")] == [37, 37]
+    return folder / "alone"
+
+
+def test_one_and_two_ranks_have_the_same_scores(folder, alone):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--no-python"]
+    result = run([*launcher, sys.executable, *command(folder, folder / "ranks")])
+    assert result.stdout.count("plan:") == 1
+    assert rows(folder / "ranks") == rows(alone)
+    assert predictions(folder / "ranks") == predictions(alone)
+
+
+def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
+    result = run(command(folder, folder / "workers", "--workers", "2"))
+    assert "[2/2]" in result.stdout
+    assert rows(folder / "workers") == rows(alone)
+    again = run(command(folder, folder / "workers", "--workers", "2"))
+    assert "0 of 2 runs to do" in again.stdout
+    assert rows(folder / "workers") == rows(alone)
+
+
+def test_killed_commands_end_as_one_undisturbed(folder, alone):
+    """Workers must go with a killed parent, and what they had claimed must be free."""
+    out = folder / "killed"
+    chance = random.Random(3)
+    words = [sys.executable, *command(folder, out, "--workers", "2")]
+    for _ in range(2):
+        process = subprocess.Popen(
+            words, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 60
+        while not (out / "claims.lock").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0.0, 0.6))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    run(words[1:])
+    assert rows(out) == rows(alone)
+    assert predictions(out) == predictions(alone)
+
+
+def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
+    (tmp_path / "data" / "CoLA").mkdir(parents=True)
+    for name in ("train", "dev"):
+        text = (folder / "data" / "CoLA" / f"{name}.tsv").read_text()
+        (tmp_path / "data" / "CoLA" / f"{name}.tsv").write_text(text.replace("\t1\t", "\t7\t", 1))
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--no-python"]
+    words = command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"))
+    result = run_command([sys.executable, *launcher, sys.executable, *words], PYTHONPATH=str(ROOT))
+    assert result.returncode != 0
+    assert result.stderr.count("label '7', expected one of 0, 1") == 1
+    assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+OFFICIAL = {"CoLA": 1043, "SST-2": 872, "MRPC": 408, "STS-B": 1500, "RTE": 277}
+
+
+def test_the_official_development_sets_are_scored_whole(folder, tmp_path):
+    if not SHARED.is_file():
+        pytest.skip(f"the official files are not at hand ({SHARED})")
+    import tarfile
+
+    with tarfile.open(SHARED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    words = command(folder, tmp_path / "out", "--seeds", "1", "--epochs", "1", "--max-train-examples", "32")
+    run([*words, "--data-dir", str(tmp_path / "glue"), "--tasks", *OFFICIAL])
+    found = rows(tmp_path / "out")
+    assert {row["task"]: row["dev_examples"] for row in found} == OFFICIAL
+    for row in found:
+        lines = (tmp_path / "out" / row["predictions"]).read_text().splitlines()
+        assert len(lines) == 1 + OFFICIAL[row["task"]]

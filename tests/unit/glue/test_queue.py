@@ -1,0 +1,128 @@
+"""One sweep, many processes: what kills leave behind, and that no run is done twice."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import asdict
+
+from tasks.glue.queue import Claims, drain
+from tasks.glue.runs import Run, RunStore
+
+RUNS = [
+    Run(task, 16, lr, 4, seed, 128, encoder="e", data="d", micro_batch_size=8)
+    for task in ("RTE", "CoLA")
+    for lr in (1e-5, 3e-5)
+    for seed in range(1, 11)
+]
+SPAWN = multiprocessing.get_context("fork")
+
+
+def worker(folder, seconds):
+    """Do RUNS; every start and end of a run leaves a line in its own file."""
+
+    def perform(run):
+        with open(folder / f"begun-{run.name}", "a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        time.sleep(seconds)
+        return asdict(run) | {"load": "e", "score": hash((run.task, run.lr, run.seed)) % 97, "by": os.getpid()}
+
+    store = RunStore(folder / "runs.jsonl")
+    drain(RUNS, store, Claims(folder / "claims.lock"), perform)
+
+
+def start(folder, count, seconds=0.004):
+    processes = [SPAWN.Process(target=worker, args=(folder, seconds)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def rows(folder):
+    lines = (folder / "runs.jsonl").read_text().splitlines()
+    return sorted(
+        json.dumps({k: v for k, v in json.loads(line).items() if k != "by"}, sort_keys=True) for line in lines
+    )
+
+
+def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
+    """Three workers, all killed at a random moment ten times over, then left alone."""
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    for folder in (calm, killed):
+        folder.mkdir()
+    worker(calm, 0)
+    chance = random.Random(7)
+    interrupted = 0
+    for _ in range(10):
+        processes = start(killed, 3)
+        time.sleep(chance.uniform(0.01, 0.05))
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        interrupted += not (killed / "runs.jsonl").exists() or len(rows(killed)) < len(RUNS)
+    for process in start(killed, 3):
+        process.join(30)
+        assert process.exitcode == 0
+    assert rows(killed) == rows(calm)
+    assert len(rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
+    assert interrupted >= 3, "too fast a sweep: the kills came after its end"
+
+
+def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
+    for process in start(tmp_path, 4):
+        process.join(30)
+    begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
+    assert set(begun) == {f"begun-{run.name}" for run in RUNS}
+    assert all(len(starts) == 1 for starts in begun.values())
+    assert len({starts[0] for starts in begun.values()}) > 1
+
+
+def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
+    """A worker dies within a run while another waits for it."""
+    (stuck,) = start(tmp_path, 1, seconds=60)
+    deadline = time.monotonic() + 10
+    while not list(tmp_path.glob("begun-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (path,) = tmp_path.glob("begun-*")
+    (other,) = start(tmp_path, 1, seconds=0)
+    while len(list(tmp_path.glob("begun-*"))) < len(RUNS) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert other.is_alive(), "the claimed run is not done yet: somebody must wait for it"
+    os.kill(stuck.pid, signal.SIGKILL)
+    stuck.join()
+    other.join(10)
+    assert other.exitcode == 0
+    assert len(rows(tmp_path)) == len(RUNS)
+    assert path.read_text().split() == [str(stuck.pid), str(other.pid)]
+
+
+def test_a_claim_is_seen_by_others_until_it_is_released(tmp_path):
+    claims = Claims(tmp_path / "claims.lock")
+    assert claims.take(RUNS[0])
+
+    def free():
+        def look(answer):
+            answer.value = Claims(tmp_path / "claims.lock").take(RUNS[0])
+
+        answer = SPAWN.Value("b", 2)
+        process = SPAWN.Process(target=look, args=(answer,))
+        process.start()
+        process.join(10)
+        return answer.value
+
+    assert free() == 0
+    claims.release(RUNS[0])
+    assert free() == 1
+
+
+def test_a_finished_run_is_appended_once(tmp_path):
+    first, second = RunStore(tmp_path / "runs.jsonl"), RunStore(tmp_path / "runs.jsonl")
+    for store in (first, second, first):
+        store.append(asdict(RUNS[0]) | {"score": 0.5})
+    assert len(rows(tmp_path)) == 1
+    second.append(asdict(RUNS[1]) | {"score": 0.5})
+    assert RUNS[1] not in first
+    first.refresh()
+    assert RUNS[1] in first
