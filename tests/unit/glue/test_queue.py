@@ -17,7 +17,7 @@ RUNS = [
     for lr in (1e-5, 3e-5)
     for seed in range(1, 11)
 ]
-SPAWN = multiprocessing.get_context("fork")
+PROCESSES = multiprocessing.get_context("forkserver")  # a fork of this process, which has threads, could hang
 
 
 def worker(folder, seconds):
@@ -27,17 +27,22 @@ def worker(folder, seconds):
         with open(folder / f"begun-{run.name}", "a") as stream:
             stream.write(f"{os.getpid()}\n")
         time.sleep(seconds)
-        return asdict(run) | {"load": "e", "score": hash((run.task, run.lr, run.seed)) % 97, "by": os.getpid()}
+        return asdict(run) | {"load": "e", "score": run.seed / 97, "by": os.getpid()}
 
     store = RunStore(folder / "runs.jsonl")
     drain(RUNS, store, Claims(folder / "claims.lock"), perform)
 
 
 def start(folder, count, seconds=0.004):
-    processes = [SPAWN.Process(target=worker, args=(folder, seconds)) for _ in range(count)]
+    processes = [PROCESSES.Process(target=worker, args=(folder, seconds)) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
+
+
+def look(folder, answer):
+    """Tell whether the first run is free."""
+    answer.value = Claims(folder / "claims.lock").take(RUNS[0])
 
 
 def rows(folder):
@@ -103,11 +108,8 @@ def test_a_claim_is_seen_by_others_until_it_is_released(tmp_path):
     assert claims.take(RUNS[0])
 
     def free():
-        def look(answer):
-            answer.value = Claims(tmp_path / "claims.lock").take(RUNS[0])
-
-        answer = SPAWN.Value("b", 2)
-        process = SPAWN.Process(target=look, args=(answer,))
+        answer = PROCESSES.Value("b", 2)
+        process = PROCESSES.Process(target=look, args=(tmp_path, answer))
         process.start()
         process.join(10)
         return answer.value
