@@ -87,6 +87,7 @@ def theirs(config: Any, rows: Encoded, order: list[np.ndarray], folder: str) -> 
     )
     trainer = Trainer(BertForSequenceClassification(config), settings)
     trainer.create_optimizer_and_scheduler(num_training_steps=1000 * len(order))
+    trainer.current_gradient_accumulation_steps = 1  # its loop sets this
     model = trainer.accelerator.prepare(trainer.model)
     trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
 

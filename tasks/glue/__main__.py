@@ -72,9 +72,11 @@ def run_here(options: argparse.Namespace) -> None:
 
 def run_on_ranks(options: argparse.Namespace) -> None:
     """Every run data-parallel over the ranks of a launcher."""
+    from megatron_ddrp.config import ParallelConfig
     from megatron_ddrp.parallel import process_group
 
-    ranks = process_group.start(timeout_minutes=24 * 60)  # rank 0 may wait for another sweep's runs
+    # A day: rank 0 may wait for the runs that another sweep has claimed.
+    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
     try:
         data = process_group.agree(lambda: read_data(options))
         from tasks.glue.plan import Progress

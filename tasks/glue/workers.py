@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_ddrp.errors import FAILURE, UserError, run_command
+from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from tasks.glue.data import read_task
 from tasks.glue.queue import WAIT, Claims, drain
@@ -110,9 +110,7 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | No
         while (number := announce(0)) < done:
             sweep.perform(sweep.runs[number])
         if number == failed:
-            error = UserError("rank 0 has stopped")
-            error.agreed = True  # it says why
-            raise error
+            raise agreed_by_all("rank 0 has stopped")  # and says why
         return
     assert claims is not None
     outcome = failed
