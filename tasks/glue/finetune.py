@@ -137,7 +137,7 @@ class FineTuning:
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(self.weights[name])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def predict(self, encoded: Encoded) -> np.ndarray:
         """Predictions `[examples]` in the file's order: class numbers, or numbers of a regression."""
         self.model.eval()
