@@ -3,7 +3,8 @@
 A grid point is all that decides a run but its seed; the best one has the highest median of the last epoch's scores
 among those with the most seeds. An undefined score stays undefined: it takes no part in a median, and the table says
 how many there were. An average stands there only where all of its tasks do: of 8 columns, as the paper prints it, with
-MNLI as one number (the matched set), and of 9, matched and mismatched apart.
+MNLI as one number (the matched set), and of 9, matched and mismatched apart. The paper's rows stand below where a
+development set is the official one.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ class Cell:
     def median(self) -> float | None:
         """Of the defined scores."""
         return median(self.scores)
+
+    @property
+    def is_official(self) -> bool:
+        """Whether the development set is as large as the released one."""
+        return self.rows[0]["dev_examples"] == TASKS[self.task].dev_examples
 
     @property
     def others(self) -> dict[str, list[float | None]]:
@@ -230,7 +236,7 @@ def table(encoders: dict[str, Cells]) -> str:
             counts = [str(len(pair.tasks)), str(len(pair.by_seed))]
             interval = f"{percent(pair.low)} to {percent(pair.high)}"
             lines.append(_row([pair.first, pair.second, *counts, percent(pair.mean), interval]))
-    if any(task in PAPER_TASKS for task in tasks):
+    if any(task in PAPER_TASKS and cell.is_official for cells in encoders.values() for task, cell in cells.items()):
         lines += ["", "## The paper's scores, not ours", "", "Base size, Tables 1 to 3 of the paper.", ""]
         lines += _header(["the paper's encoder", *PAPER_TASKS, "average of 8"])
         for name, scores_there in PAPER_SCORES.items():
@@ -258,7 +264,9 @@ def _detail(
     defined = [score for score in scores if score is not None]
     spread = f"{percent(min(defined))} to {percent(max(defined))}" if defined else ""
     counts = [str(len(scores)), str(len(scores) - len(defined))]
-    examples = [str(first["train_examples"]), str(first["dev_examples"]) if best_epoch else ""]
+    official = TASKS[first["task"]].dev_examples
+    told = f"{first['dev_examples']}" + (f" (official: {official})" if first["dev_examples"] != official else "")
+    examples = [str(first["train_examples"]), told if best_epoch else ""]
     metric = TASKS[first["task"]].metric
     return _row([name, task, metric, percent(median(scores)), spread, best_epoch, *counts, *point, *examples])
 

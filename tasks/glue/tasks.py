@@ -22,6 +22,8 @@ class Task:
     """Header names of one sentence or of a pair, in the order in which they are encoded."""
     label_column: str
     """Header name of the label."""
+    dev_examples: int
+    """Rows of the official (first) development file."""
     labels: tuple[str, ...] = ("0", "1")
     """The labels as they are written; empty for a regression."""
     label_range: tuple[float, float] | None = None
@@ -58,18 +60,19 @@ def _with_submission(task: Task) -> Task:
 TASKS: dict[str, Task] = {
     task.name: _with_submission(task)
     for task in (
-        Task("RTE", "accuracy", ("sentence1", "sentence2"), "label", _ENTAILMENT),
-        Task("STS-B", "pearson", ("sentence1", "sentence2"), "score", labels=(), label_range=(0.0, 5.0)),
-        Task("MRPC", "accuracy", ("#1 String", "#2 String"), "Quality"),
-        Task("CoLA", "matthews", ("sentence",), "label", columns=("source", "label", "star", "sentence")),
-        Task("SST-2", "accuracy", ("sentence",), "label"),
-        Task("QNLI", "accuracy", ("question", "sentence"), "label", _ENTAILMENT),
-        Task("QQP", "accuracy", ("question1", "question2"), "is_duplicate", broken_rows=10),
+        Task("RTE", "accuracy", ("sentence1", "sentence2"), "label", 277, _ENTAILMENT),
+        Task("STS-B", "pearson", ("sentence1", "sentence2"), "score", 1500, labels=(), label_range=(0.0, 5.0)),
+        Task("MRPC", "accuracy", ("#1 String", "#2 String"), "Quality", 408),
+        Task("CoLA", "matthews", ("sentence",), "label", 1043, columns=("source", "label", "star", "sentence")),
+        Task("SST-2", "accuracy", ("sentence",), "label", 872),
+        Task("QNLI", "accuracy", ("question", "sentence"), "label", 5463, _ENTAILMENT),
+        Task("QQP", "accuracy", ("question1", "question2"), "is_duplicate", 40430, broken_rows=10),
         Task(
             "MNLI",
             "accuracy",
             ("sentence1", "sentence2"),
             "gold_label",
+            9815,
             ("contradiction", "entailment", "neutral"),
             dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
             submission_files={
@@ -78,7 +81,7 @@ TASKS: dict[str, Task] = {
                 "../diagnostic/diagnostic.tsv": "AX.tsv",
             },
         ),
-        Task("WNLI", "accuracy", ("sentence1", "sentence2"), "label", in_average=False),
+        Task("WNLI", "accuracy", ("sentence1", "sentence2"), "label", 71, in_average=False),
     )
 }
 """In the order of the paper's tables, WNLI (left out of the averages) last."""

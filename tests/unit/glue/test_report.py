@@ -151,6 +151,8 @@ def test_students_interval_is_scipys():
 def test_the_papers_rows_are_marked_and_average_as_printed():
     for name, scores in PAPER_SCORES.items():
         assert statistics.fmean(scores.values()) == pytest.approx(PAPER_AVERAGES[name], abs=0.011), name
+    assert "(paper)" not in table([row(dev_examples=21)]), "scores on other data are not for the same table"
+    assert "| 21 (official: 277) |" in table([row(dev_examples=21)])
     text = table([row()])
     assert "| DDRP (MTH) 1M steps (paper) | 75.09 |" in text
     assert text.index("not ours") > text.index("| base |")

@@ -59,3 +59,4 @@ def test_official_row_counts(official_files):
         for name, file in OFFICIAL
     }
     assert found == OFFICIAL
+    assert all(TASKS[name].dev_examples == rows for (name, file), rows in OFFICIAL.items() if file == "dev.tsv")
