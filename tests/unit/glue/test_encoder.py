@@ -80,3 +80,63 @@ def test_a_damaged_configuration_is_refused(checkpoint_folder):
     (checkpoint_folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not JSON"):
         load_encoder(checkpoint_folder)
+
+
+def test_the_origin_says_what_was_loaded_missing_and_unused(bert_folder, checkpoint_folder):
+    from safetensors.torch import load_file, save_file
+
+    assert "missing: none; not used: " in load_encoder(bert_folder).origin
+    assert "cls.predictions" in load_encoder(bert_folder).origin
+    path = bert_folder / "model.safetensors"
+    weights = load_file(path)
+    total = int(load_encoder(bert_folder).origin.split("loaded: ")[1].split()[0])
+    del weights["bert.embeddings.LayerNorm.weight"]
+    save_file(weights, path, {"format": "pt"})
+    origin = load_encoder(bert_folder).origin
+    assert f"loaded: {total - 1} weights" in origin
+    assert "missing: 1 (embeddings.LayerNorm.weight)" in origin
+    assert "not used: 5 (head.dense.weight" in load_encoder(checkpoint_folder).origin
+    assert "random in every run" in load_encoder(checkpoint_folder, random_init=True).origin
+
+
+def test_weights_of_another_model_are_refused(bert_folder):
+    from safetensors.torch import save_file
+
+    save_file({"other.weight": torch.zeros(2)}, bert_folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="weights are of another model"):
+        load_encoder(bert_folder)
+
+
+def test_a_vocabulary_far_smaller_than_its_model_is_refused(bert_folder):
+    import transformers
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertModel(transformers.BertConfig(vocab_size=900, **small)).save_pretrained(bert_folder)
+    with pytest.raises(UserError, match="14 pieces and its model embeds 900"):
+        load_encoder(bert_folder)
+
+
+@pytest.mark.parametrize("kind", ["Electra", "DistilBert", "Roberta", "DebertaV2"])
+def test_other_encoders_of_transformers(bert_folder, kind):
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    if kind == "DistilBert":
+        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+    more = {"pad_token_id": 0} | ({"relative_attention": True, "pos_att_type": ["c2p"]} if kind == "DebertaV2" else {})
+    config = getattr(transformers, f"{kind}Config")(vocab_size=14, max_position_embeddings=16, **sizes, **more)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(bert_folder)
+    encoder = load_encoder(bert_folder)
+    states, valid = hidden(encoder)
+    assert states.shape == (*valid.shape, 16)
+    assert torch.isfinite(states).all()
+    assert (encoder.pair_separators, encoder.max_length) == ((2, 15) if kind == "Roberta" else (1, 16))
+
+
+def test_a_decoder_is_refused(bert_folder):
+    import transformers
+
+    config = transformers.T5Config(vocab_size=14, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    transformers.T5Model(config).save_pretrained(bert_folder)
+    with pytest.raises(UserError, match="t5 is no encoder"):
+        load_encoder(bert_folder)
