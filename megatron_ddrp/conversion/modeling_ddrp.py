@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
 from megatron_ddrp.conversion.modeling_positions import (
@@ -138,6 +143,19 @@ class MaskedLMHead(nn.Module):
     def forward(self, hidden: Tensor, token_embedding: Tensor) -> Tensor:
         """`[.., hidden]`, `[vocab, hidden]` → `[.., vocab]`."""
         return F.linear(self.norm(F.gelu(self.dense(hidden))), token_embedding, self.bias)
+
+
+class ReplacedTokenHead(nn.Module):
+    """ELECTRA's judge of every token: dense, GELU, one logit."""
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[batch, seq, hidden]` → `[batch, seq]`, positive where a token looks replaced."""
+        return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
 
 
 class MaskDecoder(nn.Module):
@@ -278,6 +296,38 @@ class DdrpForMaskedLM(DdrpPreTrainedModel):
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         states = encoded.hidden_states if wants_states else None
         output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=states, attentions=encoded.attentions)
+        return output.to_tuple() if return_dict is False else output
+
+
+class DdrpForPreTraining(DdrpPreTrainedModel):
+    """An ELECTRA discriminator: which tokens of a text were replaced."""
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__(config)
+        self.encoder = DdrpModel(config)
+        self.head = ReplacedTokenHead(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> TokenClassifierOutput | tuple:
+        """`labels` `[batch, seq]`: 1 where replaced, 0 where original; the loss is the mean over all but padding."""
+        encoded = self.encoder(input_ids, attention_mask, token_type_ids, output_attentions, output_hidden_states)
+        logits = self.head(encoded.last_hidden_state)
+        loss = None
+        if labels is not None:
+            valid = torch.ones_like(labels) if attention_mask is None else attention_mask
+            loss = F.binary_cross_entropy_with_logits(logits[valid.bool()], labels[valid.bool()].to(logits.dtype))
+        output = TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )
         return output.to_tuple() if return_dict is False else output
 
 

@@ -1,8 +1,9 @@
 """Training checkpoint → Hugging Face folder with equal hidden states and logits.
 
-A model that transformers knows (absolute positions, LayerNorm after each block) becomes a plain BERT. Any other one
-travels with its own model code (`MODEL_CODE`), under the names that it was trained with. The vocabulary's padding is
-cut; the output matrix is the token embedding and is written once.
+A model that transformers knows (absolute positions, LayerNorm after each block) becomes a plain BERT, or a plain
+ELECTRA where it was trained as a discriminator. Any other one travels with its own model code (`MODEL_CODE`), under the
+names that it was trained with. The vocabulary's padding is cut; a generator and the notes of rare words stay behind;
+the output matrix is the token embedding and is written once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import POSITION_ENCODINGS, Config, ModelConfig
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
-from megatron_ddrp.conversion.weight_names import bert_name, own_name
+from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import NUM_SEGMENTS
@@ -30,8 +31,10 @@ AUTO_MAP = {
     "AutoConfig": "configuration_ddrp.DdrpConfig",
     "AutoModel": "modeling_ddrp.DdrpModel",
     "AutoModelForMaskedLM": "modeling_ddrp.DdrpForMaskedLM",
+    "AutoModelForPreTraining": "modeling_ddrp.DdrpForPreTraining",
     "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
 }
+GENERATOR = "generator."
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Export:
     """With `deberta_emd` resolved."""
     weights: dict[str, Tensor]
     tokenizer_line: str
+    detects: bool = False
+    """Whether it is an ELECTRA discriminator."""
 
     def summary(self) -> str:
         """A few lines: what was loaded, written, left out and not there."""
@@ -54,17 +59,19 @@ class Export:
         decoder = "; the mask decoder is in the masked-LM model alone" if model.deberta_emd else ""
         padding = model.padded_vocab_size - model.vocab_size
         trust = "" if plain else ", trust_remote_code=True"
+        kind = "a plain ELECTRA" if self.detects else "a plain BERT"
+        head_class = "AutoModelForPreTraining" if self.detects else "AutoModelForMaskedLM"
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions{table}, "
             f"{model.layernorm_position}-LayerNorm, {model.num_layers} layers x {model.hidden_size}, "
             f"{model.vocab_size:,} pieces",
             "exported": f"{sum(w.numel() for w in self.weights.values()):,} parameters, fp32; tensors: {names}"
             f"{decoder}",
-            "left out": f"{padding} rows of vocabulary padding; optimizer state",
+            "left out": f"{padding} rows of vocabulary padding; optimizer state" + "; the generator" * self.detects,
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
-            "wrote": f"{self.output}, {'a plain BERT' if plain else f'with its own {MODEL_CODE[-1]}'}: "
-            f'AutoModelForMaskedLM.from_pretrained("{self.output}"{trust})',
+            "wrote": f"{self.output}, {kind if plain else f'with its own {MODEL_CODE[-1]}'}: "
+            f'{head_class}.from_pretrained("{self.output}"{trust})',
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
@@ -78,20 +85,21 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = _find_checkpoint(load)
     model, tokenizer, whole = checkpoint.load_model(source.resolve())
+    detects = whole.objective.generates
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
-    weights = exported_weights(dict(model.named_parameters()), config)
+    weights = exported_weights(dict(model.named_parameters()), config, detects)
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
-        text = json.dumps(huggingface_config(config, tokenizer), indent=2) + "\n"
+        text = json.dumps(huggingface_config(config, tokenizer, detects), indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         if not is_plain_bert(config):
             write_model_code(folder)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length)
-    return Export(source, output, config, weights, tokenizer_line)
+    return Export(source, output, config, weights, tokenizer_line, detects)
 
 
 def is_plain_bert(config: ModelConfig) -> bool:
-    """Whether transformers' own BERT computes the same."""
+    """Whether transformers' own BERT, or ELECTRA, computes the same."""
     return (config.position_encoding, config.layernorm_position, config.deberta_emd) == ("absolute", "post", False)
 
 
@@ -102,17 +110,18 @@ def write_model_code(folder: Path) -> None:
         (folder / name).write_text(code.replace("from megatron_ddrp.conversion.", "from ."), encoding="utf-8")
 
 
-def exported_weights(parameters: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our named parameters → the folder's, fp32, without the vocabulary's padding rows."""
-    rename = bert_name if is_plain_bert(config) else own_name
+def exported_weights(parameters: dict[str, Tensor], config: ModelConfig, detects: bool = False) -> dict[str, Tensor]:
+    """Our named parameters → the folder's, fp32, without the vocabulary's padding rows and without a generator."""
+    rename = (electra_name if detects else bert_name) if is_plain_bert(config) else own_name
     padded = {"embeddings.token.weight", "head.decoder.bias"}
     return {
         rename(name): (tensor[: config.vocab_size] if name in padded else tensor).detach().float().clone()
         for name, tensor in parameters.items()
+        if not name.startswith(GENERATOR)
     }
 
 
-def huggingface_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def huggingface_config(config: ModelConfig, tokenizer: Tokenizer, detects: bool = False) -> dict[str, Any]:
     """The content of config.json; sizes carry BERT's names in both kinds of folder."""
     sizes = {
         "vocab_size": config.vocab_size,
@@ -129,12 +138,16 @@ def huggingface_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
         "pad_token_id": tokenizer.pad_id,
         "torch_dtype": "float32",
     }
+    if is_plain_bert(config) and detects:
+        width = {"embedding_size": config.hidden_size, "hidden_act": "gelu"}
+        return {"model_type": "electra", "architectures": ["ElectraForPreTraining"], **width, **sizes}
     if is_plain_bert(config):
         return {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_act": "gelu", **sizes}
+    other_head = "AutoModelForMaskedLM" if detects else "AutoModelForPreTraining"
     return {
         "model_type": OWN_MODEL_TYPE,
-        "architectures": ["DdrpForMaskedLM"],
-        "auto_map": AUTO_MAP,
+        "architectures": ["DdrpForPreTraining" if detects else "DdrpForMaskedLM"],
+        "auto_map": {name: place for name, place in AUTO_MAP.items() if name != other_head},
         **sizes,
         "layernorm_position": config.layernorm_position,
         "position_encoding": config.position_encoding,
@@ -172,8 +185,10 @@ def _is_hugging_face(folder: Path) -> bool:
 
 def _group(name: str) -> str:
     """Part of the model that a weight of the folder belongs to, for the summary."""
+    if name.startswith(("head.output", "discriminator_predictions.")):
+        return "replaced-token head"
     if name.startswith(("head.", "cls.")):
-        return "masked-LM head"
+        return "head"
     if "embeddings." in name:
         return "embeddings"
     if name.startswith("mask_decoder."):

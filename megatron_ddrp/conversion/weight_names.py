@@ -56,6 +56,13 @@ def bert_name(name: str) -> str:
     return f"{prefix}{BERT_MODULES[module]}.{kind}"
 
 
+def electra_name(name: str) -> str:
+    """Name in transformers' ElectraForPreTraining, whose encoder is BERT's."""
+    if name.startswith("head."):
+        return name.replace("head.", "discriminator_predictions.").replace(".output.", ".dense_prediction.")
+    return "electra." + bert_name(name).removeprefix("bert.")
+
+
 def our_name(name: str) -> str | None:
     """Our name of a BERT or DeBERTa weight, with or without its model's prefix; None for what has no place here.
 

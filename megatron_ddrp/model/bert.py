@@ -23,6 +23,7 @@ class Encoder(nn.Module):
     """Embeddings and layers, which every model here has, and what runs its stages. A subclass adds `head`."""
 
     head: MaskedLMHead | ReplacedTokenHead
+    mask_decoder: EnhancedMaskDecoder | None = None
 
     def __init__(self, config: ModelConfig, checkpoint_activations: bool = False, notes_mix: float = 0.0) -> None:
         super().__init__()

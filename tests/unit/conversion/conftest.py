@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizer import build_tokenizer
 from megatron_ddrp.model import build_model
@@ -16,7 +16,7 @@ WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##
 SEQ_LENGTH = 24
 
 
-def write_checkpoint(folder, tokenizer, **model_settings):
+def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
     """A `--save` folder with one checkpoint of a random tiny model."""
     settings = {
         "num_layers": 2,
@@ -27,9 +27,9 @@ def write_checkpoint(folder, tokenizer, **model_settings):
         "vocab_size": tokenizer.vocab_size,
         **model_settings,
     }
-    config = Config().replace(model=settings)
+    config = Config(objective=ObjectiveConfig(objective=objective)).replace(model=settings)
     torch.manual_seed(1)
-    model = build_model(config.model)
+    model = build_model(config.model, objective=config.objective)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.3)  # biases, LayerNorms and tables must all act
     path = folder / checkpoint.tag(3)

@@ -1,0 +1,116 @@
+"""What a run's note dictionary holds (Wu et al., arXiv:2008.01466): how many words, how often met, which are alike.
+
+The paper finds a rare word in about 20 % of sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ddrp.checkpoint import STATE, TOKENIZER, newest
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.rare_words import RareWords, WordFinder
+from megatron_ddrp.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.note_files import read_notes
+
+SENTENCE_ENDS = (".", "!", "?")
+
+
+def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neighbours: int, documents: int) -> dict:
+    """The numbers of one checkpoint's dictionary; `data_path` names the text whose sentences are looked at."""
+    path = load if (load / STATE).is_file() else newest(load)
+    if path is None:
+        raise UserError(f"--load {load} holds no checkpoint: expected a folder that pretrain_bert.py --save wrote")
+    rare, met, vectors = read_notes(path)
+    tokenizer = load_tokenizer(path.parent / TOKENIZER)
+    result: dict[str, Any] = {
+        "checkpoint": str(path),
+        "rare_words": len(rare),
+        "words_with_a_note": len(met),
+        "count_range": [int(rare.counts.min()), int(rare.counts.max())],
+    }
+    if data_path:
+        result |= share_of_sentences(IndexedDataset(data_path), rare, tokenizer, documents)
+    asked = list(words) or most_frequent(rare, met.tolist(), tokenizer)
+    result["nearest"] = {
+        word: nearest_notes(word, rare, met.tolist(), vectors, tokenizer, neighbours) for word in asked
+    }
+    return result
+
+
+def share_of_sentences(
+    dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
+) -> dict[str, Any]:
+    """Sentences, and those with a rare word, in the first so many documents; a piece . ! or ? ends a sentence."""
+    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
+    ends = np.array([piece.lstrip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
+    sentences = with_one = 0
+    low, high = 0, int(dataset.document_indices[min(documents, dataset.num_documents)])
+    for sequence in range(low, high):
+        ids = np.asarray(dataset[sequence], np.int64)
+        if not len(ids):
+            continue
+        marks = finder.number(rare, ids[None], np.array([True]))[0] > 0
+        number = np.concatenate([[0], np.cumsum(ends[ids[:-1]])])  # of each token's sentence
+        sentences += int(number[-1]) + 1
+        with_one += len(np.unique(number[marks]))
+    share = with_one / max(1, sentences)
+    return {"sentences": sentences, "sentences_with_a_rare_word": with_one, "share_of_sentences": share}
+
+
+def most_frequent(rare: RareWords, met: list[int], tokenizer: Tokenizer, count: int = 5) -> list[str]:
+    """Alphabetic words with a note that the training text holds most often, as examples."""
+    by_count = sorted(met, key=lambda number: (-int(rare.counts[number - 1]), number))
+    texts = (tokenizer.decode(rare.word(number)) for number in by_count)
+    return list(_take((text for text in texts if re.fullmatch(r"[^\W\d_]{4,}", text)), count))
+
+
+def _take(texts: Iterator[str], count: int) -> Iterator[str]:
+    for _, text in zip(range(count), texts, strict=False):
+        yield text
+
+
+def nearest_notes(
+    word: str, rare: RareWords, met: list[int], vectors: torch.Tensor, tokenizer: Tokenizer, count: int
+) -> list[dict[str, Any]]:
+    """The words whose notes have the largest cosine with that of `word`, all notes taken from their mean.
+
+    Every note is an average of contexts and so holds their common part; without it cosines would all be near 1.
+    """
+    numbers = {tuple(rare.word(number)): row for row, number in enumerate(met)}
+    row = numbers.get(tuple(tokenizer.encode(word)))
+    if row is None:
+        some = ", ".join(most_frequent(rare, met, tokenizer))
+        raise UserError(f"--words {word}: no note of it was taken; rare words with a note are {some}", WRONG_ARGUMENTS)
+    vectors = vectors.float()
+    directions = torch.nn.functional.normalize(vectors - vectors.mean(0), dim=-1)
+    cosines = directions @ directions[row]
+    cosines[row] = -2.0
+    best = cosines.topk(min(count, len(met) - 1))
+    return [
+        {"word": tokenizer.decode(rare.word(met[other])), "cosine": cosine}
+        for cosine, other in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The same for people."""
+    low, high = result["count_range"]
+    lines = [
+        f"{result['rare_words']:,} rare words ({low:,} to {high:,} times in the training text), "
+        f"{result['words_with_a_note']:,} with a note in {result['checkpoint']}"
+    ]
+    if "sentences" in result:
+        lines.append(
+            f"{result['share_of_sentences']:.1%} of {result['sentences']:,} sentences hold one (the paper: about 20 %)"
+        )
+    for word, near in result["nearest"].items():
+        lines.append(f"{word}: " + ", ".join(f"{other['word']} {other['cosine']:.2f}" for other in near))
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""An exported discriminator computes what it computed in training; its generator stays behind."""
+
+import pytest
+import torch
+
+from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from tasks.glue.encoder import load_encoder
+from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
+
+
+@pytest.mark.parametrize("encoding, order", [("absolute", "post"), ("ddrp", "post"), ("deberta", "pre")])
+@torch.no_grad()
+def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, offline, encoding, order):
+    from transformers import AutoModelForPreTraining, AutoModelForSequenceClassification, ElectraForPreTraining
+
+    load = write_checkpoint(
+        tmp_path / "run", tokenizer, "electra", position_encoding=encoding, layernorm_position=order
+    )
+    export = export_checkpoint(load, tmp_path / "hf")
+    assert not [name for name in export.weights if "generator" in name]
+    plain = encoding == "absolute"
+    options = {} if plain else {"trust_remote_code": True}
+    loaded, report = AutoModelForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True, **options)
+    assert isinstance(loaded, ElectraForPreTraining) == plain
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    summary = export.summary()
+    assert "AutoModelForPreTraining" in summary and "the generator" in summary and "replaced-token head" in summary
+
+    model, _, _ = load_model(load)
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    valid = mask.bool()
+    hidden = model.encode(ids, segments, mask, torch.arange(ids.shape[1]).expand_as(ids) * mask)
+    inputs = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
+    output = loaded.eval()(**inputs, output_hidden_states=True)
+    torch.testing.assert_close(output.logits[valid], model.head.logits(hidden)[valid], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.hidden_states[-1][valid], hidden[valid], atol=1e-5, rtol=1e-5)
+
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **options)
+    assert classifier(**inputs).logits.shape == (3, 2)
+    encoders = [load_encoder(folder) for folder in (export.source, tmp_path / "hf")]
+    assert [encoder.hidden_size for encoder in encoders] == [32, 32]
+
+
+@torch.no_grad()
+def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer):
+    from megatron_ddrp.data.batch import Batch
+
+    load = write_checkpoint(tmp_path / "run", tokenizer, "electra")
+    model, _, _ = load_model(load)
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    positions = torch.arange(ids.shape[1]).expand_as(ids) * mask
+    encoder = load_encoder(load / "iter_0000003").fresh(0, torch.device("cpu")).eval()
+    batch = Batch(ids, ids, mask, positions, segments, mask)
+    torch.testing.assert_close(encoder(batch), model.encode(ids, segments, mask, positions))
