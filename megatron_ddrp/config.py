@@ -155,6 +155,10 @@ class ObjectiveConfig:
         """Whether a generator replaces tokens and the model proper detects them (ELECTRA)."""
         return self.objective == "electra"
 
+    def generator_heads(self, num_attention_heads: int) -> int:
+        """Heads of ELECTRA's generator: its share of the model's, rounded, halves to even, and at least one."""
+        return max(1, round(num_attention_heads * self.generator_size))
+
     @property
     def mask_shares(self) -> dict[str, float]:
         """What becomes of the selected pieces: BERT's 80 % [MASK], 10 % random, 10 % kept; ELECTRA's 85, 0 and 15."""
@@ -394,18 +398,15 @@ class Config:
         """Refuse to cut what does not divide."""
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         model = self.model
+        generator_heads = (self.objective.generator_heads(model.num_attention_heads),) * self.objective.generates
         for what, size in (
             ("--num-attention-heads", model.num_attention_heads),
+            *(("the heads of --objective electra's generator (--generator-size),", heads) for heads in generator_heads),
             ("--ffn-hidden-size", model.ffn_size),
             (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
         ):
             if size % tensor:
                 refuse(f"--tensor-model-parallel-size {tensor} does not divide {what} {size}: choose one that does")
-        if tensor > 1 and self.objective.generates:
-            refuse(
-                f"--tensor-model-parallel-size {tensor} with --objective electra: its generator samples from the whole "
-                "vocabulary; use pipeline and data parallelism"
-            )
         if pipeline > model.num_layers:
             refuse(
                 f"--pipeline-model-parallel-size {pipeline} is more than --num-layers {model.num_layers}: each stage "

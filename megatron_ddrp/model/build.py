@@ -23,7 +23,7 @@ def build_model(
     if objective is None:
         return Bert(config, checkpoint_activations)
     if objective.generates:
-        return Electra(config, objective.generator_size, checkpoint_activations, objective.notes_share)
+        return Electra(config, objective, checkpoint_activations)
     return Bert(config, checkpoint_activations, objective.notes_share)
 
 

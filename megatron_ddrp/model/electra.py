@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL
 from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings
@@ -26,7 +26,6 @@ from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, predicted_places
 from megatron_ddrp.model.stages import GENERATOR_CORRECT, LM, NUM_ELECTRA_SUMS, StageState
 from megatron_ddrp.objectives import electra
-from megatron_ddrp.objectives.mlm import masked_lm_sum
 from megatron_ddrp.objectives.notes import NoteInputs
 
 
@@ -38,13 +37,12 @@ class Electra(Encoder):
     def __init__(
         self,
         config: ModelConfig,
-        generator_size: float,
+        objective: ObjectiveConfig,
         checkpoint_activations: bool = False,
-        notes_mix: float = 0.0,
     ) -> None:
-        super().__init__(config, checkpoint_activations, notes_mix)
+        super().__init__(config, checkpoint_activations, objective.notes_share)
         self.head = ReplacedTokenHead(config)
-        self.generator = Generator(generator_config(config, generator_size), self.embeddings, notes_mix)
+        self.generator = Generator(generator_config(config, objective), self.embeddings, objective.notes_share)
         self.apply(self._initialise)
 
     def stages(self) -> list[nn.Module]:
@@ -55,9 +53,9 @@ class Electra(Encoder):
         return [self.generator.embeddings, *layers, sampling, *self.layers, self.head]
 
 
-def generator_config(config: ModelConfig, size: float) -> ModelConfig:
-    """The generator's configuration: `size` of the discriminator's heads, each as wide as there."""
-    heads = max(1, round(config.num_attention_heads * size))
+def generator_config(config: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
+    """The generator's configuration: some of the discriminator's heads, each as wide as there."""
+    heads = objective.generator_heads(config.num_attention_heads)
     return replace(
         config,
         num_attention_heads=heads,
@@ -118,12 +116,12 @@ class SamplingStage(nn.Module):
         places = predicted_places(state.labels)  # [num_predicted]
         labels = state.labels.flatten().index_select(0, places)
         logits = self.generator_head.logits(self._predicted_hidden(tensors, state, places))  # [num_predicted, vocab]
-        _, sampled = electra.gumbel_argmax(logits, keys.flatten().index_select(0, places))
+        sampled = self.generator_head.sample(logits, keys.flatten().index_select(0, places))
         originals = torch.where(state.labels == IGNORED_LABEL, input_ids, state.labels)
         replaced = electra.replace(originals, places, sampled)
         sums = list(state.losses.unbind())
-        sums[LM] = masked_lm_sum(logits, labels).to(state.losses.dtype)
-        sums[GENERATOR_CORRECT] = (logits.argmax(-1) == labels).sum().to(state.losses.dtype)
+        sums[LM] = self.generator_head.lm_sum(logits, labels).to(state.losses.dtype)
+        sums[GENERATOR_CORRECT] = (self.generator_head.best(logits) == labels).sum().to(state.losses.dtype)
         reads = NoteInputs.from_integers(*notes) if notes else None
         return StageState(
             self.embeddings.embed(replaced, segment_ids, state.position_ids, reads),

@@ -11,7 +11,7 @@ from megatron_ddrp.data.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import HCD, REPLACED, REPLACED_FOUND, RTD, RTD_CORRECT, TCD, StageState
-from megatron_ddrp.objectives.electra import rtd_sums
+from megatron_ddrp.objectives.electra import best, rtd_sums, sample
 from megatron_ddrp.objectives.mlm import masked_lm_sum
 from megatron_ddrp.objectives.mth import token_cosine
 from megatron_ddrp.objectives.notes import window_means
@@ -27,7 +27,8 @@ class MaskedLMHead(nn.Module):
         super().__init__()
         self.vocab_size = config.vocab_size
         self.first_piece = 0  # that of the first logit: tensor parallelism gives each rank some rows of the vocabulary
-        self.lm_sum = masked_lm_sum  # … and a cross entropy over all of them
+        self.lm_sum = masked_lm_sum  # … and over all of them a cross entropy
+        self.sample, self.best = sample, best  # … and ELECTRA's choices of a piece
         self.final_norm = (
             nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
             if config.layernorm_position == "pre"

@@ -29,7 +29,12 @@ from megatron_ddrp.parallel.collectives import copy_to_ranks, sum_of_ranks
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
-from megatron_ddrp.parallel.vocabulary import VocabularyParallelEmbedding, masked_lm_sum_of_ranks
+from megatron_ddrp.parallel.vocabulary import (
+    VocabularyParallelEmbedding,
+    best_of_ranks,
+    masked_lm_sum_of_ranks,
+    sample_of_ranks,
+)
 
 
 class RowParallelLinear(nn.Module):
@@ -62,12 +67,15 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
     _keep_own_parts(model, config, ranks)
     encoding = REGISTRY[config.position_encoding]
     cosine = CosineOfAllRanks(ranks, bool(encoding.by_head or encoding.layer_part.by_head))
-    for name, module in list(model.named_modules()):
+    replaced: dict[nn.Module, nn.Module] = {}  # once each, though two may share it, as ELECTRA's embeddings do
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         for pattern, replacement in REPLACED:
             if _ends_with(name, pattern):
-                model.get_submodule(name.rpartition(".")[0]).register_module(
-                    name.rpartition(".")[2], replacement(module, ranks)
-                )
+                if module not in replaced:
+                    replaced[module] = replacement(module, ranks)
+                parent, _, own_name = name.rpartition(".")
+                model.get_submodule(parent).register_module(own_name, replaced[module])
+    for name, module in list(model.named_modules()):
         if any(_ends_with(name, pattern) for pattern in ENTRANCES):
             module.register_forward_pre_hook(partial(_copy_input, ranks))
         if isinstance(module, PositionEncoding):
@@ -78,6 +86,8 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
         if isinstance(module, MaskedLMHead):
             module.first_piece = ranks.tensor_rank * len(module.decoder.weight)
             module.lm_sum = partial(masked_lm_sum_of_ranks, first_piece=module.first_piece, ranks=ranks)
+            module.sample = partial(sample_of_ranks, first_piece=module.first_piece, ranks=ranks)
+            module.best = partial(best_of_ranks, first_piece=module.first_piece, ranks=ranks)
 
 
 def _ends_with(name: str, pattern: str) -> bool:

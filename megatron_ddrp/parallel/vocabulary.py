@@ -1,4 +1,4 @@
-"""Embedding and cross entropy over a vocabulary of which each tensor-parallel rank holds some rows.
+"""Embedding, cross entropy and sampling over a vocabulary of which each tensor-parallel rank holds some rows.
 
 Logits are never gathered: the ranks exchange the largest logit of each predicted token, and two numbers a token more,
 the sum of the exponentials and the label's logit. The padding of the vocabulary comes in as −∞ and takes no part.
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ddrp.objectives.electra import gumbel_argmax
 from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
 
@@ -63,3 +64,20 @@ def masked_lm_sum_of_ranks(logits: Tensor, labels: Tensor, first_piece: int, ran
     fp32 (or fp64) scalar.
     """
     return _CrossEntropyOfRanks.apply(logits, labels, first_piece, ranks)
+
+
+def sample_of_ranks(logits: Tensor, keys: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
+    """A piece for each token from the softmax over all ranks' logits: the same as `electra.sample` on one device."""
+    return _winner_of_ranks(*gumbel_argmax(logits, keys, first_piece), first_piece, ranks)
+
+
+def best_of_ranks(logits: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
+    """The likeliest piece of each token over all ranks' logits."""
+    return _winner_of_ranks(*logits.detach().max(-1), first_piece, ranks)
+
+
+def _winner_of_ranks(scores: Tensor, columns: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
+    """int64 `[n]`: the piece of the largest score, of equal ones the first; `scores`, `columns` `[n]` are our best."""
+    largest = all_reduced(scores, ranks, dist.ReduceOp.MAX)
+    pieces = torch.where(scores == largest, columns + first_piece, torch.iinfo(torch.int64).max)
+    return all_reduced(pieces, ranks, dist.ReduceOp.MIN)

@@ -38,7 +38,10 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["position_parameters"] == 67 * 64  # D and K^rd at head size 64
+    encoders = 1 + ("electra" in path.name)
+    absolute = 512 * (768 + (256 if encoders == 2 else 0))  # a generator's are as wide as it
+    relative = 67 * 64 * encoders  # D and K^rd at head size 64
+    assert facts["position_parameters"] == (absolute if "tnf" in path.name else relative)
     assert facts["memory_per_rank_bytes"] > 0
     assert not (tmp_path / "save").exists()
 

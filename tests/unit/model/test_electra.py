@@ -64,7 +64,7 @@ def discriminator_view(model, batch, draws):
 )
 def test_the_generator_has_some_whole_heads_of_the_discriminators_size(heads, size, expected):
     config = ModelConfig(num_attention_heads=heads, hidden_size=16 * heads, num_layers=3, ffn_hidden_size=7)
-    generator = generator_config(config, size)
+    generator = generator_config(config, ObjectiveConfig(objective="electra", generator_size=size))
     assert (generator.num_attention_heads, generator.head_dim, generator.hidden_size) == (expected, 16, 16 * expected)
     assert (generator.ffn_size, generator.num_layers) == (4 * 16 * expected, 3)
 
