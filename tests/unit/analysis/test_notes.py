@@ -1,0 +1,101 @@
+"""`tools/analyze.py notes` on a dictionary whose answers are known."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.analysis.notes import nearest_notes, share_of_sentences
+from megatron_ddrp.config import ObjectiveConfig
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.rare_words import WordFinder
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.word_counts import count_rare_words
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.note_files import note_tensors
+from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.tensor_files import Form, write_tensors
+
+ROOT = Path(__file__).resolve().parents[3]
+SENTENCES = ["the cat sings .", "the red dog !", "the the .", "the cat and the bird", "red ."]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "bird", "red", "and", "sing", "##s"]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join([*pieces, ".", "!"]) + "\n")
+    return build_tokenizer("BertWordPieceLowerCase", vocab)
+
+
+@pytest.fixture
+def dataset(tokenizer, tmp_path):
+    with IndexedDatasetWriter(str(tmp_path / "d"), "uint16") as writer:
+        for text in (" ".join(SENTENCES[:4]), SENTENCES[4]):
+            writer.append(tokenizer.encode(text))
+            writer.end_document()
+        writer.finalize()
+    return IndexedDataset(str(tmp_path / "d"))
+
+
+@pytest.fixture
+def rare(dataset, tokenizer):
+    finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
+    return count_rare_words([(dataset, (0, 2))], finder, (1, 2))
+
+
+def names(rare, tokenizer):
+    return {tokenizer.decode(rare.word(number)): number for number in range(1, len(rare) + 1)}
+
+
+def test_sentences_with_a_rare_word(dataset, rare, tokenizer):
+    assert set(names(rare, tokenizer)) == {"cat", "sings", "red", "dog", "!", "and", "bird"}
+    facts = share_of_sentences(dataset, rare, tokenizer, documents=100)
+    assert (facts["sentences"], facts["sentences_with_a_rare_word"]) == (5, 4)
+    assert share_of_sentences(dataset, rare, tokenizer, documents=1)["sentences"] == 4
+
+
+def notes_of(rare, tokenizer):
+    """cat and bird alike, dog opposed; a large part common to all."""
+    number = names(rare, tokenizer)
+    notes = NoteDictionary(rare, 3, ObjectiveConfig(notes=True))
+    for word, vector in (("cat", [1, 0, 9]), ("bird", [1, 0.1, 9]), ("dog", [-1, 0, 9]), ("sings", [-1, 1, 9])):
+        notes.notes[number[word] - 1] = torch.tensor(vector, dtype=torch.float32)
+        notes.met[number[word] - 1] = True
+    return notes
+
+
+def test_nearest_notes_look_past_what_all_share(rare, tokenizer):
+    notes = notes_of(rare, tokenizer)
+    met = (notes.met.nonzero().squeeze(-1) + 1).tolist()
+    near = nearest_notes("cat", rare, met, notes.notes[notes.met], tokenizer, 2)
+    assert [other["word"] for other in near] == ["bird", "dog"]
+    assert near[0]["cosine"] > 0.9 > 0.0 > near[1]["cosine"]
+    with pytest.raises(UserError, match="--words red: no note"):
+        nearest_notes("red", rare, met, notes.notes[notes.met], tokenizer, 2)
+
+
+def test_the_command(rare, tokenizer, dataset, tmp_path):
+    path = tmp_path / "run" / checkpoint.tag(3)
+    path.mkdir(parents=True)
+    tensors = note_tensors(notes_of(rare, tokenizer))
+    name = f"{checkpoint.BESIDE}-00-of-01.safetensors"
+    facts = write_tensors(path / name, {key: Form.of(t) for key, t in tensors.items()}, tensors.items())
+    checkpoint.write_state(path, {"iteration": 3, "files": {name: facts}})
+    tokenizer.save(path.parent / checkpoint.TOKENIZER)
+    checkpoint.mark_latest(path.parent, path.name)
+    command = [sys.executable, str(ROOT / "tools" / "analyze.py"), "notes", "--load", str(path.parent)]
+    more = ["--data-path", dataset.prefix, "--words", "sings", "--output", str(tmp_path / "notes.json")]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "7 rare words (1 to 2 times in the training text), 4 with a note" in done.stdout
+    assert "80.0% of 5 sentences" in done.stdout
+    found = json.loads((tmp_path / "notes.json").read_text(encoding="utf-8"))
+    assert found["nearest"]["sings"][0]["word"] == "dog" and np.isclose(found["share_of_sentences"], 0.8)
+    wrong = subprocess.run([*command, "--words", "horse"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
