@@ -260,4 +260,4 @@ def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float) -> t
         share = layerwise_lr_decay ** (top - depths[name])
         groups.setdefault((decay, share), []).append(parameter)
     listed = [{"params": p, "weight_decay": decay, "share": share} for (decay, share), p in groups.items()]
-    return torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), eps=1e-6)
+    return torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), eps=1e-6, fused=True)
