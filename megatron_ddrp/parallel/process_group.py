@@ -97,6 +97,7 @@ def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor_size, pipeline_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     data_size = config.data_parallel_size(world_size)
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     grid = torch.arange(world_size).view(pipeline_size, data_size, tensor_size)
     pipeline_rank, data_rank, tensor_rank = (int(place) for place in (grid == rank).nonzero()[0])
     return Ranks(
@@ -109,18 +110,18 @@ def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
         tensor_size,
         pipeline_rank,
         pipeline_size,
-        data_group=_own_group(grid.transpose(1, 2).reshape(-1, data_size), rank),
-        tensor_group=_own_group(grid.reshape(-1, tensor_size), rank),
-        model_group=_own_group(grid.transpose(0, 1).reshape(data_size, -1), rank),
+        data_group=_own_group(grid.transpose(1, 2).reshape(-1, data_size), rank, timeout),
+        tensor_group=_own_group(grid.reshape(-1, tensor_size), rank, timeout),
+        model_group=_own_group(grid.transpose(0, 1).reshape(data_size, -1), rank, timeout),
     )
 
 
-def _own_group(members: Tensor, rank: int) -> Any:
+def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta) -> Any:
     """The group of our row of `members` `[groups, size]`; None in a run of one rank, which talks to nobody."""
     if members.numel() == 1:
         return None
     own = members[(members == rank).any(1)][0].tolist()
-    return dist.new_group(own, use_local_synchronization=True)
+    return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
 
 @contextlib.contextmanager

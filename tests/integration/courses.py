@@ -5,6 +5,7 @@ A course is the real thing without the script around it: the same loader, engine
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -29,6 +30,8 @@ from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
 from tests.integration.launch import fork_server, free_port
 
 TIMEOUT = 1800.0
+"""Seconds until a group of courses is given up, and until ranks that wait for each other in one say where they are."""
+COURSE_TIMEOUT = 120.0
 
 Course = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
@@ -110,7 +113,12 @@ def _rank(rank: int, world_size: int, port: int, command_lines: list[list[str]],
     torch.set_num_threads(1)
     try:
         process_group.start(ParallelConfig(distributed_timeout_minutes=2))
-        courses: list[Any] = [run_course(parse_arguments(words).config) for words in command_lines]
+        courses: list[Any] = []
+        for words in command_lines:
+            with (Path(folder) / f"error{rank}").open("w", encoding="utf-8") as stuck:
+                faulthandler.dump_traceback_later(COURSE_TIMEOUT, exit=True, file=stuck)
+                courses.append(run_course(parse_arguments(words).config))
+                faulthandler.cancel_dump_traceback_later()
         if rank == 0:
             (Path(folder) / "courses.json").write_text(json.dumps(courses), encoding="utf-8")
         process_group.stop()
