@@ -359,6 +359,9 @@ class LoggingConfig:
     eval_interval: int = option(1000, "steps between validations on the held-out split; 0 = never")
     eval_iters: int = option(10, "global batches a validation covers")
     tensorboard_dir: str | None = option(None, "also write the metrics for TensorBoard", metavar="DIR")
+    log_similarity: bool = option(
+        False, "at each validation also f(S) and f(H) (eq. 15, 16): how alike the tokens are, and the heads of a layer"
+    )
     wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")
 
     def __post_init__(self) -> None:
@@ -386,6 +389,8 @@ class Config:
                 "weights there): use --zero-stage 1 or higher"
             )
         self._check_layout()
+        if self.logging.log_similarity and self.model.num_attention_heads < 2:
+            refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
             refuse(
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "

@@ -175,6 +175,13 @@ def terms(row: dict[str, Any], digits: int = 3, prefix: str = "") -> str:
     return " ".join(f"{label} {row[prefix + key]:.{digits}f}" for key, label in LABELS.items() if prefix + key in row)
 
 
+def similarities(row: dict[str, Any]) -> str:
+    """` | f(S) 0.812 f(H) 0.344` where a row has them, else nothing."""
+    if "token_similarity" not in row:
+        return ""
+    return f" | f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}"
+
+
 def progress_line(row: dict[str, Any], train_iters: int, eta: str) -> str:
     """`step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | eta 9h12m`."""
     rate = row["tokens_per_second"]

@@ -19,7 +19,7 @@ from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, 
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.step import StepResult, evaluate
 from megatron_ddrp.errors import ASKED_TO_STOP, WRONG_ARGUMENTS, UserError, agreed_by_all, refusals_as_user_errors
-from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, terms
+from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, similarities, terms
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
@@ -203,7 +203,8 @@ def validate(
     steps = min(config.logging.eval_iters, max(1, len(loader.samples) // size))
     losses = evaluate(engine, iterate(loader, 0, steps), config, ranks, notes)
     log.write({"iteration": progress.iteration, **losses})
-    log.say(f"step {progress.iteration}/{config.training.train_iters} | validation {terms(losses, 4, 'valid_')}")
+    line = f"validation {terms(losses, 4, 'valid_')}{similarities(losses)}"
+    log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
 
 def introduction(

@@ -1,64 +1,39 @@
 #!/usr/bin/env python
-"""Look into a trained run: each analysis reads a checkpoint and, where it needs text, a preprocessed dataset.
+"""Look inside pre-trained models: what the paper's figures 2, 3a and 4 and its Algorithm 1 show, for your runs.
 
-python tools/analyze.py notes --load run --data-path corpus_text_document
-python tools/analyze.py notes --load run --words perth syntax --neighbours 5 --output notes.json
+    python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
+    python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png
+    python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
+    python tools/analyze.py notes --load run --data-path corpus_text_document
+
+Figures have the numbers beside them as JSON; `analyze.py COMMAND --help` tells more.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron_ddrp.analysis.commands import COMMANDS
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.errors import run_command
 
 
 def build_parser() -> ArgumentParser:
-    """One subcommand an analysis."""
+    """The subcommands with their flags."""
     parser = ArgumentParser(description=__doc__)
-    analyses = parser.add_subparsers(title="analyses", metavar="ANALYSIS", required=True)
-    notes = analyses.add_parser("notes", help="the note dictionary of a run with --notes", description=NOTES)
-    notes.set_defaults(run=run_notes)
-    source = notes.add_argument_group("input")
-    source.add_argument(
-        "--load", type=Path, required=True, metavar="DIR", help="a --save folder, or one DIR/iter_N in it"
-    )
-    source.add_argument("--data-path", metavar="P", help="dataset whose sentences are searched for rare words")
-    source.add_argument("--documents", type=int, default=5000, metavar="N", help="how many documents of it")
-    asked = notes.add_argument_group("nearest notes")
-    asked.add_argument(
-        "--words", nargs="+", default=[], metavar="WORD", help="rare words (default: five frequent ones)"
-    )
-    asked.add_argument("--neighbours", type=int, default=5, metavar="N", help="nearest notes of each")
-    output = notes.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers as JSON")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        added = commands.add_parser(command.name, help=command.summary, description=command.description)
+        command.add_arguments(added)
     return parser
 
 
-NOTES = """\
-How many rare words a run knows, how many of them it has a note of, the share of sentences that hold one, and the words
-whose notes lie nearest to a word's, by the cosine of notes taken from their mean."""
-
-
-def run_notes(arguments) -> None:
-    from megatron_ddrp.analysis.notes import analyze_notes, describe
-
-    result = analyze_notes(
-        arguments.load, arguments.data_path, arguments.words, arguments.neighbours, arguments.documents
-    )
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(describe(result))
-
-
-def main() -> None:
+def main() -> object:
     arguments = build_parser().parse_args()
-    arguments.run(arguments)
+    return next(command for command in COMMANDS if command.name == arguments.command).run(arguments)
 
 
 if __name__ == "__main__":

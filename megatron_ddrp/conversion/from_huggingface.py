@@ -23,7 +23,7 @@ from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weight
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer, read_bytes
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model import build_model, on_meta_device
+from megatron_ddrp.model import Encoder, build_model, on_meta_device
 
 SEED = 1234
 """Of what a folder lacks, and of the rows that pad the vocabulary."""
@@ -75,13 +75,20 @@ class Import:
         return [*flags, "--vocab-file", str(self.output / checkpoint.TOKENIZER / self.tokenizer.file_name)]
 
 
-def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import:
-    """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
+@dataclass(frozen=True)
+class ReadFolder:
+    """The model of a Hugging Face folder as one of ours, and what became of the folder's tensors."""
 
-    `output` appears whole or not at all. Raises `UserError` where the model is neither BERT nor DeBERTa v1, where a
-    weight is missing or does not fit, or where `output` exists and may not be replaced.
-    """
-    refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
+    config: ModelConfig
+    model: Encoder
+    weights: Weights
+    embedded_pieces: int
+    """Rows of the folder's word embedding."""
+    tokenizer: Tokenizer | None
+
+
+def read_folder(source: Path) -> ReadFolder:
+    """Read a folder of a BERT or a DeBERTa v1. Raises `UserError` as `import_folder` does."""
     config = model_config(source, read_config(source))
     wanted = dict(on_meta_device(config).named_parameters())
     weights = rename(read_weights(source), config.num_attention_heads, wanted, source)
@@ -95,6 +102,18 @@ def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import
     torch.manual_seed(SEED)
     model = build_model(config)
     fill(model, weights, pieces, source)
+    return ReadFolder(config, model, weights, rows, tokenizer)
+
+
+def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import:
+    """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
+
+    `output` appears whole or not at all. Raises `UserError` where the model is neither BERT nor DeBERTa v1, where a
+    weight is missing or does not fit, or where `output` exists and may not be replaced.
+    """
+    refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
+    read = read_folder(source)
+    config, model, tokenizer = read.config, read.model, read.tokenizer
     with whole_folder(output) as folder:
         whole = Config(model=config, objective=ObjectiveConfig("mlm"))
         path = checkpoint.save_weights_only({n: p.detach() for n, p in model.named_parameters()}, whole, folder)
@@ -102,7 +121,7 @@ def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import
         if tokenizer:
             tokenizer.save(folder / checkpoint.TOKENIZER)
         checkpoint.mark_latest(folder, path.name)
-    return Import(source, output, config, weights, rows, tokenizer)
+    return Import(source, output, config, read.weights, read.embedded_pieces, tokenizer)
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:

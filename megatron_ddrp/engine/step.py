@@ -31,6 +31,9 @@ from megatron_ddrp.parallel.process_group import Ranks, gather_rows, sum_over_ra
 VALIDATION_STEP = 0
 """The step whose draws every validation uses."""
 
+SIMILARITIES = {"tcd_loss": "token_similarity", "hcd_loss": "head_similarity"}
+"""Losses that are not trained on but looked at, under the names of what they then are."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -143,9 +146,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Losses over some global batches of held-out text, dropout off, notes read but not taken.
 
-    `valid_lm_loss` in nats a predicted token, the generator's under ELECTRA, with its detector's beside it.
+    `valid_lm_loss` in nats a predicted token, the generator's under ELECTRA, with its detector's beside it. Under
+    `--log-similarity` also `token_similarity`, f(S), and `head_similarity`, f(H), of the masked text (eq. 15, 16).
     """
     objective = dataclasses.replace(config.objective, tcd_weight=0.0, hcd_weight=0.0)
+    if config.logging.log_similarity:  # TCD and HCD over all tokens and heads are f(S) and f(H)
+        objective = dataclasses.replace(objective, tcd_weight=1.0, hcd_weight=1.0, tcd_tokens=0, hcd_heads=0)
     total = torch.zeros(num_sums(objective), dtype=torch.float64, device=ranks.device)
     counted = np.zeros(len(Counts._fields), np.int64)
     run = _evaluate_pipeline if ranks.pipeline_size > 1 else _evaluate_whole
@@ -160,7 +166,7 @@ def evaluate(
     counted *= ranks.reports_losses
     counts = Counts(*sum_over_ranks(torch.from_numpy(counted).to(ranks.device)).tolist())
     losses = step_losses(sums, counts, objective)
-    return {f"valid_{name}": value for name, value in losses.items() if name != "loss"}
+    return {SIMILARITIES.get(name, f"valid_{name}"): value for name, value in losses.items() if name != "loss"}
 
 
 def _evaluate_whole(engine: Any, micro_batches: list[MicroBatch], loss: WeightedLoss, ranks: Ranks) -> Tensor:

@@ -136,13 +136,13 @@ def eager_attention(
     """The reference: A is materialised, masked with a finite value, normalised in fp32 at least."""
     logits = attention_logits(query, key, terms)
     allowed = allowed_pairs(document_ids)
-    probabilities = _probabilities(logits, allowed, dropout).to(value.dtype)
+    weights = probabilities(logits, allowed, dropout).to(value.dtype)
     cosine = None
     if heads.shape[0]:
         chosen = logits.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
         cosine = mth.logits_cosine(chosen, allowed, mth.document_mask(document_ids, num_documents))
-    return probabilities @ value, cosine
+    return weights @ value, cosine
 
 
 def tapped_cosine(
@@ -210,10 +210,10 @@ def attend_from(
         logits = logits + terms.bias.expand(batch, -1, -1, -1).gather(2, rows)
     own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
     allowed = ((own == document_ids.unsqueeze(1)) & (own > 0)).unsqueeze(1)
-    return _probabilities(logits, allowed, dropout).to(value.dtype) @ value
+    return probabilities(logits, allowed, dropout).to(value.dtype) @ value
 
 
-def _probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
+def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
     """Softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
     masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)

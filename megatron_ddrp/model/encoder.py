@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.attention import attend_from, backend_function, resolve_backend
+from megatron_ddrp.model.attention import attend_from, attention_logits, backend_function, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.model.stages import HCD, StageState
 from megatron_ddrp.objectives.mth import document_mask
@@ -114,6 +114,13 @@ class EncoderLayer(nn.Module):
                 context = attend_from(query, key, value, terms, places, state.document_ids, dropout)
             queries = self._join(queries, attention.merge(context))
         return queries
+
+    def logits(self, state: StageState) -> Tensor:
+        """This layer's attention logits A before the padding mask, `[batch, heads, seq, seq]`: for whoever looks on."""
+        attention = self.attention
+        source = attention.enter(self._attention_input(state.hidden))
+        query, key = (attention.split(projection(source)) for projection in (attention.query, attention.key))
+        return attention_logits(query, key, self.terms(state))
 
     def terms(self, state: StageState) -> PositionTerms:
         """The position terms of this layer."""

@@ -1,0 +1,53 @@
+"""Where heads look: attention probabilities above the diagonal (to the right) and below it (to the left).
+
+Heads are divided evenly (section 5.3, appendix C): for each sentence and layer, the half that looks most to the right
+is group 1, the half that looks most to the left group 2. Of an odd number of heads the middle one is in neither.
+Triangles are strict, and [CLS] and [SEP] are tokens like others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.attention import allowed_pairs, probabilities
+from megatron_ddrp.model.bert import first_tensors
+from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.stages import StageState
+from megatron_ddrp.objectives.mth import Draws
+
+
+@torch.no_grad()
+def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
+    """Attention probabilities of each layer, `[batch, heads, seq, seq]`; rows and columns of padding are 0."""
+    allowed = allowed_pairs(batch.document_ids)
+    nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
+    tensors = model.embeddings(first_tensors(batch, nothing))
+    for layer in model.layers:
+        assert isinstance(layer, EncoderLayer)
+        logits = layer.logits(StageState.unpack(tensors))
+        yield probabilities(logits, allowed, dropout=0.0).masked_fill(~allowed, 0.0)
+        tensors = layer(tensors)
+
+
+def sides(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(up, down): sums of the strict upper and lower triangles ÷ the sentence's own length, `[batch, heads]` each.
+
+    `maps` `[batch, heads, seq, seq]` with padding 0, `lengths` `[batch]`.
+    """
+    n = lengths[:, None].to(maps.dtype)
+    return maps.triu(1).sum((-2, -1)) / n, maps.tril(-1).sum((-2, -1)) / n
+
+
+def divide_heads(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """(group 1, group 2): the heads that look most to the right and to the left, int64 `[batch, heads // 2]` each."""
+    num_heads = up.shape[-1]
+    if num_heads < 2:
+        raise UserError("the heads are divided into two groups, and this model has one: give a model with two or more")
+    order = (up - down).argsort(dim=-1, descending=True, stable=True)
+    return order[:, : num_heads // 2], order[:, num_heads - num_heads // 2 :]

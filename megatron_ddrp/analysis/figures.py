@@ -1,0 +1,118 @@
+"""Figures that a page can show at half size: labelled axes, and colours, markers and lines that all tell runs apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.analysis.attention_maps import AttentionMap
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.errors import UserError
+
+# Okabe and Ito's colours, told apart by readers of every colour vision.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":")
+FONT_SIZE = 13
+
+Curve = Sequence[tuple[float | None, float]]
+"""(step or None, value) pairs."""
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files. Raises `UserError` where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or give a .json") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    matplotlib.pyplot.rcParams.update({"font.size": FONT_SIZE})
+    return matplotlib.pyplot
+
+
+def save_figure(plt: Any, figure: Any, path: Path) -> None:
+    """Write a figure, whole or not at all."""
+    with AtomicFile(path) as stream:
+        figure.savefig(stream.stream, format="png", dpi=150)
+    plt.close(figure)
+
+
+def run_style(number: int) -> dict[str, Any]:
+    """Colour, marker and line of the `number`-th run."""
+    return {
+        "color": COLORS[number % len(COLORS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[number % len(LINES)],
+        "linewidth": 2,
+        "markersize": 7,
+    }
+
+
+def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
+    """f(S) and f(H) of runs over their steps, side by side; a model of unknown step is a line across."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    panels = ((axes[0], "f(S): tokens", tokens), (axes[1], "f(H): heads of a layer", heads))
+    for axis, title, curves in panels:
+        for number, (run, curve) in enumerate(curves.items()):
+            style = run_style(number)
+            if any(step is None for step, _ in curve):
+                axis.axhline(curve[-1][1], label=run, color=style["color"], linestyle=":", linewidth=2)
+            else:
+                axis.plot(*zip(*curve, strict=True), label=run, **style)
+        axis.set(title=title, xlabel="training step", ylabel="mean cosine")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    save_figure(plt, figure, path)
+
+
+def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
+    """The share of sentences with the up-down triangle effect, by layer, of one model or several."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    for number, (run, values) in enumerate(shares.items()):
+        layers = np.arange(1, len(values) + 1)
+        axis.plot(layers, 100 * np.asarray(values), label=f"{run}: last layer {values[-1]:.2%}", **run_style(number))
+    longest = max(map(len, shares.values()))
+    axis.set_xticks(np.unique(np.linspace(1, longest, min(longest, 12)).round().astype(int)))
+    axis.set(xlabel="layer", ylabel="share of sentences [%]", ylim=(-3, 103))
+    axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    save_figure(plt, figure, path)
+
+
+def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
+    """Mean attention maps side by side, on one logarithmic scale."""
+    plt = pyplot()
+    from matplotlib.colors import LogNorm
+
+    columns = min(len(maps), 4)
+    rows = -(-len(maps) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, squeeze=False, figsize=(4.2 * columns + 1.2, 4.6 * rows + 0.4), layout="constrained"
+    )
+    values = np.concatenate([panel.map.ravel() for panel in maps])
+    positive = values[values > 0]
+    scale = LogNorm(*np.quantile(positive, (0.02, 0.998)))  # a few cells, such as [SEP]'s column, exceed all others
+    for axis in axes.flat[len(maps) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes.flat, maps, strict=False):
+        end = len(panel.map) + 0.5
+        image = axis.imshow(panel.map, cmap="cividis", norm=scale, extent=(0.5, end, end, 0.5), interpolation="nearest")
+        axis.plot([0.5, end], [0.5, end], color="white", linewidth=0.8, linestyle=":")
+        axis.set_title(f"{panel.name}\nright {panel.up:.0%}, left {panel.down:.0%}", fontsize=FONT_SIZE)
+        axis.set_xlabel("key [token]")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("query [token]")
+    bar = figure.colorbar(image, ax=axes.ravel().tolist(), label="mean attention probability", extend="both")
+    ticks = np.geomspace(scale.vmin, scale.vmax, 5)
+    bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+    bar.minorticks_off()
+    figure.suptitle(title, fontsize=FONT_SIZE)
+    save_figure(plt, figure, path)

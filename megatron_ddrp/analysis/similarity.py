@@ -1,0 +1,74 @@
+"""How alike the tokens of a sentence and the heads of a layer are (eq. 15, 16; figures 2 and 3a of the paper).
+
+    f(S) = 2/(n(n−1)) Σ_{i<j} cos(h_i, h_j)              over the last hidden states of all n tokens
+    f(H) = 2/(L m(m−1)) Σ_l Σ_{i<j} cos(a_i^l, a_j^l)    over the logits of all m heads of each of L layers
+
+They are TCD and HCD over all tokens and heads, so the same closed forms give them: neither n² cosines nor a pair of
+heads is ever written out. Both are means over sentences; `a` is the pre-softmax logits, as in HCD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.bert import first_tensors
+from megatron_ddrp.model.stages import HCD, StageState
+from megatron_ddrp.objectives.mth import Draws, document_mask, token_cosine
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Means over sentences, each in [−1, 1]."""
+
+    token_similarity: float
+    """f(S)."""
+    head_similarity_by_layer: tuple[float, ...]
+    """The inner part of f(H), from the first layer to the last."""
+    sentences: int
+
+    @property
+    def head_similarity(self) -> float:
+        """f(H)."""
+        return sum(self.head_similarity_by_layer) / len(self.head_similarity_by_layer)
+
+
+def measure_similarity(
+    model: Encoder, batches: Iterable[Batch], device: torch.device, done: Callable[[int], object] = lambda count: None
+) -> Similarity:
+    """f(S) and f(H) of a model, which is on `device`, over batches of sentences (numpy); `done` hears of each batch.
+
+    Raises `UserError` for a model of one head, which is like no other.
+    """
+    if model.config.num_attention_heads < 2:
+        raise UserError("f(H) compares attention heads, and this model has one: give a model with two or more")
+    tokens, heads, count = 0.0, torch.zeros(model.config.num_layers, dtype=torch.float64), 0
+    for batch in batches:
+        token_sum, head_sums = similarity_sums(model, batch.map(lambda array: torch.from_numpy(array).to(device)))
+        tokens += float(token_sum)
+        heads += head_sums.double().cpu()
+        count += len(batch.input_ids)
+        done(len(batch.input_ids))
+    return Similarity(tokens / count, tuple((heads / count).tolist()), count)
+
+
+@torch.no_grad()
+def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sums over the sentences of a batch, one a row: of the tokens' mean cosine, and of the heads' `[layers]`."""
+    config, device = model.config, batch.document_ids.device
+    all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
+    token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]
+    tensors = model.embeddings(first_tensors(batch, Draws(token_mask, all_heads)))
+    by_layer = []
+    for layer in model.layers:
+        state = StageState.unpack(layer(tensors))
+        by_layer.append(state.losses[HCD] * config.num_layers)  # a layer adds its share of the mean over layers
+        tensors = state._replace(losses=torch.zeros_like(state.losses)).pack()
+    hidden = model.head.last_hidden(StageState.unpack(tensors).hidden)
+    return token_cosine(hidden, token_mask).sum(), torch.stack(by_layer)
