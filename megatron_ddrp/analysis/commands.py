@@ -146,8 +146,8 @@ COMMANDS = (
     Command(
         "notes",
         "the note dictionary of a run with --notes",
-        "How many rare words a run knows, how many of them it has a note of, the share of sentences that hold one, and\n"
-        "the words whose notes lie nearest to a word's, by the cosine of notes taken from their mean.\n\n"
+        "How many rare words a run knows, how many of them it has a note of, the share of sentences that hold one,\n"
+        "and the words whose notes lie nearest to a word's, by the cosine of notes taken from their mean.\n\n"
         "    python tools/analyze.py notes --load run --data-path corpus_text_document\n"
         "    python tools/analyze.py notes --load run --words perth syntax --neighbours 5 --output notes.json",
         _add_notes,

@@ -1,0 +1,48 @@
+"""--log-similarity on the real engine: f(S) and f(H) of the validation batches beside their loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.stages import HCD, TCD
+from megatron_ddrp.objectives.mth import Draws, document_mask
+from tests.integration.launch import read_rows, start_ranks
+
+VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
+
+
+@torch.no_grad()
+def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None:
+    command = flags(save=tmp_path / "with", log_similarity=True, **VALIDATION)
+    lines = start_ranks(command).check().stdout[0]
+    start_ranks(flags(save=tmp_path / "without", **VALIDATION)).check()
+    rows, plain = read_rows(tmp_path / "with"), read_rows(tmp_path / "without")
+    assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
+    row, bare = rows[-1], plain[-1]
+    assert list(bare) == ["iteration", "valid_lm_loss"]
+    assert list(row) == [*bare, "token_similarity", "head_similarity"]
+    assert row["valid_lm_loss"] == pytest.approx(bare["valid_lm_loss"], rel=1e-6)
+    assert f"f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}" in lines
+
+    model, _, config = load_model(tmp_path / "with")
+    heads = torch.arange(4).expand(config.model.num_layers, -1)
+    sums, count = torch.zeros(3), 0
+    for arrays in Corpus.open(parse_arguments(command).config).loader("valid", 0, 1).step(0):
+        batch = arrays.map(torch.from_numpy)
+        sums += model(batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
+        count += len(batch.input_ids)
+    assert row["token_similarity"] == pytest.approx(sums[TCD].item() / count, rel=1e-5)
+    assert row["head_similarity"] == pytest.approx(sums[HCD].item() / count, rel=1e-4, abs=1e-6)
+
+
+def test_one_head_has_no_similarity(flags) -> None:
+    words = flags(log_similarity=True, num_attention_heads=1, objective="mlm")
+    with pytest.raises(UserError, match="f.H. compares heads"):
+        parse_arguments(words)

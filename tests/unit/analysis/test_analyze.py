@@ -1,0 +1,187 @@
+"""tools/analyze.py on tiny checkpoints and an export of one: figures, JSON, and one line for what it cannot do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.analysis.models import find_all, find_snapshots
+from megatron_ddrp.analysis.sentences import Sentences
+from megatron_ddrp.config import Config
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import build_model
+from tools import analyze
+
+ROOT = Path(__file__).parents[3]
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 24, "init_method_std": 0.3}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_corpus, tmp_path_factory):
+    """A `--save` folder with checkpoints of steps 10 and 20, of random weights."""
+    folder = tmp_path_factory.mktemp("runs") / "ddrp"
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+    config = Config().replace(model={**SIZES, "vocab_size": tokenizer.vocab_size}, data={"split": "80,20,0"})
+    for step in (10, 20):
+        path = folder / checkpoint.tag(step)
+        path.mkdir(parents=True)
+        torch.manual_seed(step)
+        checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
+        state = {"iteration": step, "consumed_tokens": 100 * step, "config": config.to_dict()}
+        (path / checkpoint.STATE).write_text(json.dumps(state))
+        checkpoint.mark_latest(folder, path.name)
+    tokenizer.save(folder / checkpoint.TOKENIZER)
+    return folder
+
+
+@pytest.fixture
+def analyze_main(monkeypatch, tiny_corpus):
+    """`analyze_main("triangle", load=…, output=…)` in this process, on the tiny corpus."""
+
+    def call(command, load, output, *more):
+        loads = [str(folder) for folder in (load if isinstance(load, list) else [load])]
+        data = ["--data-path", str(tiny_corpus.prefix)]
+        words = [command, "--load", *loads, *data, "--output", str(output), "--device", "cpu", *map(str, more)]
+        monkeypatch.setattr(sys, "argv", ["analyze.py", *words])
+        analyze.main()
+        return json.loads(Path(output).with_suffix(".json").read_text())
+
+    return call
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_self_similarity_covers_every_checkpoint_and_export(run_folder, analyze_main, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+
+    export_checkpoint(run_folder, tmp_path / "export")
+    result = analyze_main("self-similarity", [run_folder, tmp_path / "export"], tmp_path / "f.png", "--sentences", 40)
+    first, last, exported = result["checkpoints"]
+    assert [row["iteration"] for row in result["checkpoints"]] == [10, 20, None]
+    assert (first["run"], exported["run"], first["sentences"]) == ("ddrp", "export", 40)
+    assert first["token_similarity"] != last["token_similarity"]
+    for key in ("token_similarity", "head_similarity"):
+        assert exported[key] == pytest.approx(last[key], rel=1e-5)
+    assert last["head_similarity"] == pytest.approx(sum(last["head_similarity_by_layer"]) / 2)
+    assert is_png(tmp_path / "f.png")
+    assert "ddrp step 20: f(S)" in capsys.readouterr().out
+
+
+def test_a_plain_bert_is_read_too(run_folder, tiny_corpus, analyze_main, tmp_path):
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+
+    state = json.loads((run_folder / "iter_0000020" / checkpoint.STATE).read_text())
+    config = Config.from_dict(state["config"]).replace(model={"position_encoding": "absolute"})
+    path = tmp_path / "bert" / checkpoint.tag(1)
+    path.mkdir(parents=True)
+    checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
+    (path / checkpoint.STATE).write_text(json.dumps({"iteration": 1, "config": config.to_dict()}))
+    build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file).save(tmp_path / "bert" / checkpoint.TOKENIZER)
+    export_checkpoint(tmp_path / "bert", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "bert"
+    more = ("--sentences", 20, "--split", "80,20,0")
+    rows = analyze_main("self-similarity", [tmp_path / "bert", tmp_path / "hf"], tmp_path / "f.json", *more)
+    ours, theirs = rows["checkpoints"]
+    assert theirs["token_similarity"] == pytest.approx(ours["token_similarity"], rel=1e-5)
+
+
+def test_triangle_takes_the_newest_checkpoint(run_folder, analyze_main, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = analyze_main("triangle", run_folder, tmp_path / "t.png", "--sentences", 30, "--threshold", 0.45)
+    [model] = result["models"]
+    assert (model["iteration"], model["sentences"], result["threshold"]) == (20, 30, 0.45)
+    assert [layer["layer"] for layer in model["layers"]] == [1, 2]
+    assert model["share"] == model["layers"][-1]["share"]
+    assert 0 < model["layers"][0]["group_1_up"] < 1
+    assert is_png(tmp_path / "t.png")
+
+
+def test_maps_of_groups_and_of_single_heads(run_folder, analyze_main, tmp_path):
+    pytest.importorskip("matplotlib")
+    groups = analyze_main("attention-maps", run_folder, tmp_path / "m.png", "--max-length", 16)
+    assert (groups["layer"], len(groups["maps"]), is_png(tmp_path / "m.png")) == (2, 3, True)
+    assert [len(panel["map"]) for panel in groups["maps"]] == [16] * 3
+    assert sum(groups["maps"][0]["map"][5]) == pytest.approx(1, abs=1e-4)
+    assert groups["maps"][0]["up"] > groups["maps"][2]["up"] > groups["maps"][1]["up"]
+    heads = analyze_main("attention-maps", run_folder, tmp_path / "h.json", "--layer", 1, "--head", 4, 2)
+    assert [panel["name"] for panel in heads["maps"]] == ["head 4", "head 2"]
+    assert not (tmp_path / "h.png").exists()
+
+
+def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny_corpus):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+
+    def some(seed=1, count=20, max_length=12):
+        return Sentences([str(tiny_corpus.prefix)], "80,20,0", tokenizer, 24, max_length, count, seed)
+
+    dataset = IndexedDataset(str(tiny_corpus.prefix))
+    held_out = {tuple(dataset[number][:10]) for number in range(round(0.8 * dataset.num_documents), len(dataset))}
+    sentences = some(count=10**6)
+    rows = []
+    for batch in sentences.batches(8):
+        lengths = batch.document_ids.sum(1)
+        rows += [row[:n].tolist() for row, n in zip(batch.input_ids, lengths, strict=True)]
+    assert len(rows) == len(sentences) == len(sentences.samples)
+    assert {row[0] for row in rows} == {tokenizer.cls_id} and {row[-1] for row in rows} == {tokenizer.sep_id}
+    assert max(map(len, rows)) == 12
+    beginnings = {tuple(row[1:11]) for row in rows if len(row) == 12}
+    assert held_out & beginnings and len(held_out - beginnings) < len(held_out) / 10
+    assert list(some().indices) == list(some().indices) != list(some(seed=2).indices)
+    assert len(set(some().indices.tolist())) == 20
+    assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path):
+    found, notes = find_snapshots(run_folder, every=True)
+    assert [snapshot.iteration for snapshot in found] == [10, 20] and not notes
+    broken = tmp_path / "ddrp"
+    for name in ("iter_0000010", "iter_0000020"):
+        (broken / name).mkdir(parents=True)
+        (broken / name / checkpoint.STATE).write_bytes((run_folder / name / checkpoint.STATE).read_bytes())
+    (broken / "iter_0000010" / checkpoint.WEIGHTS).touch()
+    checkpoint.mark_latest(broken, "iter_0000020")
+    for every in (True, False):
+        found, notes = find_snapshots(broken, every)
+        assert [snapshot.iteration for snapshot in found] == [10]
+        assert "iter_0000020: model.safetensors is missing" in notes[0]
+    both, _ = find_all([run_folder, broken], every=False)
+    assert [snapshot.run for snapshot in both] == [str(run_folder), str(broken)]
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "message"),
+    [
+        ("triangle", ("--threshold", 1.5), "--threshold is 1.5: it must lie in (0, 1]"),
+        ("triangle", ("--sentences", 0), "--sentences is 0: it must be at least 1"),
+        ("triangle", ("--max-length", 2), "--max-length is 2: it must be at least 3"),
+        ("triangle", ("--device", "tpu9"), "--device tpu9"),
+        ("attention-maps", ("--layer", 3), "--layer is 3: this model has 1 to 2"),
+        ("attention-maps", ("--head", 0), "--head is 0: this model has 1 to 4"),
+        ("self-similarity", ("--split", "100,0,0"), "no sample in documents"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(run_folder, analyze_main, tmp_path, command, more, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", ".")) as caught:
+        analyze_main(command, run_folder, tmp_path / "x.json", *more)
+    assert "\n" not in str(caught.value) and not (tmp_path / "x.json").exists()
+
+
+def test_other_outputs_and_folders_are_refused(run_folder, analyze_main, tmp_path):
+    with pytest.raises(UserError, match=r"ends in \.png or \.json"):
+        analyze_main("triangle", run_folder, tmp_path / "x.svg")
+    with pytest.raises(UserError, match="neither checkpoints nor a Hugging Face folder"):
+        analyze_main("triangle", tmp_path, tmp_path / "x.json")
+
+
+def test_help_needs_no_torch():
+    code = "import sys\nfrom tools import analyze\nanalyze.build_parser()\nassert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
