@@ -99,7 +99,8 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     )
     values = np.concatenate([panel.map.ravel() for panel in maps])
     positive = values[values > 0]
-    scale = LogNorm(*np.quantile(positive, (0.02, 0.998)))  # a few cells, such as [SEP]'s column, exceed all others
+    lowest, highest = np.quantile(positive, (0.02, 0.998))  # a few cells, such as [SEP]'s column, exceed all others
+    scale = LogNorm(lowest, highest)
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()
     for axis, panel in zip(axes.flat, maps, strict=False):
@@ -111,7 +112,7 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("query [token]")
     bar = figure.colorbar(image, ax=axes.ravel().tolist(), label="mean attention probability", extend="both")
-    ticks = np.geomspace(scale.vmin, scale.vmax, 5)
+    ticks = np.geomspace(lowest, highest, 5)
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
     bar.minorticks_off()
     figure.suptitle(title, fontsize=FONT_SIZE)
