@@ -100,13 +100,14 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     values = np.concatenate([panel.map.ravel() for panel in maps])
     positive = values[values > 0]
     lowest, highest = np.quantile(positive, (0.02, 0.998))  # a few cells, such as [SEP]'s column, exceed all others
+    even = np.sqrt(lowest * highest)
+    lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # so that noise around an even map stays pale
     scale = LogNorm(lowest, highest)
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()
     for axis, panel in zip(axes.flat, maps, strict=False):
         end = len(panel.map) + 0.5
         image = axis.imshow(panel.map, cmap="cividis", norm=scale, extent=(0.5, end, end, 0.5), interpolation="nearest")
-        axis.plot([0.5, end], [0.5, end], color="white", linewidth=0.8, linestyle=":")
         axis.set_title(f"{panel.name}\nright {panel.up:.0%}, left {panel.down:.0%}", fontsize=FONT_SIZE)
         axis.set_xlabel("key [token]")
     for axis in axes[:, 0]:
