@@ -117,11 +117,18 @@ def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
 
 
 def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta) -> Any:
-    """The group of our row of `members` `[groups, size]`; None in a run of one rank, which talks to nobody."""
+    """The group of our row of `members` `[groups, size]`; None in a run of one rank, which talks to nobody.
+
+    Every rank makes every group, in one order: groups that their members alone know are named by how many groups each
+    member has, which differs once a pipeline has its own.
+    """
     if members.numel() == 1:
         return None
-    own = members[(members == rank).any(1)][0].tolist()
-    return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+    own = None
+    for row in members.tolist():
+        group = dist.new_group(row, timeout=timeout)
+        own = group if rank in row else own
+    return own
 
 
 @contextlib.contextmanager
