@@ -23,7 +23,6 @@ class Encoder(nn.Module):
     """Embeddings and layers, which every model here has, and what runs its stages. A subclass adds `head`."""
 
     head: MaskedLMHead | ReplacedTokenHead
-    mask_decoder: EnhancedMaskDecoder | None = None
 
     def __init__(self, config: ModelConfig, checkpoint_activations: bool = False, notes_mix: float = 0.0) -> None:
         super().__init__()
@@ -31,6 +30,7 @@ class Encoder(nn.Module):
         self.checkpoint_activations = checkpoint_activations
         self.embeddings = Embeddings(config, notes_mix)
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
+        self.mask_decoder: EnhancedMaskDecoder | None = None  # on the class, this would hide a subclass's module
 
     def _initialise(self, module: nn.Module) -> None:
         """BERT's: normal(0, `init_method_std`) matrices, zero biases, unit LayerNorms. Encodings draw their own."""
