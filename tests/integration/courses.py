@@ -22,6 +22,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_ddrp.engine.step import evaluate, train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
@@ -38,8 +39,8 @@ Course = list[dict[str, float]]
 
 
 def run_course(config: Config) -> Course:
-    """Train from the start to `train_iters` on this rank and the others: the steps' losses and gradient norms, and
-    the validation loss at the end."""
+    """Train from `--load`, or the start, to `--train-iters` or `--exit-interval` on this rank and the others: the
+    steps' losses and gradient norms, and the validation loss at the end, which is saved in `--save`."""
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
@@ -51,12 +52,18 @@ def run_course(config: Config) -> Course:
         ranks,
         loader.num_micro_batches,
     )
-    rows = []
-    for step in range(1, config.training.train_iters + 1):
+    files, rows = config.checkpoint, []
+    resumed = load_checkpoint(engine, Path(files.load), config, ranks) if files.load else None
+    begin = resumed.progress.iteration if resumed else 0
+    end = files.exit_interval or config.training.train_iters
+    for step in range(begin + 1, end + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
         result = train_step(engine, micro_batches, config, ranks, step)
         rows.append({**result.losses(config), "grad_norm": result.grad_norm})
-    rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks)
+    if rows:
+        rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks)
+    if files.save:
+        save_checkpoint(engine, Path(files.save), Progress(end), config, ranks)
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()
@@ -69,7 +76,7 @@ def assert_replicas_agree(module: torch.nn.Module, config: Config, ranks: Ranks)
     digests: list[dict[tuple[str, int], str]] = [{} for _ in range(ranks.world_size)]
     for name, parameter in local_parameters(module).items():
         part = 0 if split_dimension(name, config.model) is None else ranks.tensor_rank
-        digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()
+        digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
     torch.distributed.all_gather_object(digests, digests[ranks.rank])
     seen: dict[tuple[str, int], str] = {}
     for of_rank in digests:

@@ -14,48 +14,128 @@ import torch
 from megatron_ddrp.checkpoint import StoredTensors, newest, read_state
 from megatron_ddrp.stopping import sole_writer
 from tests.endurance.kills import kill_and_compare
+from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
 SAVED, STEPS = 3, 8
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "1 rank, ZeRO 0": {"ranks": 1, "zero_stage": 0},
-    "1 rank, ZeRO 3": {"ranks": 1, "zero_stage": 3},
-    "2 ranks, ZeRO 1": {"ranks": 2, "zero_stage": 1},
-    "2 ranks, ZeRO 2": {"ranks": 2, "zero_stage": 2},
-    "2 ranks, ZeRO 3": {"ranks": 2, "zero_stage": 3},
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank (ZeRO 0, fp32)": (1, {"zero_stage": 0}),
+    "2 ranks (ZeRO 3, fp32)": (2, {"zero_stage": 3}),
+    "2 ranks (TP 2, ZeRO 2, fp32)": (2, {"tensor_model_parallel_size": 2, "zero_stage": 2}),
+    "2 ranks (PP 2, ZeRO 1, fp32)": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1}),
+    "4 ranks (TP 2, PP 2, ZeRO 0, fp32)": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 0},
+    ),
 }
+MODELS = {"ddrp": {"position_encoding": "ddrp"}, "deberta": {"position_encoding": "deberta", "micro_batch_size": 2}}
+"""One whose tables all heads share, and one that tensor parallelism cuts by heads."""
+PRECISE: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank (ZeRO 3, bf16)": (1, {"zero_stage": 3, "bf16": True}),
+    "2 ranks (TP 2, ZeRO 1, bf16)": (2, {"tensor_model_parallel_size": 2, "zero_stage": 1, "bf16": True}),
+    "2 ranks (PP 2, ZeRO 1, bf16)": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1, "bf16": True}),
+}
+"""Layouts that keep fp32 weights beside those they compute with."""
 
 
-def run(flags: Flags, layout: str, **changes: Any) -> str:
-    """Train in a layout; what it said."""
-    settings = dict(LAYOUTS[layout])
-    ranks = settings.pop("ranks")
-    return start_ranks(flags(train_iters=STEPS, lr_warmup_fraction=0.5, **settings, **changes), ranks).check().stdout[0]
+def in_layouts(scenarios: list[tuple[str, list[str]]]) -> list[Course]:
+    """The courses of (layout, command line), in their order. Those with as many ranks share a process group, where
+    ZeRO 3, which changes torch for good, comes last."""
+    layouts = LAYOUTS | PRECISE
+    courses: dict[int, Course] = {}
+    for size in sorted({layouts[name][0] for name, _ in scenarios}):
+        own = [number for number, (name, _) in enumerate(scenarios) if layouts[name][0] == size]
+        own.sort(key=lambda number: layouts[scenarios[number][0]][1]["zero_stage"] == 3)
+        courses |= zip(own, run_courses(size, [scenarios[number][1] for number in own]), strict=True)
+    return [courses[number] for number in range(len(scenarios))]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process that was never stopped."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run(flags, "1 rank, ZeRO 0", save=folder)
-    return [row["loss"] for row in training_rows(folder)]
+def saved(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each model saved after some steps in each layout, as DIR/MODEL/LAYOUT."""
+    folder = tmp_path_factory.mktemp("saved")
+    scenarios = [
+        (name, flags(**model, **settings, save=folder / kind / name, exit_interval=SAVED, train_iters=STEPS))
+        for kind, model in MODELS.items()
+        for name, (_, settings) in (LAYOUTS | (PRECISE if kind == "deberta" else {})).items()
+    ]
+    in_layouts(scenarios)
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_goes_on_from_every_other(
-    source: str, undisturbed: list[float], flags: Flags, tmp_path: Path
-) -> None:
-    run(flags, source, save=tmp_path / "source", exit_interval=SAVED)
-    for number, target in enumerate(LAYOUTS):
-        said = run(flags, target, load=tmp_path / "source", save=tmp_path / f"{number}")
-        losses = [row["loss"] for row in training_rows(tmp_path / f"{number}")]
-        assert losses == pytest.approx(undisturbed[SAVED:], rel=1e-5), f"{source} → {target}"
-        assert (f"checkpoint of {source.replace(', ', ' (')}, fp32) → {target.replace(', ', ' (')}, fp32)" in said) == (
-            source != target
+def test_every_layout_goes_on_from_every_other(saved: Path, flags: Flags) -> None:
+    """All ordered pairs of five layouts over all axes, tied weights on two pipeline stages included; neighbours alone
+    under tables cut by heads."""
+    undisturbed = run_courses(1, [flags(**model, zero_stage=0, train_iters=STEPS) for model in MODELS.values()])
+    expected = {kind: course[SAVED:] for kind, course in zip(MODELS, undisturbed, strict=True)}
+    names = list(LAYOUTS)
+    pairs = [("ddrp", source, target) for source in names for target in names]
+    for source, target in zip(names, names[1:] + names[:1], strict=True):
+        pairs += [("deberta", source, target), ("deberta", target, source)]
+    courses = in_layouts(
+        [
+            (target, flags(**MODELS[kind], **LAYOUTS[target][1], load=saved / kind / source, train_iters=STEPS))
+            for kind, source, target in pairs
+        ]
+    )
+    for (kind, source, target), course in zip(pairs, courses, strict=True):
+        differences = largest_differences(course, expected[kind])
+        assert max(differences.values()) <= 1e-5, f"{kind}: {source} → {target}: {differences}"
+
+
+@pytest.mark.slow
+def test_every_layout_saves_the_bits_that_it_loaded(saved: Path, flags: Flags, tmp_path: Path) -> None:
+    """No step in between: weights, moments and Adam's count, over all axes and precisions."""
+    model, targets = MODELS["deberta"], LAYOUTS | PRECISE
+    for number, source in enumerate(("4 ranks (TP 2, PP 2, ZeRO 0, fp32)", "2 ranks (PP 2, ZeRO 1, bf16)")):
+        load = saved / "deberta" / source
+        folders = {name: tmp_path / f"{number}" / name for name in targets}
+        in_layouts(
+            [
+                (name, flags(**model, **settings, load=load, save=folders[name], train_iters=SAVED))
+                for name, (_, settings) in targets.items()
+            ]
         )
+        before, count = tensors(newest(load)), read_state(newest(load))["optimizer_step"]  # type: ignore[arg-type]
+        assert count == SAVED and any(tensor.abs().max() > 0 for tensor in before.values())
+        for name, folder in folders.items():
+            path = newest(folder)
+            assert path
+            after = tensors(path)
+            assert after.keys() == before.keys()
+            unequal = [key for key, tensor in before.items() if not torch.equal(after[key], tensor)]
+            assert not unequal, f"{source} → {name}: {unequal[:3]}"
+            assert read_state(path)["optimizer_step"] == count
+
+
+CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank (ZeRO 3, fp32)": (1, {"zero_stage": 3}),
+    "2 ranks (ZeRO 1, fp32)": (2, {"zero_stage": 1}),
+    "2 ranks (TP 2, ZeRO 1, fp32)": (2, {"zero_stage": 1, "tensor_model_parallel_size": 2}),
+    "2 ranks (ZeRO 2, fp32)": (2, {"zero_stage": 2}),
+    "2 ranks (PP 2, ZeRO 0, fp32)": (2, {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
+    "2 ranks (ZeRO 3, fp32)": (2, {"zero_stage": 3}),
+    "1 rank (ZeRO 0, fp32)": (1, {"zero_stage": 0}),
+}
+
+
+@pytest.mark.slow
+def test_one_run_passes_through_many_layouts(flags: Flags, tmp_path: Path) -> None:
+    """The script itself, two steps a layout, each saying from what it goes on."""
+    steps = {"train_iters": 2 * len(CHAIN), "lr_warmup_fraction": 0.5}
+    before = None
+    for name, (ranks, settings) in CHAIN.items():
+        folder = tmp_path / "chain"
+        arguments = flags(save=folder, load=folder, exit_interval=2, **steps, **settings)
+        said = start_ranks(arguments, ranks).check().stdout[0]
+        assert before is None or f"checkpoint of {before} → {name}\n" in said
+        before = name
+    start_ranks(flags(save=tmp_path / "whole", zero_stage=0, **steps)).check()
+    chain, whole = ([row["loss"] for row in training_rows(tmp_path / name)] for name in ("chain", "whole"))
+    assert chain == pytest.approx(whole, rel=1e-5)
 
 
 def tensors(path: Path | None) -> dict[str, torch.Tensor]:
