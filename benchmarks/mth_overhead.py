@@ -101,7 +101,7 @@ def added_work(model: Bert, batch: Batch, dropout: float) -> dict[str, Callable[
         return run
 
     def tcd() -> None:
-        token_cosine(hidden, batch.document_ids).mean().backward()
+        token_cosine(hidden, batch.document_ids.unsqueeze(1)).mean().backward()
 
     return {
         "attention": attention([]),

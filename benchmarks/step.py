@@ -6,8 +6,15 @@ fastest attention torch offers) in the same round, with a bootstrap 95 % interva
 
     python benchmarks/step.py --shape 8x512 --pairs 100            # encodings under masked LM and MTH
     python benchmarks/step.py --shape 32x128 --pairs 100
+    python benchmarks/step.py --shape 8x512 --added 100            # the same from the work that differs, in minutes
+    python benchmarks/step.py --shape 8x512 --memory               # peak memory of MTH beside masked LM
     python benchmarks/step.py --shape 8x512 --against transformers # BertForMaskedLM and DebertaForMaskedLM
     python benchmarks/step.py --shape 8x512 --against transformers --lengths DATASET_PREFIX   # real document lengths
+
+Whole steps spread by several per cent on shared cores, and what differs between encodings is one layer's attention and,
+once a pass, the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
+away, multiplies by the layers and divides by the median of a few whole steps: step ratio = 1 + added ÷ step. (The update
+of a few more parameters is left out; it is below 0.1 %.)
 
 With `--lengths` both sides see the same documents: transformers in rows padded to the shape's length, ours packed.
 """
@@ -15,6 +22,8 @@ With `--lengths` both sides see the same documents: transformers in rows padded 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +40,9 @@ from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.packing import join_samples, pack_rows
 from megatron_ddrp.data.samples import SampleIndex
 from megatron_ddrp.model import build_model
-from megatron_ddrp.objectives.mth import Draws, draw
+from megatron_ddrp.model.attention import backend_function, resolve_backend
+from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.objectives.mth import Draws, draw, token_cosine
 
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,6 +173,101 @@ def compare_encodings(rows: int, seq: int, dropout: float, arguments: argparse.N
             print(f"  {encoding + ': mth / mlm':<30} {ratio}   {verdict(ratio, 1.02)}")
 
 
+def added_parts(encoding: str, arrays: Batch, dropout: float) -> dict[str, Step]:
+    """Forward and backward of one layer's attention without and with HCD, and of the encoding once a pass."""
+    config = ModelConfig(position_encoding=encoding, seq_length=arrays.input_ids.shape[1], attention_dropout=dropout)
+    module = REGISTRY[encoding](config).to(DEVICE)
+    layer_part = module.layer_part(config).to(DEVICE)
+    name, _ = resolve_backend("auto", DEVICE, module.in_logits, dropout)
+    document_ids = torch.from_numpy(arrays.document_ids).to(DEVICE)
+    position_ids = torch.from_numpy(arrays.position_ids).to(DEVICE)
+    shape = (*document_ids.shape, HEADS, HIDDEN // HEADS)
+    query, key, value, gradient = (torch.randn(shape, device=DEVICE).transpose(1, 2) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    tensors = tuple(x.detach().requires_grad_() for x in module(position_ids))
+
+    def attention(heads: list[int]) -> Step:
+        chosen = torch.tensor(heads, dtype=torch.long, device=DEVICE)
+
+        def run() -> None:
+            terms = module.terms(config, layer_part(tensors))
+            context, cosine = backend_function(name)(*inputs, terms, document_ids, chosen, dropout)
+            loss = (context * gradient).sum()
+            (loss if cosine is None else loss + 0.01 * cosine.mean()).backward()
+            for tensor in (*inputs, *tensors):
+                tensor.grad = None
+
+        return run
+
+    def once() -> None:
+        outputs = [x for x in module(position_ids) if x.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+
+    parts = {f"{encoding}": attention([]), f"{encoding} hcd": attention([3, 8])}
+    return parts | ({f"{encoding} once": once} if module.in_logits else {})
+
+
+def sampled_tcd(arrays: Batch) -> Step:
+    """Forward and backward of TCD over 50 tokens a sequence, from the last hidden states."""
+    document_ids = torch.from_numpy(arrays.document_ids).to(DEVICE)
+    hidden = torch.randn(*document_ids.shape, HIDDEN, device=DEVICE, requires_grad=True)
+    settings, config = ObjectiveConfig(objective="mth"), ModelConfig()
+    numbers = iter(range(10**9))
+
+    def run() -> None:
+        drawn = draw(
+            arrays.document_ids, arrays.sequence_ids, arrays.position_ids, settings, config, SEED, next(numbers)
+        )
+        token_cosine(hidden, drawn.token_mask.to(DEVICE)).sum().backward()
+        hidden.grad = None
+
+    return run
+
+
+def compare_added(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
+    arrays = make_rows(np.full(rows, seq), seq)
+    arms = {"A/A": added_parts("absolute", arrays, dropout)["absolute"], "tcd": sampled_tcd(arrays)}
+    for encoding in dict.fromkeys(["absolute", *arguments.encodings]):
+        arms |= added_parts(encoding, arrays, dropout)
+    parts = time_rounds(arms, arguments.added)
+    whole = time_rounds({BASE: our_step("absolute", "mlm", arrays, dropout)}, arguments.base_steps, warm_up=1)[BASE]
+    step = float(np.median(whole))
+    print(f"{rows} x {seq} tokens, dropout {dropout}: plain BERT {step:.3f} s a step; 1 + added work ÷ step [95 %]:")
+    plain = parts["absolute"]
+    print(f"  {'A/A':<30} {median_interval(1 + LAYERS * (parts['A/A'] - plain) / step)}")
+    for encoding in arguments.encodings:
+        attention, once = parts[encoding], parts.get(f"{encoding} once", np.zeros(arguments.added))
+        extra = LAYERS * (attention - plain) + once
+        if encoding != "absolute":
+            ratio, bound = median_interval(1 + extra / step), BOUNDS.get(seq, {}).get(f"{encoding} mlm")
+            print(f"  {encoding:<30} {ratio}   {verdict(ratio, bound) if bound else ''}")
+        mth = LAYERS * (parts[f"{encoding} hcd"] - attention) + parts["tcd"]
+        ratio = median_interval(1 + mth / (step + extra))
+        print(f"  {encoding + ': mth / mlm':<30} {ratio}   {verdict(ratio, 1.02)}", flush=True)
+
+
+def compare_memory(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
+    """Peak memory of two steps, each arm in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    print(f"{rows} x {seq} tokens, dropout {dropout}: peak memory of a process, MTH ÷ masked LM")
+    for encoding in arguments.encodings:
+        peaks = []
+        for objective in ("mlm", "mth"):
+            with context.Pool(1) as pool:
+                peaks.append(pool.apply(peak_memory, (encoding, objective, rows, seq, dropout)))
+        print(f"  {encoding:<12} {peaks[1] / peaks[0]:.4f}   ({peaks[0] / 2**20:.0f} MiB, bound 1.02)", flush=True)
+
+
+def peak_memory(encoding: str, objective: str, rows: int, seq: int, dropout: float) -> int:
+    """Bytes at the highest point of two steps: of the device on a GPU, of this process on a CPU."""
+    run = our_step(encoding, objective, make_rows(np.full(rows, seq), seq), dropout)
+    for _ in range(2):
+        run()
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def compare_transformers(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
     lengths = document_lengths(arguments.lengths, rows, seq) if arguments.lengths else np.full(rows, seq)
     arrays = make_rows(lengths, seq)
@@ -183,6 +289,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8x512", help="rows x tokens (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=100, help="rounds (default: %(default)s)")
+    parser.add_argument("--added", type=int, default=0, metavar="N", help="time the differing work N times instead")
+    parser.add_argument("--base-steps", type=int, default=7, help="whole steps behind --added (default: %(default)s)")
+    parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
     parser.add_argument("--encodings", nargs="+", default=list(POSITION_ENCODINGS), choices=POSITION_ENCODINGS)
     parser.add_argument("--objectives", nargs="+", default=["mlm", "mth"], choices=["mlm", "mth"])
@@ -192,7 +301,11 @@ def main() -> None:
     rows, seq = (int(part) for part in arguments.shape.split("x"))
     print(f"torch {torch.__version__}, {DEVICE.type}, {torch.get_num_threads()} threads")
     for dropout in arguments.dropout:
-        compare = compare_encodings if arguments.against == "encodings" else compare_transformers
+        compare = compare_encodings
+        if arguments.against == "transformers":
+            compare = compare_transformers
+        elif arguments.memory or arguments.added:
+            compare = compare_memory if arguments.memory else compare_added
         compare(rows, seq, dropout, arguments)
 
 
