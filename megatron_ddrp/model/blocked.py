@@ -201,6 +201,11 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
+    """What dropout keeps counts for what it drops: taken from values, of which there are fewer than of pairs."""
+    return tensor / (1 - dropout) if dropout else tensor
+
+
 def _add(into: Tensor | None, part: Tensor) -> None:
     assert into is not None
     into += part
@@ -228,7 +233,7 @@ class _BlockedAttention(torch.autograd.Function):
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
         kept = []
         for block in _blocks(document_ids, num_heads):
-            q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value) / (1 - dropout)
+            q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = _Positions(terms, block, q, k, num_heads)
             head_gram = _HeadGram(heads, block, positions, documents) if len(heads) else None
             for rows in block.tiles(num_heads):
@@ -259,7 +264,7 @@ class _BlockedAttention(torch.autograd.Function):
         margin = terms.highest - terms.lowest + 1
         for block in _blocks(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
-            d_out = block.take(context_gradient) / (1 - ctx.dropout)
+            d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = _Positions(terms, block, q, k, num_heads)
             head_gram = _HeadGram(heads, block, positions, gram_gradient.shape[1]) if len(heads) else None
             d_key, d_value = (_scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))

@@ -86,7 +86,7 @@ class QueryTable:
         return d_table.flip(1)
 
     def _queries(self, heads: Tensor, rows: slice) -> Tensor:
-        return self.query.unflatten(0, (-1, self.num_heads)).index_select(1, heads)[:, :, rows]  # [b, m′, t, d]
+        return self.query.unflatten(0, (-1, self.num_heads))[:, heads, rows]  # [b, m′, t, d]
 
     def _left(self, heads: Tensor) -> Tensor:
         left = self.table[:, -1:]
