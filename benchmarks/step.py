@@ -13,8 +13,8 @@ fastest attention torch offers) in the same round, with a bootstrap 95 % interva
 
 Whole steps spread by several per cent on shared cores, and what differs between encodings is one layer's attention and,
 once a pass, the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
-away, multiplies by the layers and divides by the median of a few whole steps: step ratio = 1 + added ÷ step. (The update
-of a few more parameters is left out; it is below 0.1 %.)
+away, multiplies by the layers and divides by the median of a few whole steps: step ratio = 1 + added ÷ step. (The
+update of a few more parameters is left out; it is below 0.1 %.)
 
 With `--lengths` both sides see the same documents: transformers in rows padded to the shape's length, ours packed.
 """
