@@ -49,5 +49,6 @@ check: $(STAMP) ## lint, format, types and the fast tests
 	$(BIN)/python -m mypy
 	$(PYTEST) -m 'not slow'
 
-endurance: $(STAMP) ## hours: every layout against one process, into docs/parallelism.md
+endurance: $(STAMP) ## hours: fifty kills, and every layout against one process, into docs/parallelism.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write

@@ -20,6 +20,7 @@ from megatron_ddrp.engine.step import StepResult, train_step
 from megatron_ddrp.errors import agreed_by_all
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_objects
+from megatron_ddrp.parallel.sharding import local_parameters, whole_name
 
 
 class FiniteSteps:
@@ -48,13 +49,12 @@ class FiniteSteps:
         set_loss_scaler(self.engine, scaler)
         with Watch(self.engine.module) as watch:
             result = self._try(micro_batches, step)
-        found = [(where, rank) for rank, where in enumerate(gather_objects(watch.found)) if where]
+        where, rank = _first(gather_objects((watch.found, self.ranks.pipeline_rank, watch.looked)))
         if math.isfinite(result.grad_norm):
             self.say(f"step {step}: not finite, but finite when tried again: taken")
             self.skipped = 0
             return result
         self.skipped += 1
-        where, rank = min(found, key=lambda pair: not pair[0].startswith("output")) if found else ("gradient norm", 0)
         cause = f"{where} on rank {rank} is the first that is not finite"
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
         if self.skipped >= self.config.training.max_skipped_steps:
@@ -74,6 +74,20 @@ class FiniteSteps:
         return all(math.isfinite(loss) for loss in result.losses(self.config).values())
 
 
+def _first(found: list[tuple[str | None, int, int]]) -> tuple[str, int]:
+    """Of (where, pipeline stage, tensors looked at before) of all ranks, the earliest where, and its rank.
+
+    Outputs come before gradients; outputs pass from the first stage to the last, gradients back.
+    """
+    order = []
+    for rank, (where, stage, looked) in enumerate(found):
+        if where:
+            is_output = where.startswith("output")
+            order.append((not is_output, stage if is_output else -stage, looked, rank, where))
+    *_, rank, where = min(order, default=(0, "gradient norm"))  # type: ignore[type-var]
+    return str(where), int(rank)
+
+
 class Watch:
     """Notes the first tensor of a pass that is not finite: an output on the way forth, else a gradient on the way back.
 
@@ -83,12 +97,16 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.found: str | None = None
+        self.looked = 0
+        """Tensors that were finite before it."""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Watch:
         for name, module in self.module.named_modules():
-            self._hooks.append(module.register_forward_hook(self._output_hook(name or "the model")))
-        for name, parameter in self.module.named_parameters():
+            known = whole_name(module)
+            hook = self._output_hook((name if known is None else known) or "the model")
+            self._hooks.append(module.register_forward_hook(hook))
+        for name, parameter in local_parameters(self.module).items():
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(self._gradient_hook(f"gradient of {name}")))
         return self
@@ -110,7 +128,11 @@ class Watch:
         return lambda gradient: self._look(gradient, what)
 
     def _look(self, tensor: Tensor, what: str) -> None:
-        if self.found is None and not bool(tensor.detach().isfinite().all()):
+        if self.found is not None:
+            return
+        if bool(tensor.detach().isfinite().all()):
+            self.looked += 1
+        else:
             self.found = what
 
 

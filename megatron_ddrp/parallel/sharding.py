@@ -67,14 +67,14 @@ def gather_whole(name: str, local: Tensor, config: ModelConfig, ranks: Ranks) ->
 
 
 def name_parameters(model: nn.Module) -> None:
-    """Write its name in the whole model onto each parameter, where it stays when the model is cut into stages."""
-    for name, parameter in model.named_parameters():
-        parameter.whole_name = name  # type: ignore[attr-defined]
+    """Write its name in the whole model onto each parameter and module, where it stays when the model is cut up."""
+    for name, item in (*model.named_parameters(), *model.named_modules()):
+        item.whole_name = name  # type: ignore[assignment, union-attr]
 
 
-def whole_name(parameter: nn.Parameter) -> str | None:
-    """Name of a parameter in the whole model, where `name_parameters` wrote it down."""
-    return getattr(parameter, "whole_name", None)
+def whole_name(item: nn.Parameter | nn.Module) -> str | None:
+    """Name of a parameter or module in the whole model, where `name_parameters` wrote it down."""
+    return getattr(item, "whole_name", None)
 
 
 def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """`kill -9` of a training run at random moments, again and again: it ends as if nothing had happened, to the last bit.
 
-    python -m tests.endurance.kills --kills 50 --data-path P --vocab-file F
+    python -m tests.endurance.kills --kills 50 [--data-path P --vocab-file F]
 
 Checkpoints are written every second step, so that many kills fall into the writing of one. Dropout is on.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.checkpoint import StoredTensors, newest
+from tests.endurance.layouts import make_corpus
 from tests.integration.conftest import TINY, command_line
 from tests.integration.launch import TIMEOUT, start_ranks, training_rows
 
@@ -78,12 +79,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--data-path", required=True)
-    parser.add_argument("--vocab-file", required=True)
+    parser.add_argument("--data-path", help="without it and --vocab-file: the tests' tiny corpus")
+    parser.add_argument("--vocab-file")
     given = parser.parse_args()
+    if bool(given.data_path) != bool(given.vocab_file):
+        parser.error("--data-path and --vocab-file go together")
     changes = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": None}
-    flags = command_line(TINY | changes | {"data_path": given.data_path, "vocab_file": given.vocab_file})
     with tempfile.TemporaryDirectory() as folder:
+        own = {"data_path": given.data_path, "vocab_file": given.vocab_file}
+        flags = command_line(TINY | changes | (own if given.data_path else make_corpus(Path(folder))))
         seen = kill_and_compare(given.kills, flags, Path(folder), given.seed, given.ranks)
     print(
         ", ".join(f"{count} {what}" for what, count in seen.items()) + ": losses, weights and moments equal bit for bit"

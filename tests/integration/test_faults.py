@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import newest, read_state
+from megatron_ddrp.parallel.sharding import whole_name
 from tests.integration.launch import SCRIPT, environment, start_ranks, training_rows
 from tests.integration.test_layout_changes import tensors
 
@@ -149,7 +150,8 @@ def poison(steps: tuple[int, ...], how: str, tries: int = 2, rank: int = 0) -> N
         tried[step] = tried.get(step, 0) + 1
         if step not in steps or tried[step] > tries or ranks.rank != rank:
             return train_step(engine, micro_batches, config, ranks, step, notes)
-        module = engine.module if how == "loss" else engine.module.layers[1].feed_forward.output
+        named = {whole_name(module): module for module in engine.module.modules()}
+        module = engine.module if how == "loss" else named["layers.1.feed_forward.output"]
         hook = module.register_forward_hook(spoil)
         try:
             return train_step(engine, micro_batches, config, ranks, step, notes)
@@ -208,6 +210,33 @@ def test_every_layout_skips_alike(flags: Flags, tmp_path: Path) -> None:
     for others in rows[1:]:
         assert others[1:3] == [None, None]
         assert others[3:] == pytest.approx(rows[0][3:], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["output", "gradient"])
+@pytest.mark.parametrize(
+    ("settings", "ranks", "place"),
+    [
+        ({"tensor_model_parallel_size": 2, "zero_stage": 1}, 2, 1),
+        ({"pipeline_model_parallel_size": 2, "zero_stage": 0}, 2, 1),
+        ({"pipeline_model_parallel_size": 2, "zero_stage": 1}, 2, 1),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 0}, 4, 2),
+    ],
+    ids=["tensor", "pipeline-zero0", "pipeline-zero1", "both"],
+)
+def test_model_parallel_ranks_skip_together_and_name_the_module(
+    how: str, settings: dict[str, Any], ranks: int, place: int, flags: Flags, tmp_path: Path
+) -> None:
+    """By its name in the whole model, on the rank where it arose, which every rank then hears of."""
+    arguments = flags(save=tmp_path, save_interval=1, train_iters=4, **settings)
+    said = start_ranks(arguments, ranks, before=poisoned((3,), how, rank=place)).check().stdout[0]
+    (line,) = skips(said)
+    wanted = "output of layers.1.feed_forward" if how == "output" else "gradient of the output of layers.1.feed_forward"
+    assert f"unchanged: {wanted}" in line and f" on rank {place} is the first" in line
+    before, after, later = (tensors(tmp_path / f"iter_000000{step}") for step in (2, 3, 4))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(later[name], tensor) for name, tensor in before.items())
+    assert [read_state(tmp_path / f"iter_000000{step}")["optimizer_step"] for step in (2, 3, 4)] == [2, 2, 3]
 
 
 def test_a_passing_fault_is_mended_by_the_second_try(flags: Flags, tmp_path: Path) -> None:
