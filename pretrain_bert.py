@@ -16,7 +16,7 @@ def main() -> int:
     if arguments.dry_run:
         from megatron_ddrp.dry_run import dry_run
 
-        dry_run(arguments.config)
+        dry_run(arguments.config, arguments.world_size, arguments.device_memory)
         return 0
     from megatron_ddrp.parallel.process_group import lost_rank_in_one_line
     from megatron_ddrp.train import train

@@ -40,6 +40,10 @@ class Arguments:
 
     config: Config
     dry_run: bool
+    world_size: int | None = None
+    """Ranks that a dry run assumes; None = those that a launcher announced."""
+    device_memory: float | None = None
+    """GiB of a device that a dry run must fit into."""
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
@@ -48,6 +52,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     given = vars(parser.parse_args(words))
     from_file = read_yaml(given.pop("config")) if "config" in given else {}
     dry_run = given.pop("dry_run", False)
+    assumed = {name: given.pop(name) for name in ("world_size", "device_memory") if name in given}
+    for name, value in assumed.items():
+        if not dry_run:
+            parser.error(f"{flag(name)} goes with --dry-run: a run takes its ranks from the launcher")
+        if not value > 0:
+            parser.error(f"{flag(name)} is {value:g}: it must be above 0")
     for launcher_flag in ("local_rank", "deepspeed"):
         given.pop(launcher_flag, None)
     values = from_file | given
@@ -55,7 +65,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         concern: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
         for concern, section in concerns().items()
     }
-    return Arguments(Config(**sections), dry_run)
+    return Arguments(Config(**sections), dry_run, **assumed)
 
 
 def build_parser() -> ArgumentParser:
@@ -74,7 +84,21 @@ def build_parser() -> ArgumentParser:
         "--dry-run",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="print the resolved configuration, parameters, memory and steps; touch nothing",
+        help="print the resolved configuration, parameters, memory by ZeRO stage and steps; touch nothing",
+    )
+    run.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="with --dry-run: as if N ranks were started (default: as many as the launcher or WORLD_SIZE says, else 1)",
+    )
+    run.add_argument(
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        default=argparse.SUPPRESS,
+        help="with --dry-run: refuse a layout of which a rank needs more than so many GiB",
     )
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
         parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

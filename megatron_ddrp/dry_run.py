@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_ddrp.config import Config, flag
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import count_micro_batches
 from megatron_ddrp.data.tokenizer import build_tokenizer
-from megatron_ddrp.engine.build import deepspeed_settings
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.launch import launched_rank, launched_world_size
+from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
+from megatron_ddrp.model.bert import decodes_masks
 
-ADAM_MOMENTS = 2
-FP32 = 4
+GIB = 2**30
+
+NOT_GIVEN = {
+    "num_threads": "torch chooses",
+    "index_cache_dir": "beside the data",
+    "split": "none: training and validation data are given apart",
+    "save": "none: nothing is saved",
+    "load": "none: starts afresh",
+    "exit_interval": "none: runs to the end",
+    "exit_duration_in_mins": "none: runs to the end",
+}
+"""What it means that a setting was not given, where that is more than "none"."""
 
 
-def dry_run(config: Config) -> None:
-    """Print the resolved configuration, parameters, memory and steps; the last line is one JSON object."""
+def dry_run(config: Config, world_size: int | None = None, device_memory: float | None = None) -> None:
+    """Print the resolved configuration, parameters, memory and steps; the last line is one JSON object.
+
+    `world_size` ranks, by default as many as a launcher announced. Refuses what a run would refuse, and a layout that
+    needs more than `device_memory` GiB on some rank.
+    """
     if launched_rank() != 0:
         return
+    world_size = world_size or launched_world_size()
     facts: dict[str, Any] = {}
     data_lines = ""
     data = config.data
@@ -35,61 +53,54 @@ def dry_run(config: Config) -> None:
     elif data.vocab_file or data.tokenizer_model:
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
         config = config.replace(model={"vocab_size": tokenizer.vocab_size})
-    world_size = launched_world_size()
-    training = config.training
-    data_size = config.parallel.data_parallel_size(world_size)
+    training, parallel = config.training, config.parallel
+    data_size = parallel.data_parallel_size(world_size)
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
-    deepspeed_settings(config, micro_batches, data_size)
-    parameters, position_parameters = count_parameters(on_meta_device(config.model, config.objective))
-    memory = memory_per_rank(config, parameters * data_size // world_size, data_size)
+    model = on_meta_device(config.model, config.objective)
+    parameters, position_parameters = count_parameters(model)
+    ranks = by_zero_stage(model, config, data_size, micro_batches)
+    needs = {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+    memory = needs[parallel.zero_stage]
     facts = {
         "parameters": parameters,
         "position_parameters": position_parameters,
         "tokens_per_step": training.global_batch_size * config.model.seq_length,
-        "memory_per_rank_bytes": sum(memory.values()),
-        "memory_per_rank": memory,
+        "memory_per_rank_bytes": memory.total,
+        "memory_per_rank": asdict(memory),
+        "memory_by_zero_stage": {str(stage): of_stage.total for stage, of_stage in needs.items()},
         "world_size": world_size,
+        "tensor_parallel": parallel.tensor_model_parallel_size,
+        "pipeline_parallel": parallel.pipeline_model_parallel_size,
+        "data_parallel": data_size,
+        "zero_stage": parallel.zero_stage,
         "micro_batches_per_step": micro_batches,
         "train_iters": training.train_iters,
         **facts,
     }
+    if device_memory is not None:
+        refuse_too_large(needs, config, device_memory)
     print(describe(config))
     print(summary(config, facts))
+    print(memory_table(needs, parallel.zero_stage))
     if data_lines:
         print(f"data: {data_lines}")
     print(json.dumps(facts))
 
 
-def memory_per_rank(config: Config, parameters: int, data_size: int) -> dict[str, int]:
-    """Bytes a rank holds of weights, gradients, optimizer state and (roughly) activations.
-
-    `parameters` are those that tensor and pipeline parallelism leave to a rank, about equal parts. ZeRO 1 shards the
-    optimizer state over the `data_size` ranks that hold the same, 2 the gradients too, 3 the weights too. 16-bit
-    training keeps fp32 master weights beside Adam's two moments.
-    """
+def refuse_too_large(needs: dict[int, Memory], config: Config, device_memory: float) -> None:
+    """Stop on a layout of which a rank needs more than `device_memory` GiB."""
     stage = config.parallel.zero_stage
-    half = config.training.precision != "fp32"
-    width = FP32 // 2 if half else FP32
-    weights, gradients = parameters * width, parameters * width
-    optimizer = parameters * FP32 * (ADAM_MOMENTS + half)
-    return {
-        "weights": weights // (data_size if stage >= 3 else 1),
-        "gradients": gradients // (data_size if stage >= 2 else 1),
-        "optimizer": optimizer // (data_size if stage >= 1 else 1),
-        "activations": activation_bytes(config, width),
-    }
-
-
-def activation_bytes(config: Config, width: int) -> int:
-    """What a micro-batch keeps for the backward pass: about 16 hidden-sized tensors and two FFN-sized ones a layer,
-    the predicted tokens' logits in fp32, and one layer's attention logits at a time."""
-    model, tokens = config.model, config.training.micro_batch_size * config.model.seq_length
-    layer = tokens * (16 * model.hidden_size + 2 * model.ffn_size) * width
-    kept_layers = 1 if config.parallel.checkpoint_activations else model.num_layers
-    boundaries = model.num_layers * tokens * model.hidden_size * width
-    logits = int(tokens * config.objective.mask_prob) * model.padded_vocab_size * FP32 * 2
-    attention = tokens * model.seq_length * model.num_attention_heads * width
-    return layer * kept_layers + boundaries + logits + attention
+    if needs[stage].total <= device_memory * GIB:
+        return
+    fitting = [f"--zero-stage {other}" for other in needs if needs[other].total <= device_memory * GIB]
+    ways = [*fitting[:1], "a smaller --micro-batch-size"]
+    ways += ["--checkpoint-activations"] * (not config.parallel.checkpoint_activations)
+    raise UserError(
+        f"a rank needs about {needs[stage].total / GIB:.1f} GiB, --device-memory is {device_memory:g} (activations: "
+        f"about {needs[stage].activations_estimate / GIB:.1f}): use {', '.join(ways)}, or cut the model by "
+        "--tensor-model-parallel-size and --pipeline-model-parallel-size",
+        WRONG_ARGUMENTS,
+    )
 
 
 def describe(config: Config) -> str:
@@ -97,19 +108,51 @@ def describe(config: Config) -> str:
     lines = []
     for concern, settings in config.to_dict().items():
         lines.append(f"{concern}:")
-        for name, value in settings.items():
-            lines.append(f"  {flag(name)} {' '.join(value) if isinstance(value, tuple) else value}")
+        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in settings.items()]
     return "\n".join(lines)
+
+
+def setting(name: str, value: Any, config: Config) -> str:
+    """A setting's value as one would type it; for one that was not given, what it comes to."""
+    if isinstance(value, tuple):
+        return " ".join(value)
+    if value is not None:
+        return str(value)
+    resolved = {"ffn_hidden_size": config.model.ffn_size, "deberta_emd": decodes_masks(config.model)}
+    return str(resolved.get(name, f"({NOT_GIVEN.get(name, 'none')})"))
 
 
 def summary(config: Config, facts: dict[str, Any]) -> str:
     """The same as the JSON, for people."""
-    memory = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in facts["memory_per_rank"].items())
-    lines = [
-        f"parameters: {facts['parameters']:,}, of which positions {facts['position_parameters']:,}",
-        f"memory a rank, MiB: {memory}; together {facts['memory_per_rank_bytes'] / 2**20:,.0f}",
-        f"steps: {facts['train_iters']:,} of {config.training.global_batch_size} sequences, up to "
-        f"{facts['tokens_per_step']:,} tokens each; {facts['world_size']} rank(s) x {facts['micro_batches_per_step']} "
-        f"micro-batch(es) of {config.training.micro_batch_size}",
-    ]
-    return "\n".join(lines)
+    training, ranks = config.training, facts["world_size"]
+    micro_batches = facts["micro_batches_per_step"]
+    return "\n".join(
+        (
+            f"parameters: {facts['parameters']:,}, of which positions {facts['position_parameters']:,}",
+            f"layout: {count(ranks, 'rank')} = {facts['tensor_parallel']} tensor x {facts['pipeline_parallel']} "
+            f"pipeline x {facts['data_parallel']} data, ZeRO {facts['zero_stage']}, {training.precision}",
+            f"steps: {facts['train_iters']:,} of {training.global_batch_size:,} sequences, up to "
+            f"{facts['tokens_per_step']:,} tokens each; a rank and step: {count(micro_batches, 'micro-batch', 'es')} "
+            f"of {training.micro_batch_size}",
+        )
+    )
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+def memory_table(needs: dict[int, Memory], chosen: int) -> str:
+    """What the rank that needs the most needs at each ZeRO stage, in MiB; the run's own stage is marked."""
+    names = [f.name for f in fields(Memory) if f.name != "on_host"]
+    heads = ["ZeRO", *(name.replace("_", " ") for name in names), "together"]
+    rows = [heads]
+    for stage, memory in needs.items():
+        sizes = [*(getattr(memory, name) for name in names), memory.total]
+        rows.append([f"{stage} *" if stage == chosen else f"{stage}  ", *(f"{size / 2**20:,.0f}" for size in sizes)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    on_host = needs[chosen].on_host
+    host = f"; in host memory {on_host / 2**20:,.0f}" if on_host else ""
+    return "\n".join((f"memory of the rank that needs the most, MiB (* this run{host}):", *(f"  {x}" for x in lines)))

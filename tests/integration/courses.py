@@ -67,7 +67,7 @@ def run_course(config: Config) -> Course:
     if config.parallel.zero_stage < 3:
         assert_replicas_agree(engine.module, config, ranks)
     engine.destroy()
-    _forget_layout()
+    forget_layout()
     return rows
 
 
@@ -84,7 +84,7 @@ def assert_replicas_agree(module: torch.nn.Module, config: Config, ranks: Ranks)
             assert seen.setdefault(key, digest) == digest, f"{key[0]} differs between ranks"
 
 
-def _forget_layout() -> None:
+def forget_layout() -> None:
     """DeepSpeed remembers the last grid for the whole process."""
     from deepspeed.utils import groups
 

@@ -1,0 +1,181 @@
+"""How many bytes a rank of a layout needs, from the model's shapes alone; `--dry-run` prints it.
+
+Weights, gradients and optimizer state are counted as DeepSpeed lays them out (Rajbhandari et al., arXiv:1910.02054):
+
+    ZeRO 0   all of them on every data-parallel rank
+    ZeRO 1   the optimizer's fp32 copy of the weights and Adam's two moments are cut, in fp32 training too
+    ZeRO 2   and the gradients; a parameter that lies across a cut keeps its whole gradient on both sides
+    ZeRO 3   and the weights, but for small ones (`param_persistence_threshold`), which stay whole beside their parts
+
+Activations are an estimate: they depend on the attention backend, on padding and on torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.engine.build import decays, deepspeed_settings
+from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.parallel.pipeline import split_stages
+from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
+
+FP32 = 4
+ADAM_MOMENTS = 2
+
+BUCKET = 500_000_000
+PERSISTENT = 100_000
+PREFETCHED = 50_000_000
+"""DeepSpeed's defaults, in elements: gradients reduced at once; parameters that ZeRO 3 leaves whole; those it gathers
+ahead."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Adam's moments and, with ZeRO, the fp32 copy of the weights."""
+    activations_estimate: int
+    buffers: int
+    """What DeepSpeed sets aside to reduce gradients in and, at ZeRO 3, to gather weights in."""
+    on_host: int = 0
+    """Optimizer state in host memory (`offload_optimizer` in `--deepspeed_config`); not in `total`."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(getattr(self, f.name) for f in fields(self)) - self.on_host
+
+
+@dataclass(frozen=True)
+class Part:
+    """What tensor and pipeline parallelism leave to a rank."""
+
+    groups: tuple[tuple[int, ...], tuple[int, ...]]
+    """Sizes of its parameters, in order: those that decay, those that do not, as the optimizer has them."""
+    layer_widths: tuple[int, ...]
+    """Hidden size of each of its layers."""
+    has_head: bool
+    in_flight: int
+    """Micro-batches whose activations it holds at once."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.groups[0] + self.groups[1]
+
+
+def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
+    """The parts of a model (on any device, the meta device too), in the order of the pipeline; every tensor-parallel
+    rank of a part holds as much."""
+    name_parameters(model)
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    stages = split_stages(model.stages(), pipeline) if pipeline > 1 else [[model]]
+    parts = []
+    for place, modules in enumerate(nn.ModuleList(of_part) for of_part in stages):
+        sizes: tuple[list[int], list[int]] = ([], [])
+        for name, parameter in local_parameters(modules).items():
+            is_cut = split_dimension(name, config.model) is not None
+            sizes[not decays(name)].append(parameter.numel() // (tensor if is_cut else 1))
+        layers = [m for m in modules.modules() if isinstance(m, EncoderLayer)]
+        parts.append(
+            Part(
+                (tuple(sizes[0]), tuple(sizes[1])),
+                tuple(_width(layer) for layer in layers),
+                place == pipeline - 1,
+                min(pipeline - place, micro_batches),
+            )
+        )
+    return parts
+
+
+def _width(layer: nn.Module) -> int:
+    """Hidden size of a layer: the length of its LayerNorms."""
+    return next(len(m.weight) for m in layer.modules() if isinstance(m, nn.LayerNorm))
+
+
+def memory_of_rank(
+    part: Part, config: Config, stage: int, zero: Mapping[str, Any], data_rank: int, data_size: int
+) -> Memory:
+    """Of data-parallel rank `data_rank` of `data_size` that hold `part`; `zero` are DeepSpeed's `zero_optimization`
+    settings, whose stage is the one given."""
+    width = FP32 if config.training.precision == "fp32" else FP32 // 2
+    weights = gradients = sum(part.sizes)
+    master_and_moments = FP32 * (ADAM_MOMENTS + 1)
+    bucket = int(zero.get("reduce_bucket_size", BUCKET))
+    if stage == 0:
+        optimizer, buffers = FP32 * ADAM_MOMENTS * weights, 0
+    elif stage < 3:
+        flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
+        weights, buffers = sum(flat), bucket
+        optimizer = master_and_moments * sum(flat) // data_size
+        if stage == 2:
+            cuts = zip(part.groups, flat, strict=True)
+            gradients = sum(_touched(sizes, data_rank, length // data_size) for sizes, length in cuts)
+    else:
+        pieces = sum(math.ceil(size / data_size) for size in part.sizes)
+        persistent = int(zero.get("stage3_param_persistence_threshold", PERSISTENT))
+        weights = pieces + sum(size for size in part.sizes if size <= persistent)
+        gradients, optimizer = pieces, master_and_moments * pieces
+        ahead = min(int(zero.get("stage3_prefetch_bucket_size", PREFETCHED)), sum(part.sizes))
+        buffers = bucket + ahead + max(part.sizes)
+    on_host = optimizer if zero.get("offload_optimizer", {}).get("device", "none") != "none" else 0
+    activations = activation_bytes(part, config, width)
+    return Memory(width * weights, width * gradients, optimizer - on_host, activations, width * buffers, on_host)
+
+
+def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
+    """Elements of the parameters, laid one after the other, that reach into block `rank` of blocks of `length`."""
+    begin, end, place, total = rank * length, (rank + 1) * length, 0, 0
+    for size in sizes:
+        total += size if place < end and place + size > begin else 0
+        place += size
+    return total
+
+
+def activation_bytes(part: Part, config: Config, width: int) -> int:
+    """An estimate of what micro-batches keep for the backward pass.
+
+    A layer keeps about 10 tensors of hidden size, 6 more and two of the feed-forward width that tensor parallelism
+    shares out, and attention logits where the encoding adds to them; HCD keeps those of its heads in fp32, three
+    times. The head keeps the predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay,
+    and one layer's rest.
+    """
+    model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
+    tokens = config.training.micro_batch_size * model.seq_length
+    in_logits = REGISTRY[model.position_encoding].in_logits
+    heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
+    boundaries, layers = 0, []
+    for hidden in part.layer_widths:
+        heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
+        kept = tokens * (10 * hidden + (6 * hidden + 2 * ffn) // tensor) * width
+        kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
+        kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
+        boundaries += tokens * hidden * width
+        layers.append(kept)
+    inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight
+    logits = int(tokens * objective.mask_prob) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
+    return boundaries * part.in_flight + inside + logits
+
+
+def by_zero_stage(model: Encoder, config: Config, data_size: int, micro_batches: int) -> dict[int, list[Memory]]:
+    """Every rank's memory at each ZeRO stage that the other settings allow, in the order of ranks but once for all
+    tensor-parallel neighbours, who need as much."""
+    zero = deepspeed_settings(config, micro_batches, data_size)["zero_optimization"]
+    has_pipeline = config.parallel.pipeline_model_parallel_size > 1
+    stages = range(config.training.precision != "fp32", 2 if has_pipeline else 4)
+    parts = cut_up(model, config, micro_batches)
+    places = [(part, data_rank) for part in parts for data_rank in range(data_size)]
+    return {
+        stage: [memory_of_rank(part, config, stage, zero, data_rank, data_size) for part, data_rank in places]
+        for stage in stages
+    }

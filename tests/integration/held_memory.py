@@ -1,0 +1,127 @@
+"""What engines of several layouts hold on each rank between backward pass and step, counted storage by storage."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import Config, ParallelConfig
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.step import train_step
+from megatron_ddrp.model import build_model
+from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel.process_group import place_in_grid
+from tests.integration.courses import forget_layout
+from tests.integration.launch import fork_server, free_port
+
+TIMEOUT = 180.0
+
+Held = dict[str, int]
+"""Bytes by kind: weights, gradients, optimizer; `all` counts every tensor that came since before the model."""
+
+
+def held_by(world_size: int, command_lines: list[list[str]]) -> list[list[Held]]:
+    """For each `pretrain_bert.py ARGUMENTS`, what each of the ranks holds in its second step."""
+    context = fork_server()
+    with tempfile.TemporaryDirectory() as folder:
+        port, began = free_port(), time.monotonic()
+        words = (world_size, port, command_lines, folder)
+        ranks = [context.Process(target=_rank, args=(rank, *words)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0.1, began + TIMEOUT - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
+        assert set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(errors)
+        by_rank = [json.loads((Path(folder) / f"held{rank}").read_text()) for rank in range(world_size)]
+        return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _rank(rank: int, world_size: int, port: int, command_lines: list[list[str]], folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        process_group.start(ParallelConfig(distributed_timeout_minutes=2))
+        held = [two_steps(parse_arguments(words).config) for words in command_lines]
+        (Path(folder) / f"held{rank}").write_text(json.dumps(held), encoding="utf-8")
+        process_group.stop()
+    except BaseException:
+        (Path(folder) / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)
+
+
+def two_steps(config: Config) -> Held:
+    """Train two steps; in the second, the most that is held after any micro-batch's backward pass."""
+    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    corpus = Corpus.open(config)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    loader = corpus.loader("train", ranks.data_rank, ranks.data_size)
+    gc.collect()
+    before = size(all_tensors())
+    model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
+    engine = build_engine(model, config, ranks, loader.num_micro_batches)
+    del model
+    held: Held = {}
+
+    def count_before(action: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            gc.collect()
+            now = held_now(engine) | {"all": size(all_tensors()) - before}
+            held.update({kind: max(held.get(kind, 0), now[kind]) for kind in now})
+            return action(*arguments, **named)
+
+        return counting
+
+    for step in (1, 2):
+        if step == 2:
+            engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
+        train_step(engine, loader.step((step - 1) * config.training.global_batch_size), config, ranks, step)
+    engine.destroy()
+    forget_layout()
+    return held
+
+
+def all_tensors() -> list[Tensor]:
+    return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages, each once."""
+    there = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
+
+
+def held_now(engine: Any) -> Held:
+    """By kind, from where DeepSpeed keeps each."""
+    parameters = list(engine.module.parameters())
+    weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
+    zero = engine.optimizer
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for kept in ("averaged_gradients", "all_grad_tensors"):
+        gradients += [part for parts in getattr(zero, kept, {}).values() for part in parts or []]
+    if getattr(zero, "grad_partitions_flat_buffer", None) is not None:
+        gradients.append(zero.grad_partitions_flat_buffer)
+    adam = getattr(zero, "optimizer", zero)
+    state = [x for of_one in adam.state.values() for x in of_one.values() if isinstance(x, Tensor)]
+    own = {id(p) for p in parameters}
+    masters = [p for group in adam.param_groups for p in group["params"] if id(p) not in own]
+    masters += list(getattr(zero, "fp32_partitioned_groups_flat", []))
+    return {"weights": size(weights), "gradients": size(gradients), "optimizer": size(state + masters)}

@@ -1,0 +1,127 @@
+"""`--dry-run`: what it prints, what it refuses, and its memory beside plain arithmetic."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.dry_run import GIB, dry_run
+from megatron_ddrp.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_dry(capsys: pytest.CaptureFixture[str], line: str) -> tuple[str, dict[str, Any]]:
+    """What it prints, and the JSON at its end."""
+    arguments = parse_arguments(["--dry-run", *line.split()])
+    dry_run(arguments.config, arguments.world_size, arguments.device_memory)
+    text = capsys.readouterr().out
+    return text, json.loads(text.splitlines()[-1])
+
+
+def test_every_setting_says_what_it_comes_to(capsys):
+    for line in ("", "--position-encoding deberta", "--fp16 --world-size 2"):
+        text, _ = run_dry(capsys, line)
+        assert "None" not in text and "(s)" not in text
+        assert "--ffn-hidden-size 3072" in text
+        assert f"--deberta-emd {'deberta' in line}" in text
+        assert "--num-threads (torch chooses)" in text and "--save (none: nothing is saved)" in text
+    text, _ = run_dry(capsys, "--global-batch-size 8 --micro-batch-size 4")
+    assert "layout: 1 rank = 1 tensor x 1 pipeline x 1 data, ZeRO 1, fp32" in text and "2 micro-batches of 4" in text
+
+
+def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypatch):
+    assert run_dry(capsys, "")[1]["world_size"] == 1
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert run_dry(capsys, "")[1]["world_size"] == 4
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert run_dry(capsys, "")[1]["world_size"] == 16
+    assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
+
+
+def test_stages_cut_what_they_say(capsys):
+    _, facts = run_dry(capsys, "--bf16 --world-size 16")
+    parameters, memory = facts["parameters"], facts["memory_per_rank"]
+    assert memory["weights"] == pytest.approx(2 * parameters, rel=0.01)
+    assert memory["gradients"] == pytest.approx(2 * parameters, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(12 * parameters / 16, rel=0.01)
+    assert facts["memory_per_rank_bytes"] == sum(memory.values()) - memory["on_host"]
+    by_stage = facts["memory_by_zero_stage"]
+    assert list(by_stage) == ["1", "2", "3"] and by_stage["1"] > by_stage["2"]
+    assert list(run_dry(capsys, "--pipeline-model-parallel-size 2 --world-size 2")[1]["memory_by_zero_stage"]) == [
+        "0",
+        "1",
+    ]
+    _, plain = run_dry(capsys, "--zero-stage 0 --world-size 16")
+    assert plain["memory_per_rank"]["optimizer"] == pytest.approx(8 * parameters, rel=0.01)
+    assert plain["memory_per_rank"]["buffers"] == 0
+
+
+def test_layouts_cut_what_they_say(capsys):
+    line = "--bf16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --world-size 16"
+    text, facts = run_dry(capsys, line)
+    assert "16 ranks = 4 tensor x 2 pipeline x 2 data" in text
+    assert facts["data_parallel"] == 2 and facts["micro_batches_per_step"] == 16
+    share = 2 * facts["parameters"] / 8
+    assert share < facts["memory_per_rank"]["weights"] < 1.3 * share  # the tied matrix is on both ends
+
+
+def test_offloaded_state_is_on_the_host(capsys, tmp_path):
+    settings = tmp_path / "ds.json"
+    settings.write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}}')
+    text, facts = run_dry(capsys, f"--bf16 --deepspeed-config {settings}")
+    memory = facts["memory_per_rank"]
+    assert memory["optimizer"] == 0 and memory["buffers"] == 2000
+    assert memory["on_host"] == pytest.approx(12 * facts["parameters"], rel=0.01) and "in host memory" in text
+
+
+def test_recomputation_and_smaller_micro_batches_need_less(capsys):
+    needs = [
+        run_dry(capsys, line)[1]["memory_per_rank"]["activations_estimate"]
+        for line in ("", "--micro-batch-size 4", "--checkpoint-activations")
+    ]
+    assert needs[1] == pytest.approx(needs[0] / 2, rel=0.01) and needs[2] < needs[0] / 4
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--tensor-model-parallel-size 2 --world-size 3", r"2 x --pipeline-model-parallel-size 1 = 2 does not divide"),
+        ("--world-size 7", r"--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks"),
+        (
+            "--device-memory 4 --bf16",
+            r"a rank needs about \d+\.\d GiB, --device-memory is 4 .*--checkpoint-activations",
+        ),
+    ],
+)
+def test_what_does_not_fit_or_divide_is_one_line(line, message, capsys):
+    with pytest.raises(UserError, match=message) as refused:
+        run_dry(capsys, line)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_device_memory_is_a_bound(capsys):
+    needed = run_dry(capsys, "")[1]["memory_per_rank_bytes"] / GIB
+    assert run_dry(capsys, f"--device-memory {needed * 1.01}")[1]["memory_per_rank_bytes"] > 0
+    with pytest.raises(UserError):
+        run_dry(capsys, f"--device-memory {needed * 0.99}")
+    by_stage = run_dry(capsys, "--bf16 --world-size 16")[1]["memory_by_zero_stage"]
+    between = (by_stage["1"] + by_stage["2"]) / 2 / GIB
+    with pytest.raises(UserError, match="use --zero-stage 2, a smaller"):
+        run_dry(capsys, f"--bf16 --world-size 16 --device-memory {between}")
+
+
+@pytest.mark.parametrize("line", ["--world-size 2", "--dry-run --world-size 0", "--dry-run --device-memory -1"])
+def test_assumptions_go_with_a_dry_run_and_are_above_zero(line, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(line.split())
+    assert end.value.code == 2 and re.fullmatch(r"[^\n]+\n", capsys.readouterr().err)
