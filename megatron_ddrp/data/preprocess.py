@@ -8,9 +8,12 @@ are stored without special tokens ([CLS] and [SEP] are the sample builder's), ev
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -110,13 +113,35 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             hint = "make room or choose another --output-prefix"
             raise UserError(f"{where}: {error.strerror}; {hint}, and run the same command again") from None
         except (KeyboardInterrupt, SystemExit):
-            if run.keep():
+            with uninterrupted():
+                kept = run.keep()
+            if kept:
                 done = f"{run.result.documents:,} documents are kept in {folder}"
                 print(f"stopped; {done}; the same command goes on from there", file=sys.stderr)
             raise
         finally:
             if output.state is None and not output.published:
                 output.discard()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait for the end of the block, so that what it writes is whole."""
+    if threading.current_thread() is not threading.main_thread():  # which alone has signal handlers
+        yield
+        return
+    waiting: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda received, _: waiting.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in waiting:
+            signal.raise_signal(number)
 
 
 class _Run:
@@ -139,11 +164,12 @@ class _Run:
         if not self._output.published:
             with reading_progress([file.path for file in self._files]) as progress:
                 for number, chunk in self._tokenized():
-                    self._add(number, chunk)
+                    with uninterrupted():
+                        self._add(number, chunk)
+                        if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
+                            self.keep()
+                            saved = time.monotonic()
                     progress.update(chunk.read)
-                    if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
-                        self.keep()
-                        saved = time.monotonic()
             self._refuse_empty()
         self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
         self.result.seconds = time.monotonic() - started

@@ -72,14 +72,14 @@ def own_counts(micro_batches: list[Batch]) -> np.ndarray:
     return np.array(
         [
             sum(int((b.labels != IGNORED_LABEL).sum()) for b in micro_batches),
-            sum(_count_sequences(b.document_ids) for b in micro_batches),
+            sum(count_sequences(b.document_ids) for b in micro_batches),
             sum(int((b.document_ids > 0).sum()) for b in micro_batches),
         ],
         np.int64,
     )
 
 
-def _count_sequences(document_ids: np.ndarray) -> int:
+def count_sequences(document_ids: np.ndarray) -> int:
     """Documents of all rows `[batch, seq]` with at least two tokens."""
     batch, seq = document_ids.shape
     numbers = document_ids + np.arange(batch)[:, None] * (seq + 1)  # one a document: a row holds at most seq of them

@@ -16,7 +16,7 @@ from megatron_ddrp.config import POSITION_ENCODINGS, Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batch import Batch
 from megatron_ddrp.data.loader import BatchLoader
-from megatron_ddrp.engine.step import _count_sequences
+from megatron_ddrp.engine.losses import count_sequences
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention import BACKENDS
 from megatron_ddrp.objectives.mth import draw
@@ -92,7 +92,7 @@ def test_losses_and_gradients_of_a_global_batch(
 
 def test_sequences_are_counted_by_document() -> None:
     document_ids = np.array([[1, 1, 2, 3, 3], [1, 2, 2, 0, 0], [1, 1, 1, 1, 1], [1, 2, 3, 4, 5], [0, 0, 0, 0, 0]])
-    assert _count_sequences(document_ids) == 2 + 1 + 1 + 0 + 0
+    assert count_sequences(document_ids) == 2 + 1 + 1 + 0 + 0
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_stopped_run_keeps_what_is_done(job, tmp_path, whole, stop):
         time.sleep(0.01)
     process.send_signal(stop)
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop]
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop], printed.decode()
     assert "the same command goes on from there" in printed.decode() and "Traceback" not in printed.decode()
     assert chunks_done(folder) >= 5
     done = subprocess.run(job("stopped"), check=True, timeout=60, capture_output=True)

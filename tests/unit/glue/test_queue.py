@@ -64,7 +64,7 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
         processes = start(killed, 3)
         time.sleep(chance.uniform(0.01, 0.05))
         for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # or it has just ended
             process.join()
         interrupted += not (killed / "runs.jsonl").exists() or len(rows(killed)) < len(RUNS)
     for process in start(killed, 3):
