@@ -84,11 +84,11 @@ def start(config: ParallelConfig) -> Ranks:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    # DeepSpeed names no timeout for its own groups: they would wait torch's half hour for a host without a cable.
+    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
-        )
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     return place_in_grid(device, config)
 
 
