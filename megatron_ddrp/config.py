@@ -317,7 +317,7 @@ class ParallelConfig:
         if world_size % (tensor * pipeline):
             refuse(
                 f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} = "
-                f"{tensor * pipeline} does not divide the {world_size} rank(s) started: start a multiple of it, or "
+                f"{tensor * pipeline} does not divide the number of ranks, {world_size}: start a multiple of it, or "
                 "choose sizes whose product divides them"
             )
         return world_size // (tensor * pipeline)

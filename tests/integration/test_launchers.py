@@ -37,7 +37,7 @@ def test_every_launcher_trains(launcher: str, tiny_corpus: TinyCorpus, flags: Fl
     assert_complete(tmp_path, tiny_corpus)
     assert ended.stdout.count("step 5/5 | loss") == 1
     ranks = 2 if launcher.endswith("-2") else 1
-    assert f"layout: {ranks} rank(s) on cpu" in ended.stdout
+    assert f"layout: {ranks} rank{'s' * (ranks > 1)} on cpu" in ended.stdout
     assert "Traceback" not in ended.stderr
 
 

@@ -75,7 +75,7 @@ def test_a_host_vanishes_and_the_same_commands_go_on(hosts: tuple[Host, Host], f
     assert running[0].wait(60) == 1
     running[1].wait(TIMEOUT)
     text = outputs[0].read_text(encoding="utf-8")
-    assert "layout: 2 rank(s) on cpu" in text
+    assert "layout: 2 ranks on cpu" in text
     assert text.count("rank 0 lost another rank: ") == 1 and "Traceback" not in text
     hosts[1].come_back()
     assert [process.wait(TIMEOUT) for process in start()] == [0, 0], outputs[0].read_text(encoding="utf-8")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,6 +27,74 @@ def test_a_recipe_says_what_it_needs_and_gives(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
+    done = run_recipe(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    encoders = 1 + ("electra" in path.name)
+    absolute = 512 * (768 + (256 if encoders == 2 else 0))  # a generator's are as wide as it
+    relative = 67 * 64 * encoders  # D and K^rd at head size 64
+    assert facts["position_parameters"] == (absolute if "tnf" in path.name else relative)
+    assert not (tmp_path / "save").exists()
+    assert_fits(facts, machine_of(path), path)
+
+
+class Machine(NamedTuple):
+    """What a recipe names on top."""
+
+    count: int
+    devices: int
+    is_gpu: bool
+    gigabytes: int
+
+
+def machine_of(path: Path) -> Machine:
+    """From the line that begins `hardware`."""
+    line = re.search(r"#   hardware +(.*)", path.read_text(encoding="utf-8"))
+    assert line, path.name
+    found = re.match(r"(?:(one|\d+) (?:machines?|nodes) with )?(\d+) (GPUs?|CPU cores) .*?(\d+) GB", line[1])
+    assert found, f"{path.name} names no machine: {line[1]}"
+    count, devices, kind, gigabytes = found.groups(default="one")
+    return Machine(1 if count == "one" else int(count), int(devices), kind != "CPU cores", int(gigabytes))
+
+
+def assert_fits(facts: dict[str, Any], machine: Machine, path: Path) -> None:
+    """Every GPU has its rank, tensor-parallel neighbours share a machine, and a tenth of the memory is left."""
+    devices = machine.count * machine.devices
+    assert facts["world_size"] == devices if machine.is_gpu else facts["world_size"] <= devices
+    assert machine.devices % facts["tensor_parallel"] == 0
+    assert facts["memory_per_rank_bytes"] < 0.9 * machine.gigabytes * 2**30
+    text = path.read_text(encoding="utf-8")
+    assert f"--device-memory {machine.gigabytes}\n" in text
+    if "--num_gpus" in text and machine.is_gpu:
+        assert f"--num_gpus {machine.devices} " in text
+    if "#SBATCH" in text:
+        assert f"--nodes={machine.count}\n" in text and f"--ntasks-per-node={machine.devices}\n" in text
+    hostfile = re.search(r"HOSTFILE:-(examples/\w+)", text)
+    if hostfile:
+        slots = re.findall(r"^\S+ slots=(\d+)$", (ROOT / hostfile[1]).read_text(encoding="utf-8"), re.MULTILINE)
+        assert slots == [str(machine.devices)] * machine.count
+
+
+def test_every_kind_of_machine_has_its_recipe() -> None:
+    machines = {machine_of(path) for path in TRAINING}
+    sizes = {machine.count * machine.devices for machine in machines if machine.is_gpu}
+    assert {1, 8, 16, 64} <= sizes and any(not machine.is_gpu for machine in machines)
+    assert Machine(2, 8, True, 32) in machines  # the paper's 16 V100
+    assert any("#SBATCH" in path.read_text(encoding="utf-8") for path in TRAINING)
+
+
+def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
+    for flags, message in (
+        (["--micro-batch-size", "256", "--global-batch-size", "2048"], "a rank needs about"),
+        (["--pipeline-model-parallel-size", "3"], "does not divide the number of ranks, 8"),
+    ):
+        done = run_recipe(script, tmp_path, *flags)
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A recipe under DRY_RUN=1, on a dataset of its own."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
     environment = {
@@ -35,15 +105,7 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
         "SAVE": str(tmp_path / "save"),
         "DRY_RUN": "1",
     }
-    done = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
-    encoders = 1 + ("electra" in path.name)
-    absolute = 512 * (768 + (256 if encoders == 2 else 0))  # a generator's are as wide as it
-    relative = 67 * 64 * encoders  # D and K^rd at head size 64
-    assert facts["position_parameters"] == (absolute if "tnf" in path.name else relative)
-    assert facts["memory_per_rank_bytes"] > 0
-    assert not (tmp_path / "save").exists()
+    return subprocess.run(["bash", str(path), *flags], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def write_dataset(folder: Path) -> str:

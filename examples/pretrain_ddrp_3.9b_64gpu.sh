@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# A BERT of 3.9 billion parameters in three dimensions, of the shape of Megatron-LM's largest: tensor 8 x pipeline 2 x
+# data 4. 48 layers x 2560, LayerNorm before each block, batch 1024.
+#
+#   hardware   8 machines with 8 GPUs of 80 GB each (A100 or H100) and NVLink inside, where tensor parallelism stays
+#   time       an estimate, not measured: 1.25e16 FLOP and 1.6 s a step at 40 % of 64 A100s' peak, 18 days for 1M steps
+#   result     not measured by us; Megatron-LM's 3.9B (absolute positions, arXiv:1909.08053) reached 91.4 on MNLI
+#
+#   [HOSTFILE=hostfile] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
+#       bash examples/pretrain_ddrp_3.9b_64gpu.sh [more flags]
+#
+# On other machines tensor x pipeline x data is the number of GPUs; DRY_RUN=1 says what does not fit. More memory: a larger
+# --micro-batch-size; less: --checkpoint-activations.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+MODEL_ARGS=(--num-layers 48 --hidden-size 2560 --num-attention-heads 40 --seq-length 512 --layernorm-position pre
+    --position-encoding ddrp --relative-distance 64)
+OBJECTIVE_ARGS=(--objective mth --tcd-weight 1.0 --hcd-weight 0.01 --tcd-tokens 50 --hcd-heads 2)
+LAYOUT_ARGS=(--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --zero-stage 1)
+TRAINING_ARGS=(--micro-batch-size 8 --global-batch-size 1024 --train-iters 1000000 --bf16 "${LAYOUT_ARGS[@]}"
+    --lr 1e-4 --lr-warmup-fraction 0.01 --weight-decay 0.01 --clip-grad 1.0)
+DATA_ARGS=(--data-path "${DATA:-corpus_text_document}" --vocab-file "${VOCAB:-vocab.txt}" --split 949,50,1)
+OUTPUT_ARGS=(--log-interval 100 --eval-interval 5000 --eval-iters 20 --save-interval 2000 --keep-last 5
+    --save "${SAVE:-runs/ddrp_3.9b}" --load "${SAVE:-runs/ddrp_3.9b}")
+
+ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+
+if [[ -n ${DRY_RUN:-} ]]; then
+    exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 64 --device-memory 80
+fi
+exec deepspeed --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"

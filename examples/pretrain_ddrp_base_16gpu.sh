@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The paper's base model on the paper's 16 GPUs: DDRP + MTH, 12 layers x 768, batch 256, 1M steps, fp16.
+#
+#   hardware   2 machines with 8 GPUs of 32 GB each (V100, which have no bf16); ssh without a password between them
+#              and one file system for the data and SAVE
+#   time       an estimate, not measured: 8e19 FLOP, a day and a half at 30 % of the GPUs' peak
+#   result     the paper's GLUE average for this model is 85.00 (its table 1)
+#
+#   [HOSTFILE=examples/hostfile_2x8] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
+#       bash examples/pretrain_ddrp_base_16gpu.sh [more flags]
+#
+# The host file has a line `name slots=8` a machine. Started on the first of them; docs/launching.md has the rest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+HOSTFILE=${HOSTFILE:-examples/hostfile_2x8}
+MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
+    --position-encoding ddrp --relative-distance 64)
+OBJECTIVE_ARGS=(--objective mth --tcd-weight 1.0 --hcd-weight 0.01 --tcd-tokens 50 --hcd-heads 2)
+TRAINING_ARGS=(--micro-batch-size 16 --global-batch-size 256 --train-iters 1000000
+    --lr 1e-4 --lr-warmup-fraction 0.01 --weight-decay 0.01 --clip-grad 1.0 --fp16 --zero-stage 1)
+DATA_ARGS=(--data-path "${DATA:-corpus_text_document}" --vocab-file "${VOCAB:-vocab.txt}" --split 949,50,1)
+OUTPUT_ARGS=(--log-interval 100 --eval-interval 5000 --eval-iters 20 --save-interval 10000 --keep-last 5
+    --save "${SAVE:-runs/ddrp_base}" --load "${SAVE:-runs/ddrp_base}")
+
+ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+
+if [[ -n ${DRY_RUN:-} ]]; then
+    exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 16 --device-memory 32
+fi
+exec deepspeed --hostfile "$HOSTFILE" pretrain_bert.py "${ARGS[@]}"
