@@ -9,8 +9,8 @@
 #   [HOSTFILE=hostfile] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
 #       bash examples/pretrain_ddrp_3.9b_64gpu.sh [more flags]
 #
-# On other machines tensor x pipeline x data is the number of GPUs; DRY_RUN=1 says what does not fit. More memory: a larger
-# --micro-batch-size; less: --checkpoint-activations.
+# On other machines tensor x pipeline x data is the number of GPUs; DRY_RUN=1 says what does not fit. With more
+# memory take a larger --micro-batch-size, with less --checkpoint-activations.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

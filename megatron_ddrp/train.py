@@ -220,8 +220,8 @@ def introduction(
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
         f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
-        f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = {ranks.tensor_size} tensor x "
-        f"{ranks.pipeline_size} pipeline x {ranks.data_size} data, ZeRO {config.parallel.zero_stage}, "
+        f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
+        f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, ZeRO {config.parallel.zero_stage}, "
         f"{loader.num_micro_batches} x {config.training.micro_batch_size} sequences a rank and step"
     )
 
