@@ -221,8 +221,9 @@ def introduction(
         f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
-        f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, ZeRO {config.parallel.zero_stage}, "
-        f"{loader.num_micro_batches} x {config.training.micro_batch_size} sequences a rank and step"
+        f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "
+        f"ZeRO {config.parallel.zero_stage}, {loader.num_micro_batches} x {config.training.micro_batch_size} sequences "
+        "a rank and step"
     )
 
 
