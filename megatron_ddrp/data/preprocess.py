@@ -140,8 +140,8 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in waiting:
-            signal.raise_signal(number)
+        for received in waiting:
+            signal.raise_signal(received)
 
 
 class _Run:
