@@ -81,3 +81,63 @@ def test_a_host_vanishes_and_the_same_commands_go_on(hosts: tuple[Host, Host], f
     assert [process.wait(TIMEOUT) for process in start()] == [0, 0], outputs[0].read_text(encoding="utf-8")
     assert f"resumed from {save} at step " in outputs[0].read_text(encoding="utf-8")
     assert_ends_as_undisturbed(save, flags, tmp_path / "whole")
+
+
+@pytest.fixture
+def ssh(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An sshd on each host that lets us in by a key of its own, and the variables with which pdsh finds it."""
+    reason = missing("sshd", "ssh-keygen", "pdsh")
+    if reason:
+        pytest.skip(reason)
+    tmp_path.chmod(0o700)
+    for name in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)  # which sshd insists on
+    settings = {
+        "HostKey": tmp_path / "host_key",
+        "AuthorizedKeysFile": tmp_path / "user_key.pub",
+        "PermitRootLogin": "yes",
+        "StrictModes": "no",  # of the folders above, which are everybody's
+        "PidFile": "none",
+    }
+    (tmp_path / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+    sshd = shutil.which("sshd", path=PATH)
+    servers = [host.start([sshd, "-D", "-e", "-f", tmp_path / "sshd_config"], tmp_path / "sshd") for host in hosts]
+    options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "ConnectionAttempts=10")
+    words = ["-i", str(tmp_path / "user_key"), *(word for option in options for word in ("-o", option))]
+    yield {"PATH": PATH, "PDSH_SSH_ARGS_APPEND": " ".join(words)}
+    for server in servers:
+        server.kill()
+        server.wait()
+
+
+def test_a_host_dies_and_deepspeed_over_ssh_goes_on(
+    hosts: tuple[Host, Host], ssh: dict[str, str], flags: Flags, tmp_path: Path
+) -> None:
+    """One command on the first host starts the ranks of both."""
+    hostfile, save, output = write_hostfile(hosts, tmp_path), tmp_path / "run", tmp_path / "output"
+    kept = ("GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu", "CUDA_VISIBLE_DEVICES=")
+    (tmp_path / ".deepspeed_env").write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def start() -> subprocess.Popen[bytes]:
+        launcher = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh_check", "--master_addr", hosts[0].address]
+        arguments = [SCRIPT, *flags(save=save, load=save, **COURSE)]
+        return hosts[0].start([*launcher, "--master_port", free_port(), *arguments], output, **ssh)
+
+    running = start()
+    wait_for_step(STEPS_BEFORE_DEATH, save, running, output)
+    for pid in pids_of_ranks(hosts[1], save):
+        os.kill(pid, signal.SIGKILL)
+    assert running.wait(TIMEOUT) != 0
+    text = output.read_text(encoding="utf-8")
+    assert "layout: 2 ranks on cpu" in text
+    assert text.count("rank 0 lost another rank: ") == 1 and "Traceback" not in text
+    assert start().wait(TIMEOUT) == 0, output.read_text(encoding="utf-8")
+    assert f"resumed from {save} at step " in output.read_text(encoding="utf-8")
+    assert_ends_as_undisturbed(save, flags, tmp_path / "whole")
+
+
+def pids_of_ranks(host: Host, save: Path) -> list[int]:
+    """The training processes there and what started them, but not the sshd, which comes back before they do."""
+    pids = [int(pid) for pid in ip("netns", "pids", host.name).split()]
+    return [pid for pid in pids if str(save).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -165,5 +165,5 @@ def test_a_layout_divides_the_ranks():
         .parallel
     )
     assert parallel.data_parallel_size(24) == 4
-    with pytest.raises(UserError, match="2 x --pipeline-model-parallel-size 3 = 6 does not divide the number of ranks, 8"):
+    with pytest.raises(UserError, match="size 3 = 6 does not divide the number of ranks, 8"):
         parallel.data_parallel_size(8)
