@@ -3,6 +3,9 @@ same command goes on from the last checkpoint."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.hosts import Host, missing, two_hosts
+from tests.integration.hosts import Host, ip, missing, two_hosts
 from tests.integration.launch import SCRIPT, TIMEOUT, free_port, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
