@@ -7,6 +7,7 @@ anywhere else, except through the cable.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from tests.integration.launch import environment
 
 INTERFACE = "eth0"
+PAIRS = itertools.count()
 
 
 class Host(NamedTuple):
@@ -57,7 +59,8 @@ class Host(NamedTuple):
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Both, until the end; `OSError` where the machine does not let us make them."""
-    hosts = (Host(f"ddrp{os.getpid()}a", "10.213.77.1"), Host(f"ddrp{os.getpid()}b", "10.213.77.2"))
+    pair = f"ddrp{os.getpid()}-{next(PAIRS)}"
+    hosts = (Host(f"{pair}a", "10.213.77.1"), Host(f"{pair}b", "10.213.77.2"))
     made = []
     try:
         for host in hosts:
