@@ -162,7 +162,7 @@ class _HeadGram:
         per_query = torch.einsum("bkt,bkxy->btxy", self.documents[..., rows].to(gradient.dtype), both_ways)
         return (per_query @ chosen).transpose(1, 2)
 
-    def collect(self, d_chosen: Tensor, rows: slice, d_logits: Tensor) -> None:
+    def collect(self, d_chosen: Tensor, d_logits: Tensor) -> None:
         """Add `d_chosen` to the gradient of the logits `[g, t, n]`."""
         d_logits.unflatten(0, (-1, self.positions.num_heads)).index_add_(1, self.heads, d_chosen)
 
@@ -286,7 +286,7 @@ class _BlockedAttention(torch.autograd.Function):
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
                 if head_gram is not None and d_chosen is not None:
-                    head_gram.collect(d_chosen, rows, d_logits)
+                    head_gram.collect(d_chosen, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])

@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +94,32 @@ def forget_layout() -> None:
 
 def run_courses(world_size: int, command_lines: list[list[str]]) -> list[Course]:
     """The courses of `pretrain_bert.py ARGUMENTS`, each on `world_size` ranks that all of them share."""
+    return run_ranks(world_size, _courses, command_lines, TIMEOUT)[0]
+
+
+def _courses(command_lines: list[list[str]], error: Path) -> list[Course]:
+    courses = []
+    for words in command_lines:
+        with error.open("w", encoding="utf-8") as stuck:
+            faulthandler.dump_traceback_later(COURSE_TIMEOUT, exit=True, file=stuck)
+            courses.append(run_course(parse_arguments(words).config))
+            faulthandler.cancel_dump_traceback_later()
+    return courses
+
+
+def run_ranks(
+    world_size: int, work: Callable[[list[list[str]], Path], Any], command_lines: list[list[str]], timeout: float
+) -> list[Any]:
+    """What `work(command_lines, file for what went wrong)`, a module's function, gives on each rank of a group."""
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         port, began = free_port(), time.monotonic()
-        ranks = [
-            context.Process(target=_rank, args=(rank, world_size, port, command_lines, folder))
-            for rank in range(world_size)
-        ]
+        words = (world_size, port, work, command_lines, folder)
+        ranks = [context.Process(target=_rank, args=(rank, *words)) for rank in range(world_size)]
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(max(0.1, began + TIMEOUT - time.monotonic()))
+            process.join(max(0.1, began + timeout - time.monotonic()))
         codes = [process.exitcode for process in ranks]
         for process in ranks:
             if process.is_alive():
@@ -111,26 +127,28 @@ def run_courses(world_size: int, command_lines: list[list[str]]) -> list[Course]
                 process.join()
         errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
         assert set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(errors)
-        return json.loads((Path(folder) / "courses.json").read_text(encoding="utf-8"))
+        return [json.loads((Path(folder) / f"given{rank}").read_text(encoding="utf-8")) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, port: int, command_lines: list[list[str]], folder: str) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    work: Callable[[list[list[str]], Path], Any],
+    command_lines: list[list[str]],
+    folder: str,
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    error = Path(folder) / f"error{rank}"
     try:
         process_group.start(ParallelConfig(distributed_timeout_minutes=2))
-        courses: list[Any] = []
-        for words in command_lines:
-            with (Path(folder) / f"error{rank}").open("w", encoding="utf-8") as stuck:
-                faulthandler.dump_traceback_later(COURSE_TIMEOUT, exit=True, file=stuck)
-                courses.append(run_course(parse_arguments(words).config))
-                faulthandler.cancel_dump_traceback_later()
-        if rank == 0:
-            (Path(folder) / "courses.json").write_text(json.dumps(courses), encoding="utf-8")
+        given = work(command_lines, error)
+        (Path(folder) / f"given{rank}").write_text(json.dumps(given), encoding="utf-8")
         process_group.stop()
     except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        error.write_text(traceback.format_exc(), encoding="utf-8")
         os._exit(1)
 
 

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,15 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config import Config, ParallelConfig
+from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
-from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import place_in_grid
-from tests.integration.courses import forget_layout
-from tests.integration.launch import fork_server, free_port
+from tests.integration.courses import forget_layout, run_ranks
 
 TIMEOUT = 180.0
 
@@ -34,38 +27,12 @@ Held = dict[str, int]
 
 def held_by(world_size: int, command_lines: list[list[str]]) -> list[list[Held]]:
     """For each `pretrain_bert.py ARGUMENTS`, what each of the ranks holds in its second step."""
-    context = fork_server()
-    with tempfile.TemporaryDirectory() as folder:
-        port, began = free_port(), time.monotonic()
-        words = (world_size, port, command_lines, folder)
-        ranks = [context.Process(target=_rank, args=(rank, *words)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(max(0.1, began + TIMEOUT - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
-        assert set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(errors)
-        by_rank = [json.loads((Path(folder) / f"held{rank}").read_text()) for rank in range(world_size)]
-        return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+    by_rank = run_ranks(world_size, _two_steps_each, command_lines, TIMEOUT)
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
-def _rank(rank: int, world_size: int, port: int, command_lines: list[list[str]], folder: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    try:
-        process_group.start(ParallelConfig(distributed_timeout_minutes=2))
-        held = [two_steps(parse_arguments(words).config) for words in command_lines]
-        (Path(folder) / f"held{rank}").write_text(json.dumps(held), encoding="utf-8")
-        process_group.stop()
-    except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
-        os._exit(1)
+def _two_steps_each(command_lines: list[list[str]], _: Path) -> list[Held]:
+    return [two_steps(parse_arguments(words).config) for words in command_lines]
 
 
 def two_steps(config: Config) -> Held:
