@@ -184,7 +184,8 @@ class _Scratch(threading.local):
         size = math.prod(shape)
         buffer = self.buffers.get((purpose, dtype))
         if buffer is None or len(buffer) < size + 2 * margin:
-            buffer = self.buffers[purpose, dtype] = torch.empty(size + 2 * margin, dtype=dtype)
+            with torch.inference_mode(False):  # a tensor made in inference mode could serve no training later
+                buffer = self.buffers[purpose, dtype] = torch.empty(size + 2 * margin, dtype=dtype)
         buffer[:margin] = 0
         buffer[margin + size : 2 * margin + size] = 0
         return buffer[margin : margin + size].view(shape)

@@ -137,7 +137,7 @@ class FineTuning:
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(self.weights[name])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def predict(self, encoded: Encoded) -> np.ndarray:
         """Predictions `[examples]` in the file's order: class numbers, or numbers of a regression."""
         self.model.eval()

@@ -93,3 +93,20 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, num_heads_of_hcd, 
     torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-11)
     for got, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+def test_training_goes_on_after_scoring_in_inference_mode(monkeypatch):
+    monkeypatch.setattr(blocked, "_scratch", blocked._Scratch())  # no buffers yet
+    document_ids, heads = torch.ones(1, 9, dtype=torch.long), torch.tensor([0, 2])
+    inputs = [random(1, HEADS, 9, DIM) for _ in range(3)]
+    tables = [random(1, 6, DIM) for _ in range(2)]
+
+    def run():
+        terms = PositionTerms(0.5, *tables, lowest=-3, highest=2)
+        context, cosine = blocked.blocked_attention(*inputs, terms, document_ids, heads, 0.0)
+        return context.sum() + cosine.sum()
+
+    with torch.inference_mode():
+        scored = run()
+    assert torch.equal(run(), scored)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(run(), [*inputs, *tables]))
