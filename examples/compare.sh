@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The paper's comparison at a scale you can afford: train each model of a plan, score it on GLUE, look inside, one page.
+#
+#   hardware   as the plan says on top: cpu-hours (2 CPU cores), gpu-30min (one GPU), paper (16 GPUs)
+#   time       as the plan says; DRY_RUN=1 tells more
+#   result     OUT/page.html and OUT/page.md
+#
+#   OUT=dir           where everything goes (default: compare)
+#   CORPUS="a.jsonl"  texts instead of the plan's, names without blanks
+#   GLUE=dir          GLUE's folder instead of the plan's; GLUE=none leaves it out
+#
+#   [OUT=…] [CORPUS=…] [GLUE=…] [DRY_RUN=1] bash examples/compare.sh [PLAN.yaml] [more flags]
+#
+# To go on after a kill, run the same command again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PLAN=examples/compare/cpu-hours.yaml
+if [[ $# -gt 0 && $1 != -* ]]; then
+    PLAN=$1
+    shift
+fi
+
+ARGS=("$PLAN" --output-dir "${OUT:-compare}")
+if [[ -n ${CORPUS:-} ]]; then
+    read -ra TEXTS <<< "$CORPUS"
+    ARGS+=(--input "${TEXTS[@]}")
+fi
+if [[ ${GLUE:-} == none ]]; then
+    ARGS+=(--no-glue)
+elif [[ -n ${GLUE:-} ]]; then
+    ARGS+=(--glue-dir "$GLUE")
+fi
+[[ -z ${DRY_RUN:-} ]] || ARGS+=(--dry-run)
+
+exec python -m tasks.compare "${ARGS[@]}" "$@"

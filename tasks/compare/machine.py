@@ -1,0 +1,48 @@
+"""What a comparison ran on: hardware and versions, kept with every finished job."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn", "scipy")
+
+
+@lru_cache(maxsize=1)
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs that torch sees."""
+    import torch
+
+    return tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+
+
+@lru_cache(maxsize=1)
+def hardware() -> str:
+    """`2 x Some GPU, 16 cores of Some CPU`."""
+    gpus = gpu_names()
+    counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+    return ", ".join([*counted, f"{os.cpu_count()} cores of {_cpu_name()}"])
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide results."""
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
