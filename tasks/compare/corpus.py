@@ -35,7 +35,7 @@ def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
         assert corpus.vocab_file is not None
         facts = [fingerprint(plan, "vocab_file", corpus.vocab_file)]
         for word in corpus.data_path:
-            ends = () if _is_weight(word) else (".bin", ".idx")
+            ends = () if is_weight(word) else (".bin", ".idx")
             facts += [fingerprint(plan, "data_path", word + end) for end in ends] or [float(word)]
         return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
     inputs = [fingerprint(plan, "input", name) for name in corpus.inputs]
@@ -82,14 +82,22 @@ def fingerprint(plan: Plan, key: str, name: str) -> Any:
             stream.seek(max(0, size - _END))
             total.update(stream.read())
     except OSError as error:
-        raise UserError(f"{plan.file}: corpus.{key}: {name}: {error.strerror}; give --{_FLAGS[key]}", 2) from None
+        where, flag = _PLACES[key]
+        raise UserError(f"{plan.file}: {where}: {name}: {error.strerror}; give {flag}", 2) from None
     return [size, total.hexdigest()[:16]]
 
 
-_FLAGS = {"input": "input FILE…", "data_path": "data-path PREFIX…", "vocab_file": "vocab-file FILE"}
+_PLACES = {
+    "input": ("corpus.input", "--input FILE…"),
+    "data_path": ("corpus.data_path", "--data-path PREFIX…"),
+    "vocab_file": ("corpus.vocab_file", "--vocab-file FILE"),
+    "glue": ("glue", "--glue-dir DIR, or --no-glue"),
+}
+"""What a file is for → its key in the plan, and the flag that names another."""
 
 
-def _is_weight(word: str) -> bool:
+def is_weight(word: str) -> bool:
+    """Whether a word of a data path is a weight and no prefix."""
     try:
         float(word)
     except ValueError:

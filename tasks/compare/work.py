@@ -7,6 +7,7 @@ from pathlib import Path
 from tasks.compare.corpus import open_corpus
 from tasks.compare.courses import Course, all_courses, count_steps, probe_jobs, probed_seconds
 from tasks.compare.jobs import Job
+from tasks.compare.measures import Analysis, Score, analyses, glue_scores
 from tasks.compare.plan import Plan
 from tasks.store import Store
 
@@ -19,7 +20,7 @@ class Work:
         self.plan, self.folder, self.store = plan, folder, store
         self.corpus = open_corpus(plan, folder)
         self.probes = probe_jobs(plan, self.corpus, folder)
-        self.courses()  # refuses wrong settings before anything runs
+        self.jobs()  # refuses wrong settings before anything runs
 
     def steps(self) -> dict[str, int]:
         """Model's name → steps of the full budget, where they are known by now."""
@@ -34,9 +35,24 @@ class Work:
         """What must be done before the others can be told."""
         return [*self.corpus.jobs, *self.probes.values()]
 
+    def scores(self) -> list[Score]:
+        """Every checkpoint that GLUE is to score."""
+        return glue_scores(self.plan, self.courses(), self.folder)
+
+    def analyses(self) -> list[Analysis]:
+        """Every look into a course."""
+        return analyses(self.plan, self.courses(), self.corpus, self.folder)
+
     def jobs(self) -> list[Job]:
-        """All of them, in the order in which they are wanted."""
-        return [*self.first_jobs(), *(course.job for course in self.courses())]
+        """All of them, in the order in which they are wanted: a seed after the other, figure 3b at the end."""
+        courses = self.courses()
+        measured = [(a.course, a.job) for a in self.analyses()]
+        measured += [(score.course, score.job) for score in self.scores() if score.step == score.course.steps]
+        jobs = self.first_jobs()
+        for seed in self.plan.seeds:
+            jobs += [course.job for course in courses if course.seed == seed]
+            jobs += [job for course, job in measured if course.seed == seed]
+        return jobs + [score.job for score in self.scores() if score.step != score.course.steps]
 
     def describe(self) -> str:
         """The plan, some lines."""
