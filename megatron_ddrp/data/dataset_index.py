@@ -1,11 +1,12 @@
-"""The index of a token dataset in Megatron's format, version 1: read by memory map, opened in constant time and memory.
+"""The index of a token dataset in Megatron's format, version 1: read by memory map, written in a stream.
 
     PREFIX.idx   b"MMIDIDX\\0\\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
                  | int32 size of each sequence, in tokens | int64 byte offset of each sequence in PREFIX.bin
                  | int64 document indices: document d is the sequences [indices[d], indices[d + 1])
 
-Opening checks what costs nothing: the header against the file's size, and both ends of every list. The numbers between
-are checked where they are used (`IndexedDataset`), and all at once by `verification.verify`.
+Opening takes constant time, writing constant memory. Opening checks what costs nothing: the header against the file's
+size, and both ends of every list. The numbers between are checked where they are used (`IndexedDataset`), and all at
+once by `verification.verify`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -30,6 +32,9 @@ MEND = "copy both files again, or preprocess again"
 
 SIZE, OFFSET = np.dtype("<i4"), np.dtype("<i8")
 """How the index stores a number of tokens, and a byte offset or a document index."""
+
+CHUNK = 1 << 20
+"""How many numbers of an index are looked at at once."""
 
 
 def dataset_path(prefix: str | os.PathLike[str], suffix: str) -> Path:
@@ -139,3 +144,34 @@ def fault_of_bin_size(index: DatasetIndex, size: int) -> Iterator[str]:
         yield f"{size} bytes, expected {index.bin_bytes} as its .idx says; {MEND}"
     elif size % index.dtype.itemsize:
         yield f"{size} bytes, expected a multiple of {index.dtype.itemsize} for {index.dtype.name} ids; {MEND}"
+
+
+def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:
+    """Write an index over token ids of `dtype`, `CHUNK` numbers at a time, from two files that grew with the ids:
+
+    `sizes` holds the tokens of each sequence, `documents` the sequences of each document, both as `SIZE`.
+    """
+    sequences, ends = (stream.seek(0, os.SEEK_END) // SIZE.itemsize for stream in (sizes, documents))
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    index.write(HEADER.pack(MAGIC, VERSION, code, sequences, ends + 1))
+    for block in _blocks(sizes):
+        index.write(block.tobytes())
+    end = 0
+    for block in _blocks(sizes):
+        lengths = block.astype(OFFSET) * dtype.itemsize  # bytes
+        stops = end + np.cumsum(lengths)
+        index.write((stops - lengths).tobytes())
+        end = int(stops[-1])
+    index.write(bytes(OFFSET.itemsize))
+    end = 0
+    for block in _blocks(documents):
+        stops = end + np.cumsum(block, dtype=OFFSET)
+        index.write(stops.tobytes())
+        end = int(stops[-1])
+
+
+def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:
+    """The numbers of a file `[at most CHUNK]`, from its beginning."""
+    stream.seek(0)
+    while data := stream.read(CHUNK * SIZE.itemsize):
+        yield np.frombuffer(data, SIZE)

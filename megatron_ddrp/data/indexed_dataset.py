@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,22 +24,16 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset_index import (
-    DTYPES,
-    HEADER,
-    MAGIC,
+    CHUNK,
     MEND,
-    OFFSET,
     SIZE,
-    VERSION,
     DatasetIndex,
     dataset_path,
     fault_of_bin_size,
     file_size,
+    write_index,
 )
 from megatron_ddrp.errors import UserError
-
-CHUNK = 1 << 20
-"""How many numbers of an index are looked at at once."""
 
 CHUNK_TOKENS = 1 << 22
 """How many tokens are looked at at once where a whole dataset is read."""
@@ -63,6 +56,14 @@ def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
         raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
     return manifest
+
+
+def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path, ids_sha256: str | None = None) -> None:
+    """Write `PREFIX.json`, with `files` in it: bytes and SHA-256 of the two files, that of the ids if it is at hand."""
+    hashes = {"bin": (ids, ids_sha256 or file_sha256(ids)), "idx": (index, file_sha256(index))}
+    files = {name: {"bytes": file_size(file), "sha256": digest} for name, (file, digest) in hashes.items()}
+    with AtomicFile(path) as stream:
+        stream.write((json.dumps({**manifest, "files": files}, indent=2, sort_keys=True) + "\n").encode())
 
 
 class IndexedDataset:
@@ -179,8 +180,8 @@ class IndexedDatasetWriter:
             writer.end_document()
             writer.finalize()
 
-    Leaving the block without `finalize()` removes what was written. Existing files are replaced on `finalize()`. Sizes
-    go straight to the index file and document indices to a nameless one, so that memory does not grow.
+    Leaving the block without `finalize()` removes what was written. Existing files are replaced on `finalize()`. The
+    tokens of each sequence and the sequences of each document wait in nameless files, so that memory does not grow.
 
     Attributes:
         num_sequences, num_documents, num_tokens: what was written so far.
@@ -189,16 +190,14 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any):
         self.prefix = os.fspath(dataset_path(prefix, ""))
         self.dtype = np.dtype(dtype)
-        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._bin = AtomicFile(dataset_path(prefix, ".bin"))
         try:
             self._index = AtomicFile(dataset_path(prefix, ".idx"))
         except UserError:
             self._bin.abort()
             raise
-        self._index.write(bytes(HEADER.size))
-        self._documents = tempfile.TemporaryFile(dir=self._bin.path.parent)  # noqa: SIM115
-        self._documents.write(bytes(OFFSET.itemsize))
+        folder = self._bin.path.parent
+        self._sizes, self._documents = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115
         self._ended_sequences = 0  # sequences in the documents ended so far
         self._digest = hashlib.sha256()
         self.num_sequences = self.num_documents = self.num_tokens = 0
@@ -219,7 +218,7 @@ class IndexedDatasetWriter:
         `[sum(sequences)]`; the sequences of each document `[documents]`."""
         sizes, sequences = np.asarray(sizes, np.int64), np.asarray(sequences, np.int64)
         assert tokens.dtype == self.dtype and len(tokens) == sizes.sum() and len(sizes) == sequences.sum()
-        self._write_document_ends(self.num_sequences + np.cumsum(sequences))
+        self._write_documents(sequences)
         self._write_sizes(sizes)
         self._write_tokens(tokens)
 
@@ -227,9 +226,8 @@ class IndexedDatasetWriter:
         """Append all documents of a sound dataset of this type or a narrower one, in chunks; `advance` is told the
         bytes of it that were read."""
         assert np.can_cast(dataset.dtype, self.dtype)
-        first = self.num_sequences
-        for begin in range(1, len(dataset.document_indices), CHUNK):
-            self._write_document_ends(first + dataset.document_indices[begin : begin + CHUNK])
+        for begin in range(0, dataset.num_documents, CHUNK):
+            self._write_documents(np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
         for begin in range(0, len(dataset), CHUNK):
             self._write_sizes(dataset.sizes[begin : begin + CHUNK])
         for tokens in dataset.chunks():
@@ -238,7 +236,7 @@ class IndexedDatasetWriter:
 
     def end_document(self) -> None:
         """The sequences since the last call are one document."""
-        self._write_document_ends(np.array([self.num_sequences]))
+        self._write_documents(np.array([self.num_sequences - self._ended_sequences]))
 
     def finalize(self, manifest: dict[str, Any] | None = None) -> None:
         """Make the dataset appear: `.bin`, then the manifest (if any) as `.json`, and `.idx` last.
@@ -248,7 +246,7 @@ class IndexedDatasetWriter:
         assert self._ended_sequences == self.num_sequences, "end_document() is missing"
         manifest_path = dataset_path(self.prefix, ".json")
         with self._index as index:
-            self._complete_index()
+            write_index(index, self.dtype, self._sizes, self._documents)
             index.sync()
             self._bin.sync()
             # An old index or manifest must never stand beside the new tokens, not even after a crash right here.
@@ -256,17 +254,18 @@ class IndexedDatasetWriter:
             manifest_path.unlink(missing_ok=True)
             self._bin.commit()
             if manifest is not None:
-                hashes = ((self._bin.path, self._digest.hexdigest()), (index.temporary, file_sha256(index.temporary)))
-                files = [{"bytes": file_size(path), "sha256": digest} for path, digest in hashes]
-                manifest = {**manifest, "files": dict(zip(("bin", "idx"), files, strict=True))}
-                with AtomicFile(manifest_path) as stream:
-                    stream.write((json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
-        self._documents.close()
+                write_manifest(manifest_path, manifest, self._bin.path, index.temporary, self._digest.hexdigest())
+        self._close()
 
     def abort(self) -> None:
         """Remove what was written; nothing happens after `finalize()`."""
         self._bin.abort()
         self._index.abort()
+        self._close()
+
+    def _close(self) -> None:
+        """Let the nameless files go."""
+        self._sizes.close()
         self._documents.close()
 
     def _write_tokens(self, tokens: np.ndarray) -> None:
@@ -279,30 +278,13 @@ class IndexedDatasetWriter:
         most = np.iinfo(SIZE).max
         if len(sizes) and int(sizes.max()) > most:
             raise UserError(f"{self.prefix}: a sequence of {sizes.max()} tokens, the format holds {most}; cut the text")
-        self._index.write(sizes.astype(SIZE).tobytes())
+        self._sizes.write(sizes.astype(SIZE).tobytes())
         self.num_sequences += len(sizes)
 
-    def _write_document_ends(self, ends: np.ndarray) -> None:
-        self._documents.write(ends.astype(OFFSET).tobytes())
-        self.num_documents += len(ends)
-        self._ended_sequences = int(ends[-1]) if len(ends) else self._ended_sequences
-
-    def _complete_index(self) -> None:
-        """Behind the sizes, which are there: the byte offsets, the document indices, and at last the header."""
-        index, count = self._index, self.num_sequences
-        index.stream.flush()
-        end = 0
-        for begin in range(0, count, CHUNK):
-            shape = (min(CHUNK, count - begin),)
-            sizes = np.memmap(index.temporary, SIZE, "r", HEADER.size + begin * SIZE.itemsize, shape)
-            lengths = sizes.astype(OFFSET) * self.dtype.itemsize  # bytes
-            ends = end + np.cumsum(lengths)
-            index.write((ends - lengths).tobytes())
-            end = int(ends[-1])
-        self._documents.seek(0)
-        shutil.copyfileobj(self._documents, index.stream, 1 << 20)
-        index.stream.seek(0)
-        index.write(HEADER.pack(MAGIC, VERSION, self._code, count, self.num_documents + 1))
+    def _write_documents(self, sequences: np.ndarray) -> None:
+        self._documents.write(sequences.astype(SIZE).tobytes())
+        self.num_documents += len(sequences)
+        self._ended_sequences += int(sequences.sum())
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.dataset_index import MEND
-from megatron_ddrp.data.indexed_dataset import CHUNK, IndexedDataset
+from megatron_ddrp.data.dataset_index import CHUNK, MEND
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.samples import MIN_DOCUMENT_TOKENS
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.data.verification import describe_tokenizer

@@ -14,15 +14,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.dataset_index import DTYPES, HEADER, MAGIC, OFFSET, SIZE, VERSION, dataset_path
-from megatron_ddrp.data.indexed_dataset import CHUNK, file_sha256
+from megatron_ddrp.data.dataset_index import dataset_path, write_index
+from megatron_ddrp.data.indexed_dataset import write_manifest
 from megatron_ddrp.errors import UserError
 
 PARTS = ("ids", "sizes", "documents")
@@ -73,11 +73,10 @@ class UnfinishedDatasets:
                 for stream in self._files[number]:
                     stream.flush()
                 os.fsync(self._files[number][0].fileno())
-                self._write_index(number)
-                files = {name: self._describe(number, part) for name, part in (("bin", "ids"), ("idx", "idx"))}
-                with AtomicFile(self._path(number, "json")) as text:
-                    content = {**manifest, "files": files}
-                    text.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+                ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
+                with AtomicFile(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
+                    write_index(file, self._dtype, lengths, counts)
+                write_manifest(text, manifest, ids, index)
             self._write_job([], published=True)
             self._published = True
         for number, prefix in enumerate(self._prefixes):
@@ -112,10 +111,6 @@ class UnfinishedDatasets:
 
     def _path(self, number: int, part: str) -> Path:
         return self.folder / f"{number}.{part}"
-
-    def _describe(self, number: int, part: str) -> dict[str, Any]:
-        path = self._path(number, part)
-        return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
     def _take_lock(self) -> BinaryIO:
         path = self.folder / "lock"
@@ -170,34 +165,6 @@ class UnfinishedDatasets:
         content = {"job": self._job, "state": self.state, "lengths": lengths, "published": published}
         with AtomicFile(self.folder / "job.json") as stream:
             stream.write(json.dumps(content).encode())
-
-    def _write_index(self, number: int) -> None:
-        sizes, documents = self._path(number, "sizes"), self._path(number, "documents")
-        sequences, count = sizes.stat().st_size // 4, documents.stat().st_size // 4
-        code = next(code for code, known in DTYPES.items() if known == self._dtype)
-        with AtomicFile(self._path(number, "idx")) as index:
-            index.write(HEADER.pack(MAGIC, VERSION, code, sequences, count + 1))
-            for block in _blocks(sizes):
-                index.write(block.tobytes())
-            start = 0
-            for block in _blocks(sizes):
-                lengths = block.astype(OFFSET) * self._dtype.itemsize
-                ends = start + np.cumsum(lengths)
-                index.write((ends - lengths).tobytes())
-                start = int(ends[-1])
-            index.write(bytes(OFFSET.itemsize))
-            end = 0
-            for block in _blocks(documents):
-                ends = end + np.cumsum(block, dtype=OFFSET)
-                index.write(ends.tobytes())
-                end = int(ends[-1])
-
-
-def _blocks(path: Path) -> Iterator[np.ndarray]:
-    """The int32 numbers of a file, some at a time."""
-    with open(path, "rb") as stream:
-        while data := stream.read(CHUNK * SIZE.itemsize):
-            yield np.frombuffer(data, SIZE)
 
 
 def _sync_folder(path: Path) -> None:

@@ -17,8 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path, fault_of_bin_size, file_size, read_header
-from megatron_ddrp.data.indexed_dataset import CHUNK, file_sha256, read_manifest, token_chunks
+from megatron_ddrp.data.dataset_index import (
+    CHUNK,
+    DatasetIndex,
+    dataset_path,
+    fault_of_bin_size,
+    file_size,
+    read_header,
+)
+from megatron_ddrp.data.indexed_dataset import file_sha256, read_manifest, token_chunks
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data import indexed_dataset
+from megatron_ddrp.data import dataset_index, indexed_dataset
 from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.data.merging import merge
 from megatron_ddrp.data.verification import verify
@@ -47,6 +47,7 @@ PARTS = ([[[1, 2], [3]], [[4]]], [], [[[5], [], [6, 7, 8]]], [[[40_000]]])
 
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
 def test_the_bytes_are_those_of_one_writer(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(dataset_index, "CHUNK", chunk)
     monkeypatch.setattr(indexed_dataset, "CHUNK", chunk)
     monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", chunk)
     types = (np.uint16, np.uint8, np.int32, np.uint16)
