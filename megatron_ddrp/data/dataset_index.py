@@ -137,13 +137,12 @@ class DatasetIndex:
         if ends != (0, len(self)):
             yield f"document indices run over {ends}, expected (0, {len(self)}); preprocess again"
 
-
-def fault_of_bin_size(index: DatasetIndex, size: int) -> Iterator[str]:
-    """What is wrong with a `PREFIX.bin` of `size` bytes beside this index."""
-    if size != index.bin_bytes:
-        yield f"{size} bytes, expected {index.bin_bytes} as its .idx says; {MEND}"
-    elif size % index.dtype.itemsize:
-        yield f"{size} bytes, expected a multiple of {index.dtype.itemsize} for {index.dtype.name} ids; {MEND}"
+    def faults_of_bin(self, size: int) -> Iterator[str]:
+        """What is wrong with a `PREFIX.bin` of `size` bytes beside this index."""
+        if size != self.bin_bytes:
+            yield f"{size} bytes, expected {self.bin_bytes} as its .idx says; {MEND}"
+        elif size % self.dtype.itemsize:
+            yield f"{size} bytes, expected a multiple of {self.dtype.itemsize} for {self.dtype.name} ids; {MEND}"
 
 
 def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:

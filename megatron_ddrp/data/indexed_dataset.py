@@ -23,16 +23,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.dataset_index import (
-    CHUNK,
-    MEND,
-    SIZE,
-    DatasetIndex,
-    dataset_path,
-    fault_of_bin_size,
-    file_size,
-    write_index,
-)
+from megatron_ddrp.data.dataset_index import CHUNK, MEND, SIZE, DatasetIndex, dataset_path, file_size, write_index
+from megatron_ddrp.data.index_faults import index_faults
 from megatron_ddrp.errors import UserError
 
 CHUNK_TOKENS = 1 << 22
@@ -89,7 +81,7 @@ class IndexedDataset:
         self.dtype, self.sizes, self.pointers = index.dtype, index.sizes, index.pointers
         self.document_indices = index.document_indices
         path = dataset_path(prefix, ".bin")
-        for fault in fault_of_bin_size(index, file_size(path)):
+        for fault in index.faults_of_bin(file_size(path)):
             raise UserError(f"{path}: {fault}")
         self._tokens = map_tokens(path, self.dtype)  # [tokens]
 
@@ -133,6 +125,12 @@ class IndexedDataset:
     def manifest(self) -> dict[str, Any] | None:
         """The contents of `PREFIX.json`, or None where another program wrote the dataset."""
         return read_manifest(self.prefix)
+
+    def check(self) -> None:
+        """Read the whole index. Raises `UserError` for the first fault in it."""
+        path = dataset_path(self.prefix, ".idx")
+        for fault in index_faults(DatasetIndex(path)):
+            raise UserError(f"{path}: {fault}: damaged; {MEND}, and see all of it by tools/dataset.py verify")
 
     def chunks(self) -> Iterator[np.ndarray]:
         """Copies of all tokens in file order, at most `CHUNK_TOKENS` at a time."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path
+from megatron_ddrp.data.dataset_index import dataset_path
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.verification import describe_tokenizer, index_faults
+from megatron_ddrp.data.verification import describe_tokenizer
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped")
@@ -39,9 +39,7 @@ def merge(
     manifests = [dataset.manifest for dataset in datasets]
     _refuse_mixed_tokenizers(datasets, manifests)
     for dataset in datasets:
-        path = dataset_path(dataset.prefix, ".idx")
-        for fault in index_faults(DatasetIndex(path)):
-            raise UserError(f"{path}: {fault}; see all of it by tools/dataset.py verify, and copy or preprocess again")
+        dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
     with IndexedDatasetWriter(output_prefix, dtype) as writer:
         for dataset in datasets:

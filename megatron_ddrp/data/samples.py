@@ -162,10 +162,12 @@ class SampleIndex:
 def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:
     """Samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
 
-    The last row is before document `BLOCK * blocks` or, where the last block is not full, at the end.
+    The last row is before document `BLOCK * blocks` or, where the last block is not full, at the end. All of the index
+    is read here, so a damaged one is refused here.
     """
     if seq_length <= NUM_SPECIAL_TOKENS:
         raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
+    dataset.check()
     totals = np.zeros((num_blocks(dataset.num_documents) + 1, 3), np.int64)
     for low in range(0, dataset.num_documents, _CHUNK):
         high = min(low + _CHUNK, dataset.num_documents)

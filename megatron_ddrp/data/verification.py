@@ -1,9 +1,9 @@
 """All that is wrong with an indexed dataset, in words: what a reader would stumble over, and what it would not see.
 
-The index is checked on its own (every sequence begins where the one before ends, documents follow one another), then
-against the .bin, then both against the manifest: counts, tokenizer, SHA-256. Ids are checked against the vocabulary.
-Where no manifest has a SHA-256, an id that became another one of the vocabulary, and a border between two documents
-that moved without crossing another, cannot be told from what was meant. Memory does not grow with the dataset.
+The index is checked on its own (index_faults.py), then against the .bin, then both against the manifest: counts,
+tokenizer, SHA-256. Ids are checked against the vocabulary. Where no manifest has a SHA-256, an id that became another
+one of the vocabulary, and a border between two documents that moved without crossing another, cannot be told from what
+was meant. Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.dataset_index import (
-    CHUNK,
-    DatasetIndex,
-    dataset_path,
-    fault_of_bin_size,
-    file_size,
-    read_header,
-)
+from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path, file_size, read_header
+from megatron_ddrp.data.index_faults import FaultList, index_faults
 from megatron_ddrp.data.indexed_dataset import file_sha256, read_manifest, token_chunks
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-
-MOST_LISTED = 10
-"""Faults of one kind that are named one by one; of the others the number is given."""
 
 
 def verify(
@@ -77,7 +68,7 @@ def verify(
     if index is None:
         yield from _wrong_hash(bin_path, _entry(files, "bin"), lambda: file_sha256(bin_path))
         return
-    yield from (f"{bin_path}: {fault}" for fault in fault_of_bin_size(index, size))
+    yield from (f"{bin_path}: {fault}" for fault in index.faults_of_bin(size))
     vocab_size = tokenizer.vocab_size if tokenizer is not None else made_by.get("vocab_size")
     pieces = vocab_size if isinstance(vocab_size, int) else None
     digest = hashlib.sha256()
@@ -91,59 +82,6 @@ def describe_tokenizer(made_by: dict[str, Any]) -> str:
     return f"{made_by.get('type', 'of unknown type')} {str(made_by.get('fingerprint'))[:12]} of {pieces} pieces"
 
 
-def index_faults(index: DatasetIndex) -> Iterator[str]:
-    """What is wrong inside an index: sizes, byte offsets, document indices."""
-    negative = _Listing("negative sizes")
-    for begin in range(0, len(index), CHUNK):
-        found = np.flatnonzero(index.sizes[begin : begin + CHUNK] < 0)
-        yield from negative.lines(begin + found, lambda i: f"sequence {i} has {index.sizes[i]} tokens")
-    yield from negative.rest()
-    if len(index) and index.pointers[0] != 0:
-        yield f"sequence 0 begins at byte {index.pointers[0]}, expected 0"
-
-    def gap(i: int) -> str:
-        end = int(index.pointers[i - 1]) + int(index.sizes[i - 1]) * index.dtype.itemsize
-        return f"sequence {i} begins at byte {index.pointers[i]}, but sequence {i - 1} ends at byte {end}"
-
-    gaps = _Listing("sequences that do not begin where the one before ends")
-    for begin in range(0, len(index) - 1, CHUNK):
-        pointers = index.pointers[begin : begin + CHUNK + 1]
-        lengths = index.sizes[begin : begin + len(pointers) - 1].astype(np.int64) * index.dtype.itemsize  # bytes
-        yield from gaps.lines(begin + 1 + np.flatnonzero(pointers[:-1] + lengths != pointers[1:]), gap)
-    yield from gaps.rest()
-    yield from index.faults_of_ends()
-    indices = index.document_indices
-
-    def crossing(d: int) -> str:
-        return f"document {d} begins with sequence {indices[d]}, but ends before sequence {indices[d + 1]}"
-
-    crossings = _Listing("documents that end before they begin")
-    for begin in range(0, len(indices) - 1, CHUNK):
-        part = indices[begin : begin + CHUNK + 1]
-        yield from crossings.lines(begin + np.flatnonzero(part[:-1] > part[1:]), crossing)
-    yield from crossings.rest()
-
-
-class _Listing:
-    """Puts the first `MOST_LISTED` faults of a kind in words and counts the others."""
-
-    def __init__(self, kind: str):
-        self._kind = kind
-        self._total = 0
-
-    def lines(self, places: np.ndarray, describe: Callable[[int], str]) -> Iterator[str]:
-        """A line for each place that is still to be named."""
-        room = max(0, MOST_LISTED - self._total)
-        self._total += len(places)
-        for place in places[:room]:
-            yield describe(int(place))
-
-    def rest(self) -> Iterator[str]:
-        """A line for all others, if there are any."""
-        if self._total > MOST_LISTED:
-            yield f"{self._total - MOST_LISTED:,} more {self._kind}, {self._total:,} in all"
-
-
 def _foreign_ids(
     index: DatasetIndex,
     path: Path,
@@ -154,7 +92,7 @@ def _foreign_ids(
     """Ids outside the vocabulary. All bytes of the file go through `update`."""
     most = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
     expected = "expected none below 0" if vocab_size is None else f"expected 0 to {most}"
-    foreign = _Listing("ids outside the vocabulary")
+    foreign = FaultList("ids outside the vocabulary")
     begin = 0
     for chunk in token_chunks(path, index.dtype):
         update(chunk)

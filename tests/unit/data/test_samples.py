@@ -1,5 +1,6 @@
 """Splits, the sample index (each token of each kept document exactly once) and the check of the tokenizer."""
 
+import struct
 import tracemalloc
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.dataset_index import HEADER
+from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, split_documents
 from megatron_ddrp.errors import UserError
 
@@ -23,6 +25,9 @@ class FakeDataset:
         self.sizes = np.array([len(sequence) for sequence in self.sequences], np.int32)
         self.document_indices = np.cumsum([0, *(len(document) for document in documents)])
         self.num_documents = len(documents)
+
+    def check(self):
+        """Sound."""
 
     def get(self, index, offset, length):
         assert offset >= 0 and offset + length <= self.sizes[index]
@@ -133,6 +138,7 @@ def test_memory_is_small_for_many_documents():
         sizes=np.full(200_000, 700, np.int32),
         document_indices=np.arange(200_001),
         num_documents=200_000,
+        check=lambda: None,
     )
     tracemalloc.start()
     samples = SampleIndex(dataset, (0, 200_000), 128)
@@ -160,10 +166,19 @@ def prefix(tmp_path):
 
 
 def test_samples_of_a_dataset_on_disk(prefix):
-    from megatron_ddrp.data.indexed_dataset import IndexedDataset
-
     samples = SampleIndex(IndexedDataset(prefix), (0, 3), seq_length=22)
     assert [ids.tolist() for ids in samples.tokens([0, 1, 2])] == [[*range(20)], [*range(20, 30)], [*range(30, 39)]]
+
+
+@pytest.mark.parametrize(("place", "number"), [(0, -30), (12 + 8, 13), (12 + 24 + 8, 3), (12 + 24 + 8, 10**9)])
+def test_a_damaged_index_gives_no_samples(prefix, place, number):
+    """A size, a byte offset, and a document border that crosses the next one or points far outside."""
+    path = prefix.with_suffix(".idx")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<i", data, HEADER.size + place, number)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"\.idx: .*: damaged; copy both files again"):
+        SampleIndex(IndexedDataset(prefix), (0, 3), seq_length=22)
 
 
 def test_check_tokenizer(prefix):

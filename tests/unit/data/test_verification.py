@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ddrp.data import IndexedDataset, indexed_dataset, verification
+from megatron_ddrp.data import IndexedDataset, index_faults, indexed_dataset
 from megatron_ddrp.data.dataset_index import HEADER
 from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.data.inspection import document_lengths, first_documents
@@ -107,7 +107,7 @@ def test_what_the_manifest_knows(tmp_path):
 
 
 def test_many_faults_are_counted_not_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "CHUNK", 7)
+    monkeypatch.setattr(index_faults, "CHUNK", 7)
     monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", 5)
     prefix = write(tmp_path / "a", [[[1, VOCAB_SIZE]] for _ in range(40)])
     read = []
