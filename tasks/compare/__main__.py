@@ -21,6 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = open_store(options.output_dir)
     work = Work(plan, options.output_dir, store)
     forecast = Forecast(plan, store)
+    if options.page_only:
+        from tasks.compare.page import write_page
+
+        print(write_page(work))
+        return 0
     print(work.describe())
     print("\n".join(forecast.plan_lines(work.jobs(), plan.workers)), flush=True)
     if options.dry_run:
@@ -31,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = Runner(options.output_dir, store, plan.workers, forecast, lambda line: print(line, flush=True))
     runner.run(work.first_jobs())  # after them the steps of a budget in minutes are known
     runner.run(work.jobs())
+    from tasks.compare.page import write_page  # here, because figures import torch
+
+    print(write_page(work))
     return FAILURE if runner.failed else 0
 
 

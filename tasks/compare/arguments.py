@@ -37,6 +37,7 @@ def build_parser() -> ArgumentParser:
     instead.add_argument("--no-glue", action="store_true", help="leave GLUE out")
     instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
     mode = parser.add_argument_group("mode")
+    mode.add_argument("--page-only", action="store_true", help="only write the page anew, from what is finished by now")
     mode.add_argument(
         "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"
     )
