@@ -19,16 +19,18 @@ STYLE = """
 body { margin: 0 auto; max-width: 70rem; padding: 1rem clamp(0.8rem, 3vw, 2rem) 4rem; color: var(--text);
   background: var(--page); font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.7rem; line-height: 1.2; } h2 { margin-top: 2.4rem; border-bottom: 1px solid var(--line); }
-p, li { max-width: 46rem; } figcaption, caption { color: var(--muted); font-size: 0.9rem; text-align: left; }
-.scroll { overflow-x: auto; margin: 1rem 0; -webkit-overflow-scrolling: touch; }
+p, li, figcaption, img { max-width: 46rem; } figcaption { color: var(--muted); font-size: 0.9rem; }
+code { overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; margin: 0.4rem 0 1.4rem; -webkit-overflow-scrolling: touch; }
 table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
-caption { padding-bottom: 0.4rem; } th, td { padding: 0.35rem 0.7rem; border-bottom: 1px solid var(--line); }
+th, td { padding: 0.35rem 0.7rem; border-bottom: 1px solid var(--line); }
 th { background: var(--soft); text-align: right; vertical-align: bottom; }
 td { text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } td.words, th.words { text-align: left; white-space: normal;
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
+th:first-child { background: var(--soft); } td.words, th.words { text-align: left; white-space: normal;
   min-width: 9rem; }
 table.paper td, table.paper th { color: var(--muted); font-style: italic; }
-figure { margin: 1.2rem 0; } img { display: block; max-width: 100%; height: auto; background: #ffffff;
+figure { margin: 1.2rem 0; } img { display: block; width: 100%; height: auto; background: #ffffff;
   border-radius: 6px; padding: 4px; }
 pre { background: var(--soft); padding: 0.8rem; overflow-x: auto; font-size: 0.82rem; border-radius: 6px; }
 details { margin: 1rem 0; } summary { cursor: pointer; }
@@ -153,9 +155,9 @@ def _html_table(block: Table) -> str:
 
     rows = "".join(f"<tr>{cells('td', row)}</tr>\n" for row in block.rows)
     return (
+        f"<figure><figcaption>{_inline(block.caption)}</figcaption>"
         f'<div class="scroll" tabindex="0"><table{" class=paper" * block.is_paper}>'
-        f"<caption>{_inline(block.caption)}</caption>\n<thead><tr>{cells('th', block.header)}</tr></thead>\n"
-        f"<tbody>{rows}</tbody></table></div>"
+        f"<thead><tr>{cells('th', block.header)}</tr></thead>\n<tbody>{rows}</tbody></table></div></figure>"
     )
 
 
