@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.inputs import INPUT_HELP
 from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
 from megatron_ddrp.data.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.errors import run_command
@@ -30,21 +31,13 @@ def build_parser() -> ArgumentParser:
     """The command's flags, grouped by concern."""
     parser = ArgumentParser(description=__doc__)
     data = parser.add_argument_group("input")
-    data.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, "
-        "each also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; - is "
-        "standard input",
-    )
+    data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
     data.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys (of .parquet columns) to take, one dataset each: PREFIX_KEY_document (default: text)",
+        help="keys (columns, of .parquet) to take, one dataset each: PREFIX_KEY_document (default: text)",
     )
     data.add_argument(
         "--split-sentences",

@@ -24,6 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.documents import iter_documents
+from megatron_ddrp.data.inputs import INPUT_HELP
 from megatron_ddrp.errors import UserError, run_command
 
 MIN_WORDS, MAX_WORDS = 6, 30
@@ -107,7 +108,7 @@ def make_task(
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt, also compressed")
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for train.tsv and dev.tsv")
     parser.add_argument("--train-rows", type=int, default=6000, metavar="N", help="at most so many training rows")
     parser.add_argument("--dev-rows", type=int, default=1000, metavar="N", help="at most so many development rows")

@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.documents import iter_documents
-from megatron_ddrp.data.inputs import find_inputs, reading_progress
+from megatron_ddrp.data.inputs import INPUT_HELP, find_inputs, reading_progress
 from megatron_ddrp.data.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
@@ -27,15 +27,13 @@ def build_parser() -> ArgumentParser:
     """The command's flags, grouped by concern."""
     parser = ArgumentParser(description=__doc__)
     data = parser.add_argument_group("input")
+    data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
     data.add_argument(
-        "--input",
+        "--json-keys",
         nargs="+",
-        required=True,
-        metavar="FILE",
-        help=".jsonl or .json (one object a line) or .txt, each also as .gz, .xz, .zst or .bz2; - is standard input",
-    )
-    data.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to learn from (default: text)"
+        default=["text"],
+        metavar="KEY",
+        help="keys (columns, of .parquet) to learn from (default: text)",
     )
     data.add_argument(
         "--on-error",

@@ -28,6 +28,12 @@ STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
 """Endings of the names that are read; files without one, as WikiExtractor writes them, are known by their content."""
 
+INPUT_HELP = (
+    ".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each also as "
+    ".gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; - is standard input"
+)
+"""What `--input` of a command takes."""
+
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
 """What the decompressors raise on a damaged or truncated file."""
 
