@@ -10,10 +10,12 @@
 #       bash examples/pretrain_ddrp_base_16gpu.sh [more flags]
 #
 # The host file has a line `name slots=8` a machine. Started on the first of them; docs/launching.md has the rest.
+# LAUNCHER takes another command than DeepSpeed's to start pretrain_bert.py: pretrain_ddrp_base_slurm.sh sets it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOSTFILE=${HOSTFILE:-examples/hostfile_2x8}
+LAUNCHER=${LAUNCHER:-deepspeed --hostfile $HOSTFILE}
 MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
     --position-encoding ddrp --relative-distance 64)
 OBJECTIVE_ARGS=(--objective mth --tcd-weight 1.0 --hcd-weight 0.01 --tcd-tokens 50 --hcd-heads 2)
@@ -28,4 +30,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 16 --device-memory 32
 fi
-exec deepspeed --hostfile "$HOSTFILE" pretrain_bert.py "${ARGS[@]}"
+exec $LAUNCHER pretrain_bert.py "${ARGS[@]}"

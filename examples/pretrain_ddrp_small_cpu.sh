@@ -11,7 +11,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128
     --hidden-dropout 0 --attention-dropout 0 --position-encoding ddrp --objective mth)
-TRAINING_ARGS=(--micro-batch-size 16 --global-batch-size 32 --train-iters 1200 --lr 1e-3 --lr-warmup-fraction 0.02 --bf16)
+TRAINING_ARGS=(--micro-batch-size 16 --global-batch-size 32 --train-iters 1200
+    --lr 1e-3 --lr-warmup-fraction 0.02 --bf16)
 DATA_ARGS=(--data-path "${DATA:-corpus_text_document}" --vocab-file "${VOCAB:-vocab.txt}")
 OUTPUT_ARGS=(--log-interval 25 --eval-interval 200 --eval-iters 40 --save-interval 500 --keep-last 2
     --save "${SAVE:-runs/ddrp_small}" --load "${SAVE:-runs/ddrp_small}")

@@ -64,6 +64,8 @@ def assert_fits(facts: dict[str, Any], machine: Machine, path: Path) -> None:
     assert machine.devices % facts["tensor_parallel"] == 0
     assert facts["memory_per_rank_bytes"] < 0.9 * machine.gigabytes * 2**30
     text = path.read_text(encoding="utf-8")
+    for other in re.findall(r"bash (examples/\w+\.sh) \"\$@\"", text):  # a recipe that runs another
+        text += (ROOT / other).read_text(encoding="utf-8")
     assert f"--device-memory {machine.gigabytes}\n" in text
     if "--num_gpus" in text and machine.is_gpu:
         assert f"--num_gpus {machine.devices} " in text
@@ -91,6 +93,25 @@ def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> No
     ):
         done = run_recipe(script, tmp_path, *flags)
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands, and for a run that is stopped by a signal."""
+    for name, script in {
+        "srun": 'shift; "$@"',
+        "scontrol": 'if [[ $1 == show ]]; then echo node1; else echo "scontrol $*"; fi',
+        "python": 'echo "$MASTER_ADDR:$MASTER_PORT python $*"; exit 75',
+    }.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment |= {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "node[1-2]", "DATA": "some_text"}
+    command = ["bash", str(ROOT / "examples" / "pretrain_ddrp_base_slurm.sh"), "--seed", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    started, queued = done.stdout.splitlines()
+    assert started.startswith("node1:20007 python pretrain_bert.py --data-path some_text ")
+    assert started.endswith(" --seed 7") and "--dry-run" not in started
+    assert (done.returncode, queued) == (75, "scontrol requeue 20007")
 
 
 def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
