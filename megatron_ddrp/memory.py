@@ -30,11 +30,9 @@ from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, s
 FP32 = 4
 ADAM_MOMENTS = 2
 
-BUCKET = 500_000_000
 PERSISTENT = 100_000
 PREFETCHED = 50_000_000
-"""DeepSpeed's defaults, in elements: gradients reduced at once; parameters that ZeRO 3 leaves whole; those it gathers
-ahead."""
+"""DeepSpeed's defaults, in elements: parameters that ZeRO 3 leaves whole; those it gathers ahead."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def memory_of_rank(
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
     weights = gradients = sum(part.sizes)
     master_and_moments = FP32 * (ADAM_MOMENTS + 1)
-    bucket = int(zero.get("reduce_bucket_size", BUCKET))
+    bucket = int(zero["reduce_bucket_size"])
     if stage == 0:
         optimizer, buffers = FP32 * ADAM_MOMENTS * weights, 0
     elif stage < 3:
@@ -170,12 +168,16 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
 def by_zero_stage(model: Encoder, config: Config, data_size: int, micro_batches: int) -> dict[int, list[Memory]]:
     """Every rank's memory at each ZeRO stage that the other settings allow, in the order of ranks but once for all
     tensor-parallel neighbours, who need as much."""
-    zero = deepspeed_settings(config, micro_batches, data_size)["zero_optimization"]
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
     stages = range(config.training.precision != "fp32", 2 if has_pipeline else 4)
     parts = cut_up(model, config, micro_batches)
-    places = [(part, data_rank) for part in parts for data_rank in range(data_size)]
+    settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes)) for part in parts]
+    places = [
+        (part, of_part["zero_optimization"], data_rank)
+        for part, of_part in zip(parts, settings, strict=True)
+        for data_rank in range(data_size)
+    ]
     return {
-        stage: [memory_of_rank(part, config, stage, zero, data_rank, data_size) for part, data_rank in places]
+        stage: [memory_of_rank(part, config, stage, zero, data_rank, data_size) for part, zero, data_rank in places]
         for stage in stages
     }

@@ -20,6 +20,9 @@ from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 
+SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
+"""Bounds, in elements, of what DeepSpeed reduces or gathers at once; the second is DeepSpeed's own default."""
+
 RESERVED_SETTINGS = {
     "train_batch_size": "--global-batch-size",
     "train_micro_batch_size_per_gpu": "--micro-batch-size",
@@ -52,10 +55,11 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     has_pipeline = ranks.pipeline_size > 1
     module = build_pipeline(model, config, ranks) if has_pipeline else model
     optimizer = build_optimizer(module, config.optimizer, ranks.device)
+    num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        config=deepspeed_settings(config, num_micro_batches, ranks.data_size),
+        config=deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters),
         mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
         dist_init_required=False,
     )
@@ -96,14 +100,23 @@ def decays(parameter_name: str) -> bool:
     return not (parameter_name.endswith(".bias") or "norm." in parameter_name)
 
 
-def deepspeed_settings(config: Config, num_micro_batches: int, data_size: int) -> dict[str, Any]:
-    """The flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it; `data_size` data-parallel ranks."""
+def deepspeed_settings(config: Config, num_micro_batches: int, data_size: int, num_parameters: int) -> dict[str, Any]:
+    """The flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it; `data_size` data-parallel ranks.
+
+    `num_parameters` are those of a rank. DeepSpeed sets aside a whole bucket, however small the model: it is made no
+    larger than the model.
+    """
+    bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, num_parameters + num_parameters % 2))  # DeepSpeed wants it even
     settings: dict[str, Any] = {
         "train_batch_size": config.training.micro_batch_size * num_micro_batches * data_size,
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": config.optimizer.clip_grad,
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_optimization": {
+            "stage": config.parallel.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
         "bf16": {"enabled": config.training.bf16},
         "fp16": {"enabled": config.training.fp16},
         "zero_allow_untested_optimizer": True,

@@ -65,6 +65,17 @@ def test_stages_cut_what_they_say(capsys):
     assert plain["memory_per_rank"]["buffers"] == 0
 
 
+def test_buffers_are_as_large_as_the_model_within_bounds(capsys):
+    tiny = "--bf16 --num-layers 1 --hidden-size 64 --num-attention-heads 2"
+    assert run_dry(capsys, tiny)[1]["memory_per_rank"]["buffers"] == 2 * 5_000_000
+    _, base = run_dry(capsys, "--bf16")
+    assert base["memory_per_rank"]["buffers"] == pytest.approx(2 * base["parameters"], rel=0.01)
+    large = "--bf16 --num-layers 36 --hidden-size 2048 --num-attention-heads 32"
+    assert run_dry(capsys, large)[1]["memory_per_rank"]["buffers"] == 2 * 500_000_000
+    cut = run_dry(capsys, f"{large} --tensor-model-parallel-size 8 --world-size 8")[1]["memory_per_rank"]
+    assert cut["buffers"] == pytest.approx(cut["weights"], rel=0.01)
+
+
 def test_layouts_cut_what_they_say(capsys):
     line = "--bf16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --world-size 16"
     text, facts = run_dry(capsys, line)
