@@ -40,12 +40,15 @@ class Corpus:
     """By prefix, each opened once."""
     notes: tuple[str, ...]
     """What the user should know of the opening, one line each."""
+    keep_indices: bool = True
+    """Whether what is counted is kept on disk."""
 
     @classmethod
     def open(cls, config: Config, keep_indices: bool = True) -> Corpus:
         """Open what the data flags and the tokenizer flags name, and check that they belong together.
 
-        `keep_indices` keeps the sample indices on disk (see `index_cache`); without it nothing is written.
+        `keep_indices` keeps the sample indices on disk (see `index_cache`), and the rare words where they are asked
+        for; without it nothing is written.
         """
         data = config.data
         if data.data_path is data.train_data_path is data.valid_data_path is None:
@@ -63,7 +66,7 @@ class Corpus:
             else:
                 totals = sample_totals(dataset, config.model.seq_length)
             sources[prefix] = Source(dataset, totals)
-        return cls(tokenizer, config, sources, tuple(notes))
+        return cls(tokenizer, config, sources, tuple(notes), keep_indices)
 
     def samples(self, split: str) -> Blend:
         """The sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only."""
@@ -119,7 +122,7 @@ class Corpus:
         parts = [(self.sources[prefix].dataset, self._documents(prefix, "train")) for prefix in prefixes]
         objective = self.config.objective
         bounds = (objective.notes_min_count, objective.notes_max_count)
-        return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir)
+        return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
 
     def _mark_rare_words(self) -> Callable[..., NDArray[np.int64]] | None:
         if not self.config.objective.notes:

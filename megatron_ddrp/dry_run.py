@@ -6,15 +6,19 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch
+
 from megatron_ddrp.config import Config, flag
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import count_micro_batches
+from megatron_ddrp.data.rare_words import RareWords
 from megatron_ddrp.data.tokenizer import build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.launch import launched_rank, launched_world_size
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
+from megatron_ddrp.objectives.notes import NoteDictionary
 
 GIB = 2**30
 
@@ -40,7 +44,8 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         return
     world_size = world_size or launched_world_size()
     facts: dict[str, Any] = {}
-    data_lines = ""
+    data_lines: list[str] = []
+    notes = 0
     data = config.data
     if any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
         corpus = Corpus.open(config, keep_indices=False)
@@ -49,7 +54,12 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         consumed = config.training.train_iters * config.training.global_batch_size
         facts["training_sequences"] = len(samples)
         facts["epochs"] = consumed / len(samples)
-        data_lines = corpus.describe(samples, consumed)
+        data_lines.append(f"data: {corpus.describe(samples, consumed)}")
+        if config.objective.notes:
+            words, line = corpus.rare_words
+            notes = dictionary_bytes(words, config)
+            facts["notes"] = len(words)
+            data_lines.append(f"notes: {line}; dictionary {notes / 2**20:,.1f} MiB of host memory a rank")
     elif data.vocab_file or data.tokenizer_model:
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
         config = config.replace(model={"vocab_size": tokenizer.vocab_size})
@@ -58,7 +68,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
     model = on_meta_device(config.model, config.objective)
     parameters, position_parameters = count_parameters(model)
-    ranks = by_zero_stage(model, config, data_size, micro_batches)
+    ranks = by_zero_stage(model, config, data_size, micro_batches, notes)
     needs = {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
     memory = needs[parallel.zero_stage]
     facts = {
@@ -82,9 +92,15 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     print(describe(config))
     print(summary(config, facts))
     print(memory_table(needs, parallel.zero_stage))
-    if data_lines:
-        print(f"data: {data_lines}")
+    for line in data_lines:
+        print(line)
     print(json.dumps(facts))
+
+
+def dictionary_bytes(words: RareWords, config: Config) -> int:
+    """What the notes of these words take, without taking it."""
+    with torch.device("meta"):
+        return NoteDictionary(words, config.model.hidden_size, config.objective).size_bytes
 
 
 def refuse_too_large(needs: dict[int, Memory], config: Config, device_memory: float) -> None:

@@ -47,7 +47,8 @@ class Memory:
     buffers: int
     """What DeepSpeed sets aside to reduce gradients in and, at ZeRO 3, to gather weights in."""
     on_host: int = 0
-    """Optimizer state in host memory (`offload_optimizer` in `--deepspeed_config`); not in `total`."""
+    """Optimizer state in host memory (`offload_optimizer` in `--deepspeed_config`) and the notes, of which every rank
+    has all; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -102,10 +103,10 @@ def _width(layer: nn.Module) -> int:
 
 
 def memory_of_rank(
-    part: Part, config: Config, stage: int, zero: Mapping[str, Any], data_rank: int, data_size: int
+    part: Part, config: Config, stage: int, zero: Mapping[str, Any], data_rank: int, data_size: int, notes: int = 0
 ) -> Memory:
     """Of data-parallel rank `data_rank` of `data_size` that hold `part`; `zero` are DeepSpeed's `zero_optimization`
-    settings, whose stage is the one given."""
+    settings, whose stage is the one given; `notes` bytes of a dictionary."""
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
     weights = gradients = sum(part.sizes)
     master_and_moments = FP32 * (ADAM_MOMENTS + 1)
@@ -128,7 +129,8 @@ def memory_of_rank(
         buffers = bucket + ahead + max(part.sizes)
     on_host = optimizer if zero.get("offload_optimizer", {}).get("device", "none") != "none" else 0
     activations = activation_bytes(part, config, width)
-    return Memory(width * weights, width * gradients, optimizer - on_host, activations, width * buffers, on_host)
+    states = (width * weights, width * gradients, optimizer - on_host)
+    return Memory(*states, activations, width * buffers, on_host + notes)
 
 
 def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
@@ -165,9 +167,11 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     return boundaries * part.in_flight + inside + logits
 
 
-def by_zero_stage(model: Encoder, config: Config, data_size: int, micro_batches: int) -> dict[int, list[Memory]]:
+def by_zero_stage(
+    model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0
+) -> dict[int, list[Memory]]:
     """Every rank's memory at each ZeRO stage that the other settings allow, in the order of ranks but once for all
-    tensor-parallel neighbours, who need as much."""
+    tensor-parallel neighbours, who need as much; `notes` are the bytes of `--notes`' dictionary."""
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
     stages = range(config.training.precision != "fp32", 2 if has_pipeline else 4)
     parts = cut_up(model, config, micro_batches)
@@ -178,6 +182,8 @@ def by_zero_stage(model: Encoder, config: Config, data_size: int, micro_batches:
         for data_rank in range(data_size)
     ]
     return {
-        stage: [memory_of_rank(part, config, stage, zero, data_rank, data_size) for part, zero, data_rank in places]
+        stage: [
+            memory_of_rank(part, config, stage, zero, data_rank, data_size, notes) for part, zero, data_rank in places
+        ]
         for stage in stages
     }

@@ -125,17 +125,24 @@ def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[
 
 
 def open_rare_words(
-    parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None = None
+    parts: Sequence[Part],
+    tokenizer: Tokenizer,
+    bounds: tuple[int, int],
+    folder: str | Path | None = None,
+    keep: bool = True,
 ) -> tuple[RareWords, str]:
     """(the rare words of a corpus, one line on where they are kept): from the cache, else counted and put there.
 
     The cache lies in `folder`, by default beside the first dataset; where that cannot be written the words are counted
-    at every start. Raises `UserError` where a `folder` that was named cannot, and where no word lies in the bounds.
+    at every start. Without `keep` nothing is written. Raises `UserError` where a `folder` that was named cannot, and
+    where no word lies in the bounds.
     """
     path = cache_path(parts, tokenizer, bounds, folder)
     with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
         if path.is_file():
             words, kept = read_rare_words(path), f"as counted in {path}"
+        elif not keep:
+            words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {path}"
         else:
             words, kept = _count_with_bar(parts, tokenizer, bounds), f"counted into {path}"
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,20 @@ def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     memory = facts["memory_per_rank"]
     assert memory["optimizer"] == 0 and memory["buffers"] == 2000
     assert memory["on_host"] == pytest.approx(12 * facts["parameters"], rel=0.01) and "in host memory" in text
+
+
+def test_the_notes_dictionary_is_on_the_host(capsys, tiny_corpus):
+    folder = Path(tiny_corpus.prefix).parent
+    before = sorted(folder.iterdir())
+    data = f"--data-path {tiny_corpus.prefix} --vocab-file {tiny_corpus.vocab_file} --hidden-size 192"
+    line = f"{data} --notes --notes-min-count 3 --notes-max-count 9"
+    text, facts = run_dry(capsys, line)
+    assert facts["notes"] > 20 and facts["memory_per_rank"]["on_host"] == facts["notes"] * 192 * 4
+    assert f"notes: {facts['notes']} words" in text and "in host memory" in text
+    half = run_dry(capsys, f"{line} --notes-dtype bf16")[1]
+    assert half["memory_per_rank"]["on_host"] == facts["notes"] * 192 * 2
+    assert half["memory_per_rank_bytes"] == run_dry(capsys, data)[1]["memory_per_rank_bytes"]
+    assert sorted(folder.iterdir()) == before
 
 
 def test_recomputation_and_smaller_micro_batches_need_less(capsys):
