@@ -1,0 +1,32 @@
+"""Every setting of a run: one frozen dataclass a concern, from which command line, help and YAML are derived.
+
+A field made by `option(...)` is a flag; its dataclass names the section of `--help` it stands in. Impossible pairs are
+refused in `__post_init__` of the dataclass that owns them, or in `Config` (run.py) where two concerns meet.
+"""
+
+from megatron_ddrp.config.data import DataConfig
+from megatron_ddrp.config.model import POSITION_ENCODINGS, VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.objective import OBJECTIVES, ObjectiveConfig
+from megatron_ddrp.config.option import flag
+from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
+from megatron_ddrp.config.run import Config, concerns, load_config, save_config
+from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
+
+__all__ = [
+    "OBJECTIVES",
+    "POSITION_ENCODINGS",
+    "VOCABULARY_MULTIPLE",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainingConfig",
+    "concerns",
+    "flag",
+    "load_config",
+    "save_config",
+]

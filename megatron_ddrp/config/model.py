@@ -1,0 +1,79 @@
+"""The model's shape and its positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ddrp.config.option import flag, option, refuse
+
+VOCABULARY_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
+
+POSITION_ENCODINGS = ("absolute", "bert-r", "tupe-a", "tupe-r", "deberta", "ddrp")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    num_layers: int = option(12, "Transformer layers")
+    hidden_size: int = option(768, "width of the hidden states")
+    num_attention_heads: int = option(12, "attention heads a layer; must divide the hidden size")
+    ffn_hidden_size: int | None = option(None, "width inside the feed-forward block (default: 4 x hidden size)")
+    seq_length: int = option(512, "longest sequence in tokens, [CLS] and [SEP] included")
+    hidden_dropout: float = option(0.1, "dropout on embeddings and on each block's output")
+    attention_dropout: float = option(0.1, "dropout on attention probabilities")
+    layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
+    layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm")
+    init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
+    position_encoding: str = option(
+        "ddrp",
+        "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
+        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's",
+        choices=POSITION_ENCODINGS,
+    )
+    relative_distance: int = option(64, "r_s: relative distances from here on share one embedding")
+    relative_table: str = option(
+        "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
+    )
+    deberta_emd: bool | None = option(
+        None, "enhanced mask decoder: absolute positions join just before the head (default: on for deberta)"
+    )
+    attention_backend: str = option(
+        "auto",
+        "auto says at start what it chose; eager is the reference, blocked for CPUs, sdpa torch's fused attention, "
+        "triton and flex for A100 and newer",
+        choices=("auto", "eager", "blocked", "sdpa", "triton", "flex"),
+    )
+    vocab_size: int = 30522
+    """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "relative_distance"):
+            if getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
+            refuse(f"--ffn-hidden-size is {self.ffn_hidden_size}: it must be at least 1")
+        if self.seq_length < 3:
+            refuse(f"--seq-length is {self.seq_length}: it must hold [CLS], one token and [SEP], so at least 3")
+        if self.hidden_size % self.num_attention_heads:
+            refuse(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
+            )
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie in [0, 1)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

@@ -1,0 +1,88 @@
+"""What is trained: the objectives, their weights and samples, masking, and notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ddrp.config.option import flag, option, refuse
+
+OBJECTIVES = ("mlm", "mth", "electra")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Objective"""
+
+    objective: str = option(
+        "mth",
+        "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
+        "detection by the model proper",
+        choices=OBJECTIVES,
+    )
+    tcd_weight: float | None = option(None, "alpha_1 of eq. 19 (default: 1.0 under mth, else 0)")
+    hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)")
+    tcd_tokens: int = option(50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form")
+    hcd_heads: int = option(2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form")
+    mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted")
+    masking: str = option(
+        "whole-word",
+        "what is masked together: whole words, single tokens, or n-grams of up to three words, p(n) falling as 1/n",
+        choices=("whole-word", "token", "ngram"),
+    )
+    rtd_weight: float = option(50.0, "factor of replaced-token detection in ELECTRA's loss")
+    generator_size: float = option(1 / 3, "ELECTRA's generator: its share of the heads, rounded, and so of the width")
+    notes: bool = option(False, "Taking Notes on the Fly: blend notes of past contexts into the input at rare words")
+    notes_min_count: int = option(100, "a word that the training text holds at least this often can be rare")
+    notes_max_count: int = option(500, "a word that it holds at most this often can be rare")
+    notes_window: int = option(16, "k: tokens either side of a rare word whose states make its note")
+    notes_decay: float = option(0.1, "gamma: share of the new note when a word is met again")
+    notes_mix: float = option(0.5, "lambda: share of the note in the input; 0 is plain training")
+    notes_dtype: str = option("fp32", "type of the dictionary's rows in host memory", choices=("fp32", "bf16", "fp16"))
+
+    def __post_init__(self) -> None:
+        default_tcd, default_hcd = (1.0, 0.01) if self.objective == "mth" else (0.0, 0.0)
+        object.__setattr__(self, "tcd_weight", default_tcd if self.tcd_weight is None else self.tcd_weight)
+        object.__setattr__(self, "hcd_weight", default_hcd if self.hcd_weight is None else self.hcd_weight)
+        for name in ("tcd_tokens", "hcd_heads"):
+            if getattr(self, name) < 0 or getattr(self, name) == 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
+        if not 0 < self.mask_prob < 1:
+            refuse(f"--mask-prob is {self.mask_prob}: it must lie between 0 and 1")
+        if not 0 < self.generator_size <= 1:
+            refuse(f"--generator-size is {self.generator_size}: it must lie in (0, 1], the whole being the model's own")
+        if not 1 <= self.notes_min_count <= self.notes_max_count:
+            refuse(
+                f"--notes-min-count {self.notes_min_count} and --notes-max-count {self.notes_max_count}: the one must "
+                "be 1 or more, and the second no smaller"
+            )
+        for name in ("notes_decay", "notes_mix"):
+            if not 0 <= getattr(self, name) <= 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie in [0, 1]")
+        if self.notes_window < 0:
+            refuse(f"--notes-window is {self.notes_window}: give tokens either side of the word, 0 or more")
+
+    @property
+    def generates(self) -> bool:
+        """Whether a generator replaces tokens and the model proper detects them (ELECTRA)."""
+        return self.objective == "electra"
+
+    def generator_heads(self, num_attention_heads: int) -> int:
+        """Heads of ELECTRA's generator: its share of the model's, rounded, halves to even, and at least one."""
+        return max(1, round(num_attention_heads * self.generator_size))
+
+    @property
+    def mask_shares(self) -> dict[str, float]:
+        """What becomes of the selected pieces: BERT's 80 % [MASK], 10 % random, 10 % kept; ELECTRA's 85, 0 and 15."""
+        mask, random = (0.85, 0.0) if self.generates else (0.8, 0.1)
+        return {"mask_share": mask, "random_share": random}
+
+    @property
+    def notes_share(self) -> float:
+        """λ where notes are taken, else 0."""
+        return self.notes_mix if self.notes else 0.0
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Factors of the LM, TCD and HCD terms in the loss (eq. 19); under ELECTRA also that of RTD."""
+        factors = (1.0, self.tcd_weight or 0.0, self.hcd_weight or 0.0)
+        return (*factors, self.rtd_weight) if self.generates else factors

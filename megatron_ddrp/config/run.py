@@ -1,0 +1,111 @@
+"""All concerns of a run as one configuration, where those that meet are held against each other; its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config.data import DataConfig
+from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.objective import ObjectiveConfig
+from megatron_ddrp.config.option import refuse
+from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
+from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Config:
+    """All concerns of a run. `Config()` is the paper's base model and hyper-parameters (appendix A)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if self.training.precision != "fp32" and self.parallel.zero_stage == 0:
+            refuse(
+                f"--{self.training.precision} with --zero-stage 0 trains wrongly (DeepSpeed keeps no fp32 master "
+                "weights there): use --zero-stage 1 or higher"
+            )
+        self._check_layout()
+        if self.logging.log_similarity and self.model.num_attention_heads < 2:
+            refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
+        if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
+            refuse(
+                f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
+                "give at most the heads there are, or 0 for all"
+            )
+        if self.objective.hcd_weight and self.model.num_attention_heads < 2:
+            refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
+
+    def _check_layout(self) -> None:
+        """Refuse to cut what does not divide."""
+        tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
+        model = self.model
+        generator_heads = (self.objective.generator_heads(model.num_attention_heads),) * self.objective.generates
+        for what, size in (
+            ("--num-attention-heads", model.num_attention_heads),
+            *(("the heads of --objective electra's generator (--generator-size),", heads) for heads in generator_heads),
+            ("--ffn-hidden-size", model.ffn_size),
+            (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
+        ):
+            if size % tensor:
+                refuse(f"--tensor-model-parallel-size {tensor} does not divide {what} {size}: choose one that does")
+        if pipeline > model.num_layers:
+            refuse(
+                f"--pipeline-model-parallel-size {pipeline} is more than --num-layers {model.num_layers}: each stage "
+                "holds at least one layer"
+            )
+
+    def replace(self, **changes: dict[str, Any]) -> Config:
+        """A copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""
+        return dataclasses.replace(
+            self, **{concern: dataclasses.replace(getattr(self, concern), **new) for concern, new in changes.items()}
+        )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, dict[str, Any]]) -> Config:
+        """The inverse of `to_dict`; keys of another version of the project are refused by name."""
+        sections = {}
+        for concern, section in concerns().items():
+            given = values.get(concern, {})
+            known = {f.name for f in dataclasses.fields(section)}
+            unknown = sorted(set(given) - known)
+            if unknown:
+                raise UserError(
+                    f"config.json holds the unknown {concern} setting {unknown[0]!r}: another version wrote it"
+                )
+            sections[concern] = section(**given)
+        return cls(**sections)
+
+
+def concerns() -> dict[str, Any]:
+    """Name of each section of `Config` → its dataclass, in the order of `--help`."""
+    return {f.name: f.default_factory for f in dataclasses.fields(Config)}
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write DIR/config.json, the resolved configuration."""
+    temporary = folder / "config.json.tmp"
+    temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / "config.json")
+
+
+def load_config(folder: Path) -> Config:
+    """Read DIR/config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} not found: expected a folder that pretrain_bert.py --save wrote")
+    return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,100 @@
+"""How it is trained: steps and precision, optimizer, layout over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ddrp.config.option import flag, option, refuse
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Training"""
+
+    micro_batch_size: int = option(8, "sequences a rank processes at once")
+    global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks")
+    train_iters: int = option(1_000_000, "optimizer steps of the whole run")
+    seed: int = option(1234, "decides initialisation, order, masks, samples and dropout")
+    bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
+    fp16: bool = option(False, "train in float16 with dynamic loss scaling")
+    num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)")
+    max_skipped_steps: int = option(
+        10, "stop after so many steps in a row whose loss or gradients were not finite; each of them changes nothing"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.num_threads is not None and self.num_threads < 1:
+            refuse(f"--num-threads is {self.num_threads}: it must be at least 1")
+        if self.bf16 and self.fp16:
+            refuse("--bf16 and --fp16 exclude each other: give one of them")
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer"""
+
+    lr: float = option(1e-4, "peak learning rate")
+    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = option(
+        "linear",
+        "shape of the decay after the warm-up; wsd holds the peak and decays over the last tenth",
+        choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
+    )
+    lr_warmup_fraction: float = option(0.01, "share of --train-iters over which the rate rises linearly")
+    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms")
+    adam_beta1: float = option(0.9, "decay of the first moment")
+    adam_beta2: float = option(0.999, "decay of the second moment")
+    adam_eps: float = option(1e-6, "added to the root of the second moment")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lr_warmup_fraction <= 1:
+            refuse(f"--lr-warmup-fraction is {self.lr_warmup_fraction}: it must lie in [0, 1]")
+        if self.min_lr > self.lr:
+            refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: the decay goes down to it")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Scale"""
+
+    tensor_model_parallel_size: int = option(
+        1, "ranks that share every layer, by attention heads, feed-forward width and vocabulary"
+    )
+    pipeline_model_parallel_size: int = option(1, "ranks that share the layers, each holding some of them whole")
+    zero_stage: int = option(1, "what ZeRO shards: 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3))
+    deepspeed_config: str | None = option(
+        None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
+    )
+    checkpoint_activations: bool = option(
+        False, "recompute each layer in the backward pass: less memory, a third slower"
+    )
+    distributed_timeout_minutes: float = option(10.0, "how long a rank waits for the others before it gives up")
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
+            refuse(
+                f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} with --zero-stage "
+                f"{self.zero_stage}: DeepSpeed's pipelines go with --zero-stage 0 or 1"
+            )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that hold the same weights, of so many in all; refuses what does not divide."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if world_size % (tensor * pipeline):
+            refuse(
+                f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} = "
+                f"{tensor * pipeline} does not divide the number of ranks, {world_size}: start a multiple of it, or "
+                "choose sizes whose product divides them"
+            )
+        return world_size // (tensor * pipeline)
