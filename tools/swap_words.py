@@ -3,8 +3,8 @@
 
 The output has CoLA's layout: train.tsv and dev.tsv, no header, four columns (source, label, star, sentence), label 1
 for a real sentence and 0 for a changed one. Every sentence comes in both forms, and the two files come from different
-documents. First and last words, punctuation and capitals stay where they are, so that only
-word order tells the classes apart.
+documents. First and last words, punctuation and capitals stay where they are, so that only word order tells the
+classes apart.
 
     python tools/swap_words.py --input corpus.jsonl --output-dir task/CoLA
 """

@@ -36,7 +36,8 @@ class DataConfig:
     )
     index_cache_dir: str | None = option(
         None,
-        "folder for the sample indices (default: beside the data; in memory where that is read-only)",
+        "folder for the sample indices and the counts of --notes (default: beside the data; in memory where that is "
+        "read-only)",
         metavar="DIR",
     )
     packing: bool = option(
