@@ -11,8 +11,6 @@ R = rows of a relative table.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -22,6 +20,7 @@ from torch import Tensor
 from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile
+from megatron_ddrp.model.scratch import scratch
 from megatron_ddrp.objectives import mth
 
 BLOCK_ELEMENTS = 2**18
@@ -173,35 +172,6 @@ class _HeadGram:
             self.positions.query_table.collect_left(d_constant, self.heads, rows, d_query)
 
 
-class _Scratch(threading.local):
-    """Memory kept from call to call, by purpose: page faults on a fresh tile cost more than the product it holds."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype, margin: int = 0) -> Tensor:
-        """Contiguous and uninitialised, between two margins of zeros; valid until the purpose is taken again."""
-        size = math.prod(shape)
-        buffer = self.buffers.get((purpose, dtype))
-        if buffer is None or len(buffer) < size + 2 * margin:
-            with torch.inference_mode(False):  # a tensor made in inference mode could serve no training later
-                buffer = self.buffers[purpose, dtype] = torch.empty(size + 2 * margin, dtype=dtype)
-        buffer[:margin] = 0
-        buffer[margin + size : 2 * margin + size] = 0
-        return buffer[margin : margin + size].view(shape)
-
-    def product(self, purpose: str, left: Tensor, right: Tensor, margin: int = 0) -> Tensor:
-        """`left @ rightᵀ`, `[g, t, d]`, `[g, n, d]` → `[g, t, n]`, in fp32 at least; see `take`."""
-        wide = torch.promote_types(left.dtype, torch.float32)
-        into = self.take(purpose, (len(left), left.shape[1], right.shape[1]), wide, margin)
-        if left.dtype == wide:
-            return torch.bmm(left, right.transpose(1, 2), out=into)
-        return into.copy_(torch.bmm(left, right.transpose(1, 2)))
-
-
-_scratch = _Scratch()
-
-
 def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
     """What dropout keeps counts for what it drops: taken from values, of which there are fewer than of pairs."""
     return tensor / (1 - dropout) if dropout else tensor
@@ -239,7 +209,7 @@ class _BlockedAttention(torch.autograd.Function):
             head_gram = _HeadGram(heads, block, positions, documents) if len(heads) else None
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
-                logits = _scratch.product("logits", q[:, rows], positions.keys_of(tile))
+                logits = scratch.product("logits", q[:, rows], positions.keys_of(tile))
                 positions.add(logits, rows, tile)
                 if head_gram is not None:
                     gram[block.rows] += head_gram.products(logits, rows)
@@ -268,17 +238,17 @@ class _BlockedAttention(torch.autograd.Function):
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = _Positions(terms, block, q, k, num_heads)
             head_gram = _HeadGram(heads, block, positions, gram_gradient.shape[1]) if len(heads) else None
-            d_key, d_value = (_scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
+            d_key, d_value = (scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
                 keys = positions.keys_of(tile, d_key)
-                logits = _scratch.product("logits", q[:, rows], keys)
+                logits = scratch.product("logits", q[:, rows], keys)
                 positions.add(logits, rows, tile)
                 d_chosen = None
                 if head_gram is not None:
                     d_chosen = head_gram.gradient(head_gram.chosen(logits, rows), gram_gradient[block.rows], rows)
                 probabilities = _softmax_(logits, block, rows, num_heads)
-                d_logits = _scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
+                d_logits = scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
                 dropped = probabilities
                 if ctx.dropout:
                     kept_here = next(keep)

@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.model.relative import BandTile
+from megatron_ddrp.model.scratch import product, scratch
+
+
+def _for_all(table: Tensor, count: int) -> Tensor:
+    """`[1 or h, R, d]` → `[g, R, d]`, the heads over and over."""
+    if len(table) == 1:
+        return table.expand(count, -1, -1)
+    return table if len(table) == count else table.repeat(count // len(table), 1, 1)
 
 
 class QueryTable:
@@ -25,8 +33,7 @@ class QueryTable:
         self.table, self.query, self.key, self.num_heads = table, query, key, num_heads
         largest_first = table.flip(1)
         relative = largest_first - largest_first[:, :1]
-        copies = len(query) // len(table)
-        self.relative = relative.expand(copies, -1, -1) if len(table) == 1 else relative.repeat(copies, 1, 1)
+        self.relative = _for_all(relative, len(query))
         """`[g, R, d]`: T^q, largest offset first, less its first row."""
         self.keys = key + self.relative[:, -1:]
         """`[g, n, d]`, those right of the bands of the tile last asked for shifted."""
@@ -99,39 +106,47 @@ class KeyTable:
     def __init__(self, table: Tensor, key: Tensor, lowest: int, highest: int, num_heads: int) -> None:
         """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale."""
         self.key, self.num_heads, self.shared = key, num_heads, len(table) == 1
-        copies = len(key) // len(table)
-        self.table = table.expand(copies, -1, -1) if self.shared else table.repeat(copies, 1, 1)  # [g, R, d]
-        by_key = torch.bmm(key, self.table.transpose(1, 2)).to(torch.promote_types(key.dtype, torch.float32))
-        self.by_key = torch.nn.functional.pad(by_key, (0, 0, highest, -lowest))  # [g, highest + n − lowest, R]
+        self.table = _for_all(table, len(key))  # [g, R, d]
+        wide = torch.promote_types(key.dtype, torch.float32)
+        shape = (len(key), highest + key.shape[1] - lowest, table.shape[1])
         self.real = slice(highest, highest + key.shape[1])
-        self.d_by_key = torch.zeros_like(self.by_key)
+        self.by_key = scratch.take("by key", shape, wide)
+        """`[g, highest + n − lowest, R]`; what stands beyond the keys is read but does not count."""
+        self.by_key[:, : self.real.start], self.by_key[:, self.real.stop :] = 0, 0
+        by_key = product(key, self.table, out=self.by_key[:, self.real])
+        self.far = torch.stack((by_key[..., -1], by_key[..., 0])).unsqueeze(2)
+        """`[2, g, 1, n]`: what each key adds far on the left, far on the right."""
+        self.d_by_key = scratch.take("gradient by key", shape, wide).zero_()
+        self.d_far = torch.zeros_like(self.far)
 
     def add(self, logits: Tensor, tile: BandTile) -> None:
         """Add to the logits `[g, t, n]`."""
-        by_key = self.by_key[:, self.real].unsqueeze(1)  # [g, 1, n, R]
         near, (left, band, right) = logits[..., tile.near], tile.masks(logits)
         near.addcmul_(tile.slanted_by_key(self.by_key), band)
-        for far, side, can_be, offset in self._sides(tile, left, right):
-            logits[..., far] += by_key[:, :, far, offset]
-            near[..., can_be].addcmul_(by_key[:, :, tile.near, offset][..., can_be], side[:, can_be])
+        for far, side, can_be, by_key in self._sides(tile, left, right, self.far):
+            logits[..., far] += by_key[..., far]
+            near[..., can_be].addcmul_(by_key[..., tile.near][..., can_be], side[:, can_be])
 
     def collect(self, d_logits: Tensor, tile: BandTile) -> None:
         """The adjoint of `add`, for `d_logits` as `BandTile.band` wants it."""
-        d_by_key = self.d_by_key[:, self.real]
         near, (left, _, right) = d_logits[..., tile.near], tile.masks(d_logits)
         tile.band_by_key(self.d_by_key).add_(tile.band(d_logits))
-        for far, side, can_be, offset in self._sides(tile, left, right):
-            d_by_key[:, far, offset] += d_logits[..., far].sum(1)
-            d_by_key[:, tile.near, offset][:, can_be] += (near[..., can_be] * side[:, can_be]).sum(1)
+        for far, side, can_be, d_by_key in self._sides(tile, left, right, self.d_far):
+            d_by_key[..., far] += d_logits[..., far].sum(1, keepdim=True)
+            d_by_key[..., tile.near][..., can_be] += (near[..., can_be] * side[:, can_be]).sum(1, keepdim=True)
 
     @staticmethod
-    def _sides(tile: BandTile, left: Tensor, right: Tensor) -> tuple[tuple[slice, Tensor, slice, int], ...]:
-        """Far keys, mask, near places that it can hold, and table row, of both sides."""
+    def _sides(
+        tile: BandTile, left: Tensor, right: Tensor, by_side: Tensor
+    ) -> tuple[tuple[slice, Tensor, slice, Tensor], ...]:
+        """Far keys, mask, near places that it can hold, and its part of `[2, ..]`, of both sides."""
         before, after = slice(0, tile.near.start), slice(tile.near.stop, None)
-        return (before, left, tile.can_be_left, -1), (after, right, tile.can_be_right, 0)
+        return (before, left, tile.can_be_left, by_side[0]), (after, right, tile.can_be_right, by_side[1])
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Those of the table `[1 or h, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
+        for column, part in zip((-1, 0), self.d_far, strict=True):
+            self.d_by_key[:, self.real, column] += part.squeeze(1)
         d_by_key = self.d_by_key[:, self.real].to(self.key.dtype)
         d_table = torch.bmm(d_by_key.transpose(1, 2), self.key)  # [g, R, d]
         d_table = d_table.sum(0, keepdim=True) if self.shared else d_table.unflatten(0, (-1, self.num_heads)).sum(0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked, relative
+from megatron_ddrp.model import blocked, blocked_positions, relative
 from megatron_ddrp.model.attention import eager_attention
 from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile, spread_values
+from megatron_ddrp.model.scratch import Scratch
 
 HEADS, DIM = 3, 4
 
@@ -96,7 +97,8 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, num_heads_of_hcd, 
 
 
 def test_training_goes_on_after_scoring_in_inference_mode(monkeypatch):
-    monkeypatch.setattr(blocked, "_scratch", blocked._Scratch())  # no buffers yet
+    for module in (blocked, blocked_positions):
+        monkeypatch.setattr(module, "scratch", Scratch())  # no buffers yet
     document_ids, heads = torch.ones(1, 9, dtype=torch.long), torch.tensor([0, 2])
     inputs = [random(1, HEADS, 9, DIM) for _ in range(3)]
     tables = [random(1, 6, DIM) for _ in range(2)]
