@@ -155,7 +155,10 @@ def inside(results: Results, figures: dict[str, Path]) -> list[Block]:
     wanted = results.plan.analyses
     if not any((wanted.self_similarity, wanted.triangle, wanted.attention_maps)):
         return [Text("The plan asks for no analysis.")]
-    blocks: list[Block] = [similarity_table(results)]
+    table = similarity_table(results)
+    if not any(cell for row in table.rows for cell in row[1:]):
+        return [Text("No analysis is finished yet.")]
+    blocks: list[Block] = [table]
     if wanted.triangle:
         blocks.append(paper_triangles())
     blocks += shown(figures, "token-similarity", "head-similarity")

@@ -157,7 +157,7 @@ def read_plan(file: Path, given: Mapping[str, Any] | None = None) -> Plan:
         flags=check_flags(top, "model") + check_flags(top, "training"),
         glue=_glue(top, names),
         analyses=_analyses(top),
-        half_budget=top.take("half_budget", list_of(names), ()),
+        half_budget=top.take("half_budget", list_of(names, 0), ()),
         grid=(),
         grid_seeds=(),
         checkpoints=top.take("checkpoints", at_least(1), 4),
@@ -288,7 +288,7 @@ def _glue(top: Section, names: Any) -> GluePlan | None:
         section.take("data_dir", text),
         section.take("tasks", list_of(one_of(*TASKS)), PAPER_TASKS),
         tuple(flags),
-        section.take("checkpoints_of", list_of(names), ()),
+        section.take("checkpoints_of", list_of(names, 0), ()),
     )
 
 

@@ -119,12 +119,12 @@ def one_of(*choices: str) -> Check[str]:
     return check
 
 
-def list_of(check: Check[Value]) -> Check[tuple[Value, ...]]:
-    """At least one value, all different; a single one needs no list."""
+def list_of(check: Check[Value], least: int = 1) -> Check[tuple[Value, ...]]:
+    """At least so many values, all different; a single one needs no list."""
 
     def check_all(value: Any) -> tuple[Value, ...]:
         items = value if isinstance(value, list) else [value]
-        if not items:
+        if len(items) < least:
             raise ValueError("at least one value")
         values = tuple(check(item) for item in items)
         if len(set(values)) < len(values):

@@ -20,7 +20,8 @@ class Work:
         self.plan, self.folder, self.store = plan, folder, store
         self.corpus = open_corpus(plan, folder)
         self.probes = probe_jobs(plan, self.corpus, folder)
-        self.jobs()  # refuses wrong settings before anything runs
+        self._planned: tuple[dict[str, int], list[Course], list[Score], list[Analysis]] | None = None
+        self._plan_all()  # refuses wrong settings before anything runs
 
     def steps(self) -> dict[str, int]:
         """Model's name → steps of the full budget, where they are known by now."""
@@ -29,7 +30,7 @@ class Work:
 
     def courses(self) -> list[Course]:
         """Every training."""
-        return all_courses(self.plan, self.corpus, self.folder, self.steps())
+        return self._plan_all()[1]
 
     def first_jobs(self) -> list[Job]:
         """What must be done before the others can be told."""
@@ -37,11 +38,20 @@ class Work:
 
     def scores(self) -> list[Score]:
         """Every checkpoint that GLUE is to score."""
-        return glue_scores(self.plan, self.courses(), self.folder)
+        return self._plan_all()[2]
 
     def analyses(self) -> list[Analysis]:
         """Every look into a course."""
-        return analyses(self.plan, self.courses(), self.corpus, self.folder)
+        return self._plan_all()[3]
+
+    def _plan_all(self) -> tuple[dict[str, int], list[Course], list[Score], list[Analysis]]:
+        """Planned once, and anew when a probe has told a model's steps."""
+        steps = self.steps()
+        if self._planned is None or self._planned[0] != steps:
+            courses = all_courses(self.plan, self.corpus, self.folder, steps)
+            scores = glue_scores(self.plan, courses, self.folder)
+            self._planned = steps, courses, scores, analyses(self.plan, courses, self.corpus, self.folder)
+        return self._planned
 
     def jobs(self) -> list[Job]:
         """All of them, in the order in which they are wanted: a seed after the other, figure 3b at the end."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from megatron_ddrp.arguments import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -112,6 +115,65 @@ def test_the_slurm_recipe_starts_the_ranks_and_queues_itself_again(tmp_path: Pat
     assert started.startswith("node1:20007 python pretrain_bert.py --data-path some_text ")
     assert started.endswith(" --seed 7") and "--dry-run" not in started
     assert (done.returncode, queued) == (75, "scontrol requeue 20007")
+
+
+@pytest.mark.parametrize("plan", sorted((ROOT / "examples" / "compare").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b c d e f g h"}\n')
+    for task in ("RTE", "STS-B", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI"):
+        (tmp_path / "glue" / task).mkdir(parents=True)
+    environment = {"OUT": str(tmp_path / "out"), "CORPUS": str(text), "GLUE": str(tmp_path / "glue"), "DRY_RUN": "1"}
+    flags = []
+    if plan.stem == "paper":  # takes a dataset that is there
+        del environment["CORPUS"]
+        vocabulary = tmp_path / "vocab.txt"
+        vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
+        flags = ["--data-path", write_dataset(tmp_path), "--vocab-file", str(vocabulary)]
+    done = run_script(ROOT / "examples" / "compare.sh", environment, str(plan), *flags)
+    assert done.returncode == 0, done.stderr
+    commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
+    trainings = [line for line in commands if " pretrain_bert.py " in line]
+    assert len(trainings) == {"cpu-hours": 24, "gpu-30min": 42, "paper": 38}[plan.stem]
+    assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
+    assert not (tmp_path / "out").exists()
+    for line in {re.sub(r"--(seed|save|load) \S+", "", line) for line in trainings}:
+        words = shlex.split(line)
+        words = words[words.index("pretrain_bert.py") + 1 :]
+        assert parse_arguments(words).config.training.train_iters > 1
+
+
+def test_the_papers_corpus_is_built_from_wikipedia_and_books(tmp_path: Path) -> None:
+    wiki, books = tmp_path / "wiki" / "AA", tmp_path / "books"
+    wiki.mkdir(parents=True)
+    books.mkdir()
+    article = (
+        '<doc id="{0}" url="u" title="T{0}">\nT{0}\n\nThe article number {0} is about birds and towns.\n\n</doc>\n'
+    )
+    (wiki / "wiki_00").write_text("".join(article.format(number) for number in range(20)))
+    (books / "one.txt").write_text("It was a dark night.\n\nThe town lay still, and birds slept.\n" * 5)
+    environment = {"WIKI": str(wiki.parent), "BOOKS": str(books), "OUT": str(tmp_path / "out"), "WORKERS": "1"}
+    script = ROOT / "examples" / "build_paper_corpus.sh"
+    done = run_script(script, environment | {"VOCAB_SIZE": "120"})
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "out" / "paper_text_document.json").read_text())
+    assert facts["documents"] == 21  # the book is one
+    for missing in ("WIKI", "BOOKS"):
+        done = run_script(script, environment | {missing: str(tmp_path / "nowhere")})
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"{missing}={tmp_path / 'nowhere'}: no such" in done.stderr
+
+
+def run_script(path: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """A script with this Python in front, and nothing else of ours."""
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(path), *words],
+        env={**os.environ, "PATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:

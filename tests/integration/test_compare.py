@@ -1,0 +1,82 @@
+"""A whole comparison in real processes: killed without mercy, gone on with, and the page of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 24
+
+
+def start(plan: Path, out: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tasks.compare", str(plan), "--output-dir", str(out)]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def steps_of(out: Path) -> dict[str, int]:
+    """Course's folder → the last step in its metrics.jsonl."""
+    found = {}
+    for path in out.glob("courses/*/metrics.jsonl"):
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        found[path.parent.name] = max((json.loads(line)["iteration"] for line in lines), default=0)
+    return found
+
+
+def test_a_comparison_killed_in_a_course_goes_on_and_ends_with_its_page(tiny_corpus, tmp_path):
+    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
+    values = {
+        "models": [
+            {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
+            {"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"},
+        ],
+        "seeds": 1,
+        "budget": {"steps": STEPS},
+        "checkpoints": 3,
+        "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file)},
+        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+        "analyses": {"self-similarity": 8},
+    }
+    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
+    driver = start(plan, out)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and max(steps_of(out).values(), default=0) < 10:
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
+    assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
+
+    driver = start(plan, out)
+    said, _ = driver.communicate(timeout=150)
+    assert driver.returncode == 0, said
+    rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
+    assert len({row["job"] for row in rows}) == len(rows) == 1 + 2 + 2
+    assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
+    logs = "".join(path.read_text() for path in out.glob("logs/course*.log"))
+    assert "resumed from" in logs
+    for folder in out.glob("courses/*"):
+        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        trained = [row["iteration"] for row in logged if "lm_loss" in row]
+        assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
+        assert sorted(path.name for path in folder.glob("iter_*")) == [f"iter_{n:07d}" for n in (8, 16, 24)]
+    page = (out / "page.html").read_text()
+    assert "Missing" not in page and page.count("<img") == 4
+
+    seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+    driver = start(plan, out)
+    said, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 0 and "0 of 5 jobs to do" in said
+    assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}

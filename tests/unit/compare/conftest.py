@@ -1,0 +1,84 @@
+"""A plan of two models and three seeds on the tiny corpus, and an output folder filled as its jobs would fill it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.compare.courses import Course
+from tasks.compare.jobs import Job, open_store
+from tasks.compare.plan import read_plan
+from tasks.compare.work import Work
+
+HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
+
+
+@pytest.fixture
+def values(tiny_corpus):
+    """A whole plan as YAML values; tests change what they are about."""
+    return {
+        "models": [
+            {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
+            {"name": "BERT (MTH)", "encoding": "absolute", "objective": "mth"},
+        ],
+        "seeds": 3,
+        "budget": {"steps": 40},
+        "checkpoints": 2,
+        "half_budget": ["BERT (MTH)"],
+        "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
+        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3},
+        "analyses": {"self-similarity": 10},
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    """values → the file of a plan."""
+
+    def to_file(values) -> Path:
+        path = tmp_path / "plan.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return to_file
+
+
+@pytest.fixture
+def open_work(write, tmp_path):
+    """values → the `Work` of an output folder."""
+
+    def make(values) -> Work:
+        folder = tmp_path / "out"
+        return Work(read_plan(write(values)), folder, open_store(folder))
+
+    return make
+
+
+def record(work: Work, job: Job) -> None:
+    """Put a job into the store as finished."""
+    row = {"job": job.name, "kind": job.kind, "title": job.title, "command": " ".join(job.command), "work": job.work}
+    work.store.append(row | {"seconds": 10.0, "started": "2020-01-01"} | HARDWARE)
+
+
+def finish_course(work: Work, course: Course, loss: float, step_time: float = 0.5) -> None:
+    """A course's folder and line, with its last validation loss."""
+    course.folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"iteration": 1, "step_time": 60.0, "consumed_tokens": 100}]
+    for step in course.checkpoints:
+        rows.append({"iteration": step, "step_time": step_time, "consumed_tokens": 100 * step})
+        rows.append({"iteration": step, "valid_lm_loss": loss + (course.steps - step) / 100})
+    (course.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    record(work, course.job)
+
+
+def finish_similarity(work: Work, course: Course, tokens: float, heads: float) -> None:
+    """A course's self-similarity, as tools/analyze.py writes it."""
+    analysis = next(a for a in work.analyses() if a.course == course and a.job.kind == "self-similarity")
+    rows = [{"iteration": step, "token_similarity": tokens, "head_similarity": heads} for step in course.checkpoints]
+    analysis.job.output.parent.mkdir(parents=True, exist_ok=True)
+    analysis.job.output.write_text(json.dumps({"checkpoints": rows}), encoding="utf-8")
+    record(work, analysis.job)

@@ -1,0 +1,185 @@
+"""The page: what is in the store and nothing else, missing work by name, and HTML that needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from tasks.compare.claims import all_claims, summary
+from tasks.compare.document import Bullets, Code, Heading, Table, Text, markdown, to_html
+from tasks.compare.jobs import log_file
+from tasks.compare.page import write_page
+from tasks.compare.results import LOSS, STEP_SECONDS, TOKEN_SIMILARITY, Arm, Results
+from tests.unit.compare.conftest import finish_course, finish_similarity, record
+
+LOSSES = {"BERT (MLM)": 6.5, "BERT (MTH)": 6.25}
+
+
+@pytest.fixture
+def work(values, open_work):
+    """All courses finished but one; MTH lowers f(S) and not f(H)."""
+    work = open_work(values)
+    for course in work.courses():
+        number = work.plan.seeds.index(course.seed)
+        if (course.model.name, number, course.half) == ("BERT (MTH)", 2, False):
+            continue
+        loss = 7.0 if course.half else LOSSES[course.model.name]
+        finish_course(work, course, loss + number / 100, 0.5 if course.model.objective == "mlm" else 0.52)
+        if not course.half:
+            mth = course.model.objective == "mth"
+            finish_similarity(work, course, (0.1 if mth else 0.8) + number / 100, 0.5 + (-1) ** number * mth / 100)
+    return work
+
+
+def page_of(work):
+    write_page(work)
+    return {name: (work.folder / name).read_text(encoding="utf-8") for name in ("page.md", "page.html")}
+
+
+def test_values_are_those_of_the_store(work):
+    results = Results(work)
+    mlm, mth = (Arm(model) for model in work.plan.models)
+    assert results.of(LOSS, mlm) == pytest.approx({1234: 6.5, 1235: 6.51, 1236: 6.52})
+    assert results.of(LOSS, mth) == pytest.approx({1234: 6.25, 1235: 6.26})
+    assert results.of(LOSS, Arm(mth.model, half=True)) == pytest.approx({1234: 7.0, 1235: 7.01, 1236: 7.02})
+    assert results.of(STEP_SECONDS, mth) == pytest.approx(
+        {1234: 0.52, 1235: 0.52}
+    )  # without the 60 s of the first step
+    assert results.curves[TOKEN_SIMILARITY][mlm][1234] == [(20.0, 0.8), (40.0, 0.8)]
+
+
+def test_the_page_tells_what_is_there_and_names_what_is_missing(work):
+    failed = next(c for c in work.courses() if c.job.name not in work.store)
+    log = log_file(work.folder, failed.job)
+    log.parent.mkdir(parents=True)
+    log.write_text("$ python pretrain_bert.py\npretrain_bert.py: error: no space left\n")
+    for text in page_of(work).values():
+        assert "6.5100 ± 0.0100" in text and "6.2550 ± 0.0071" in text  # three seeds, and the two that there are
+        assert "course BERT (MTH), seed 1236: begun, not finished" in text and "error: no space left" in text
+        assert "self-similarity BERT (MTH), seed 1236: not begun" in text
+        assert "GLUE is not in this plan" in text and "83.29" in text and "84.25" in text
+        assert "Up to 2 courses ran beside each other" in text and "2 cores of Some CPU" in text
+    assert page_of(work)["page.md"].count("--seed 1236") == 2  # MLM and half MTH; the missing course has no command
+
+
+def test_a_store_with_nothing_gives_a_page_with_nothing(values, open_work):
+    work = open_work(values)
+    for text in page_of(work).values():
+        assert "6.5" not in text and "±" not in text
+        assert "not finished, and not on this page, are 15 jobs" in text.lower()
+    assert not list((work.folder / "figures").glob("*.png"))
+
+
+def test_jobs_of_another_plan_in_the_same_folder_stay_off_the_page(work, values, open_work):
+    values["models"] = values["models"][:1]
+    values["half_budget"] = []
+    text = page_of(open_work(values))["page.md"]
+    assert "6.5100 ± 0.0100" in text and "6.2550" not in text and "BERT (MTH)" not in text.replace("*BERT (MTH)", "")
+
+
+def test_the_verdicts_come_from_the_data(work):
+    paragraphs = summary(Results(work), all_claims(work.plan))
+    visible = next(p for p in paragraphs if p.startswith("*Visible*") and "paper does not" not in p)
+    assert "MTH lowers f(S) of BERT" in visible and "f(H)" not in visible
+    not_visible = next(p for p in paragraphs if p.startswith("*Not visible*"))
+    assert "MTH lowers f(H) of BERT" in not_visible
+    assert any("MTH is better than MLM on GLUE with BERT" in p for p in paragraphs if p.startswith("*Not measured"))
+    for course in work.courses():  # the same page, turned round
+        path = next((a.job.output for a in work.analyses() if a.course == course), None)
+        if path and path.is_file():
+            found = json.loads(path.read_text())
+            for row in found["checkpoints"]:
+                row["token_similarity"] = 1 - row["token_similarity"]
+            path.write_text(json.dumps(found))
+    paragraphs = summary(Results(work), all_claims(work.plan))
+    assert "MTH lowers f(S) of BERT" in next(p for p in paragraphs if p.startswith("*Opposite*"))
+
+
+class Structure(HTMLParser):
+    """Open tags must close in order; keeps what could reach outside."""
+
+    VOID = {"meta", "img", "br", "!doctype"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.references, self.metas = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append(tag)
+        self.references += [values[name] for name in ("src", "href") if name in values]
+        self.metas += [values] * (tag == "meta")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_html_is_whole_and_needs_nothing_from_outside(work):
+    text = page_of(work)["page.html"]
+    structure = Structure()
+    structure.feed(text)
+    structure.close()
+    assert structure.open == []
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in structure.metas
+    assert structure.references and all(r.startswith("data:image/png;base64,") for r in structure.references)
+    assert not {"script", "link", "iframe"} & set(structure.tags)
+    assert "@import" not in text and "url(" not in text and "prefers-color-scheme: dark" in text
+    assert structure.tags.count("table") == text.count('<div class="scroll"')
+    assert structure.tags.count("img") == len(list((work.folder / "figures").glob("*.png")))
+
+
+def test_the_figures_of_the_markdown_are_files_beside_it(work):
+    text = page_of(work)["page.md"]
+    links = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    assert len(links) == 4 and all((work.folder / link).stat().st_size > 5000 for link in links)
+
+
+def test_text_is_escaped_and_markdown_tables_keep_their_columns():
+    blocks = [Heading("a < b", 1), Text("*so* it `is` & was"), Bullets(["2 < 3"]), Code("all", ["x > y"])]
+    blocks.append(Table(["a", "b"], [["x|y", "1"]], "c"))
+    html = to_html(blocks)
+    for part in ("<h1>a &lt; b</h1>", "<em>so</em> it <code>is</code> &amp; was", "2 &lt; 3", "x &gt; y", "x|y"):
+        assert part in html
+    assert "| x\\|y | 1 |" in markdown(blocks, None)
+
+
+def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
+    data = tmp_path / "glue"
+    for task in ("RTE", "CoLA"):
+        (data / task).mkdir(parents=True)
+        (data / task / "train.tsv").write_text("x")
+    values["glue"] = {"data_dir": str(data), "tasks": ["RTE", "CoLA"], "checkpoints_of": ["BERT (MLM)"]}
+    values["seeds"] = 2
+    work = open_work(values)
+    for course in work.courses():
+        finish_course(work, course, 6.5)
+    for score in work.scores():
+        number = work.plan.seeds.index(score.course.seed)
+        undefined = score.step < score.course.steps  # CoLA has no score on the way
+        write_scores(
+            score, 0.6 + number / 10 + (score.course.model.objective == "mth") / 20, None if undefined else 0.2
+        )
+        record(work, score.job)
+    text = page_of(work)["page.md"]
+    assert "| BERT (MLM) | 65.00 ± 7.07 | 20.00 ± 0.00 | 42.50 ± 3.54 |" in text
+    assert "Averaged here: RTE." in text
+    claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on GLUE with BERT"))
+    assert "+2.50" in claim and "+0.96" in claim
+
+
+def write_scores(score, rte, cola):
+    folder = score.job.output.parent
+    folder.mkdir(parents=True)
+    rows = []
+    for task, value in (("RTE", rte), ("CoLA", cola)):
+        run = {"task": task, "batch_size": 32, "lr": 3e-5, "epochs": 4, "seed": 1, "max_seq_length": 32}
+        run |= {"encoder": score.job.name, "data": "d", "micro_batch_size": 16, "layerwise_lr_decay": 1.0}
+        run |= {"precision": "fp32", "max_train_examples": None, "load": "iter", "score": value, "metric": "m"}
+        rows.append(run | {"train_examples": 9, "dev_examples": 9})
+    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "table.json").write_text("{}")

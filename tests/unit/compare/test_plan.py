@@ -1,0 +1,175 @@
+"""Plans: every mistake is one line with file, key and what is allowed; what is decided is decided once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from tasks.compare.plan import read_plan
+
+ROOT = Path(__file__).resolve().parents[3]
+READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))
+
+
+def changed(values, path, value):
+    """The plan with one value replaced, or taken out by None."""
+    *outer, last = path.split(".")
+    inner = values
+    for key in outer:
+        inner = inner[key] if not key.isdecimal() else inner[int(key)]
+    inner[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("modles", [], "modles: no such key; did you mean models?"),
+        ("models", [], "models: []: expected a list of models"),
+        ("models.0.encoding", "rotary", "models[1].encoding: 'rotary': expected one of absolute, bert-r"),
+        ("models.0.objective", "clm", "models[1].objective: 'clm': expected one of mlm, mth, electra"),
+        ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' is the name of two models"),
+        ("models.1.objective", "mlm", "models[2]: 'BERT (MTH)' is the same as a model before it"),
+        ("models.0.flags", {"hcd-wieght": 0}, "models[1].flags.hcd-wieght: no such key; did you mean hcd-weight?"),
+        ("seeds", 0, "seeds: 0: expected a whole number of at least 1"),
+        ("seeds", [1, 1], "seeds: [1, 1]: expected values that differ"),
+        ("budget", {}, "budget: 0 of steps, minutes, tokens given: expected exactly one"),
+        ("budget", {"steps": 5, "minutes": 1}, "budget: 2 of steps, minutes, tokens given: expected exactly one"),
+        ("budget", {"minutes": -1}, "budget.minutes: -1: expected a number above 0"),
+        ("budget", {"hours": 1}, "budget.hours: no such key; allowed are steps, minutes, tokens"),
+        ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
+        ("corpus.vocab_file", None, "corpus.vocab_file: missing"),
+        ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: 'BPE': expected one of BertWordPieceLowerCase"),
+        ("model", {"num-layer": 2}, "model.num-layer: no such key; did you mean num-layers?"),
+        ("training", {"seed": 1}, "training.seed: not here: seeds decides it"),
+        ("training", {"train-iters": 1}, "training.train-iters: not here: budget decides it"),
+        ("half_budget", ["DDRP"], "half_budget: ['DDRP']: expected one of BERT (MLM), BERT (MTH)"),
+        ("glue", {"tasks": ["RTE"]}, "glue.data_dir: missing"),
+        ("glue", {"data_dir": "g", "tasks": ["SQuAD"]}, "glue.tasks: ['SQuAD']: expected one of RTE"),
+        ("glue", {"data_dir": "g", "lr": 0}, "glue.lr: 0: expected a number above 0"),
+        ("analyses", {"probing": 1}, "analyses.probing: no such key"),
+        ("analyses", {"triangle": -1}, "analyses.triangle: -1: expected a whole number of at least 0"),
+        ("alphas", {"models": ["BERT (MLM)"], "values": [1]}, "alphas.models: 'BERT (MLM)' is not of objective mth"),
+        ("workers", 0, "workers: 0: expected a whole number of at least 1"),
+        ("checkpoints", "all", "checkpoints: 'all': expected a whole number of at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed(values, write, path, value, expected):
+    file = write(changed(values, path, value))
+    with pytest.raises(UserError) as caught:
+        read_plan(file)
+    assert str(caught.value).startswith(f"{file}: {expected}")
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, write):
+    file = write(values | {"workers": 2, "launcher": "deepspeed --num_gpus 2"})
+    with pytest.raises(UserError, match="workers: 2 with a launcher of its own ranks: expected 1"):
+        read_plan(file)
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "expected"),
+    [
+        ("model", {"hidden-size": 15}, "--hidden-size"),
+        ("training", {"lr": "fast"}, "argument --lr"),
+        ("training", {"lr-decay-style": "steps"}, "argument --lr-decay-style"),
+    ],
+)
+def test_values_that_training_refuses_are_refused_before_anything_runs(values, open_work, section, flags, expected):
+    values[section] |= flags
+    with pytest.raises(UserError, match=expected) as caught:
+        open_work(values)
+    assert "plan.yaml: BERT (MLM): " in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, tmp_path):
+    values["corpus"] = {"input": [str(tmp_path / "no.jsonl")], "vocab_size": 500}
+    with pytest.raises(UserError, match=r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"):
+        open_work(values)
+
+
+def test_the_command_line_replaces_values(values, write, tmp_path):
+    text = tmp_path / "a.jsonl"
+    values["corpus"]["vocab_size"] = None
+    plan = read_plan(write(values), {"corpus.input": [str(text)], "workers": 3})
+    assert plan.corpus.inputs == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
+
+
+def test_half_of_the_budget_has_a_schedule_of_half_the_length(values, open_work):
+    courses = open_work(values).courses()
+    assert [c.steps for c in courses if c.half] == [20] * 3 and {c.steps for c in courses if not c.half} == {40}
+    assert {c.model.name for c in courses if c.half} == {"BERT (MTH)"}
+
+
+def test_one_seed_means_one_data_order_over_the_models(values, open_work):
+    for course in open_work(values).courses():
+        assert course.config.training.seed == course.seed
+        assert course.config.data == open_work(values).courses()[0].config.data
+
+
+@pytest.mark.parametrize(("budget", "steps"), [({"steps": 40}, 40), ({"tokens": 12_800}, 100)])
+def test_budgets_become_steps(values, open_work, budget, steps):
+    values["budget"] = budget  # a step holds 4 x 32 tokens
+    assert set(open_work(values).steps().values()) == {steps}
+
+
+def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
+    values["budget"] = {"minutes": 0.5}
+    work = open_work(values)
+    assert work.steps() == {} and work.courses() == []
+    assert [job.kind for job in work.first_jobs()] == ["probe", "probe"]
+    for job, seconds in zip(work.first_jobs(), (0.1, 0.2), strict=True):
+        finish_probe(work, job, seconds)
+    assert work.steps() == {"BERT (MLM)": 300, "BERT (MTH)": 150}
+
+
+def finish_probe(work, job, seconds):
+    import json
+
+    from tests.unit.compare.conftest import record
+
+    job.output.mkdir(parents=True)
+    rows = [{"iteration": 4, "step_time": 9.0}] + [{"iteration": n, "step_time": seconds} for n in (12, 16, 20)]
+    (job.output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record(work, job)
+
+
+def test_the_alpha_grid_leaves_out_the_point_that_the_plan_has(values, open_work):
+    values["alphas"] = {"models": ["BERT (MTH)"], "values": [0.01, 0.1, 1], "seeds": 1}
+    work = open_work(values)
+    weights = {
+        (c.config.objective.tcd_weight, c.config.objective.hcd_weight)
+        for c in work.courses()
+        if c.model.objective == "mth" and not c.half
+    }
+    assert weights == {(a, b) for a in (0.01, 0.1, 1) for b in (0.01, 0.1, 1)}
+    assert len([c for c in work.courses() if c.model in work.plan.grid]) == 8  # one seed, and not the point there is
+
+
+def test_a_course_keeps_its_name_when_the_plan_grows(values, open_work):
+    before = {course.job.name for course in open_work(values).courses()}
+    values["models"].append({"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"})
+    values |= {"seeds": 4, "analyses": {"triangle": 5}, "workers": 2}
+    after = {course.job.name for course in open_work(values).courses()}
+    assert before < after
+    values["training"]["lr"] = 2e-3
+    assert not before & {course.job.name for course in open_work(values).courses()}
+
+
+@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
+def test_a_ready_plan_is_a_plan(file):
+    plan = read_plan(file)
+    assert len(plan.seeds) >= 3 and plan.half_budget and plan.glue and plan.analyses.self_similarity
+    head = file.read_text(encoding="utf-8").split("models:")[0]
+    assert all(f"#   {word}" in head for word in ("hardware", "time", "result"))
+
+
+def test_the_ready_plans_are_the_three_scales():
+    plans = {file.stem: read_plan(file) for file in READY}
+    assert set(plans) == {"cpu-hours", "gpu-30min", "paper"}
+    kinds = {(m.encoding, m.objective) for m in plans["gpu-30min"].models}
+    assert len(kinds) == 12
+    assert {w for m in plans["paper"].grid for w in m.weights or ()} == {0.01, 0.1, 1.0}

@@ -1,0 +1,127 @@
+"""Jobs in several processes: order, failures told with their log, one process a job, nothing done twice."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from tasks.compare.forecast import Forecast
+from tasks.compare.jobs import Claim, Job, job_name, open_store
+from tasks.compare.plan import read_plan
+from tasks.compare.running import Runner
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def runner(values, write, folder):
+    """workers → a runner and the lines that it says."""
+
+    def make(workers=2):
+        lines: list[str] = []
+        store = open_store(folder)
+        return Runner(folder, store, workers, Forecast(read_plan(write(values)), store), lines.append), lines
+
+    return make
+
+
+def job(folder, name, code="pass", needs=()):
+    """A job that leaves a file with one line a time it was done."""
+    output = folder / f"{name}.txt"
+    write = f"open({str(output)!r}, 'a').write('done\\n')"
+    return Job("triangle", name, name, (sys.executable, "-c", f"{code}; {write}"), output, tuple(needs))
+
+
+def test_needs_come_first_and_nothing_is_done_twice(runner, folder):
+    jobs = [job(folder, "third", needs=["second"]), job(folder, "second", needs=["first"]), job(folder, "first")]
+    for _ in range(2):
+        done, _ = runner()
+        done.run(jobs)
+        assert [row["job"] for row in open_store(folder)] == ["first", "second", "third"] and not done.failed
+        assert {j.output.read_text() for j in jobs} == {"done\n"}
+
+
+def test_a_failure_is_told_with_its_log_and_the_others_go_on(runner, folder):
+    bad = job(folder, "bad", "print('out of luck'); raise SystemExit(3)")
+    jobs = [bad, job(folder, "after", needs=["bad"]), job(folder, "other")]
+    done, lines = runner()
+    done.run(jobs)
+    assert [row["job"] for row in open_store(folder)] == ["other"]
+    assert set(done.failed) == {"bad", "after"} and done.failed["after"] == "needs bad"
+    told = next(line for line in lines if line.startswith("FAILED"))
+    assert "exit code 3, out of luck" in told and str(folder / "logs" / "bad.log") in told
+
+
+def test_a_process_that_makes_nothing_has_failed(runner, folder):
+    idle = Job("triangle", "idle", "idle", (sys.executable, "-c", "pass"), folder / "nothing")
+    done, lines = runner()
+    done.run([idle])
+    assert "idle" in done.failed and "it made no" in lines[-1]
+
+
+def test_two_runners_share_the_jobs(runner, folder):
+    jobs = [job(folder, f"j{number}", "import time; time.sleep(0.1)") for number in range(6)]
+    runners = [runner(1)[0] for _ in range(2)]
+    threads = [threading.Thread(target=r.run, args=(jobs,)) for r in runners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {j.output.read_text() for j in jobs} == {"done\n"} and len(open_store(folder).rows) == 6
+
+
+def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
+    only = job(folder, "only")
+    claim = Claim.take(folder, only)
+    assert Claim.take(folder, only) is None
+    done, lines = runner()
+    thread = threading.Thread(target=done.run, args=([only],))
+    thread.start()
+    time.sleep(1)
+    assert not only.output.exists() and any("waiting for it" in line for line in lines)
+    claim.release()
+    thread.join(60)
+    assert only.output.read_text() == "done\n"
+
+
+def test_workers_share_the_cores(runner, folder, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("tasks.compare.running.os.cpu_count", lambda: 8)
+    threads = "import os; open('{}', 'w').write(os.environ.get('OMP_NUM_THREADS', 'all'))"
+    for workers, expected in ((4, "2"), (1, "all")):
+        told = folder / f"threads-{workers}"
+        done, _ = runner(workers)
+        done.run([job(folder, f"w{workers}", threads.format(told))])
+        assert told.read_text() == expected
+
+
+def test_names_tell_facts_apart():
+    names = {job_name("course", "BERT (MTH α1=0.1)", facts) for facts in ([1], [2], [1, 2])}
+    assert len(names) == 3 and all(name.startswith("course-bert-mth-a1-0.1-") for name in names)
+
+
+def test_a_foreign_line_in_the_store_is_named(folder):
+    folder.mkdir()
+    (folder / "jobs.jsonl").write_text('{"run": 1}\n')
+    with pytest.raises(UserError, match=r"jobs\.jsonl, line 1: not a job finished by tasks\.compare"):
+        open_store(folder)
+
+
+def test_the_forecast_takes_finished_jobs_over_the_plans_word(values, write, folder):
+    values["expected"] = {"step_seconds": 0.5}
+    store = open_store(folder)
+    forecast = Forecast(read_plan(write(values)), store)
+    course = Job("course", "c", "c", (), folder, work=100.0)
+    score = Job("glue", "g", "g", (), folder)
+    assert forecast.seconds(course) == 50 and forecast.seconds(score) is None
+    assert forecast.eta([course], workers=2) == "25s" and forecast.eta([course, score], 2) == "not known yet"
+    for work, seconds in ((10.0, 20.0), (10.0, 10.0), (20.0, 80.0)):
+        store.append({"job": f"{work} {seconds}", "kind": "course", "work": work, "seconds": seconds})
+    assert forecast.seconds(course) == 200

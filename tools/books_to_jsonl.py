@@ -1,0 +1,95 @@
+#!/usr/bin/env python
+"""A folder of books as .txt files, one a book → one .jsonl with one document a book.
+
+In plain text a blank line ends a document, and a book would fall into its paragraphs; here it stays one, whose tokens
+fill whole sequences. Project Gutenberg's header and licence, where its *** lines mark them, are left out.
+
+    python tools/books_to_jsonl.py --input books/ --output books.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.inputs import InputFile, OpenInput, find_inputs, reading_progress
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
+
+_BLOCK = 1 << 20
+_MARK = re.compile(r"^\*\*\* ?(START|END) OF (?:THIS|THE) PROJECT GUTENBERG.*$", re.MULTILINE)
+
+
+def read_book(file: InputFile, skip: bool) -> str | None:
+    """The text of a book, without blank lines; None for one that is not UTF-8 and is to be skipped."""
+    with OpenInput(file) as stream:
+        raw = b"".join(iter(lambda: stream.read(_BLOCK), b""))
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if skip:
+            return None
+        raise UserError(
+            f"{file.path}: byte {error.start + 1} is not UTF-8; convert it, or leave such books out by --on-error skip"
+        ) from None
+    return "\n".join(line.strip() for line in body(text).splitlines() if line.strip())
+
+
+def body(text: str) -> str:
+    """What stands between Project Gutenberg's marks, everything where there are none."""
+    marks = {mark[1]: mark for mark in _MARK.finditer(text)}
+    begin = marks["START"].end() if "START" in marks else 0
+    end = marks["END"].start() if "END" in marks else len(text)
+    return text[begin:end] if begin < end else text
+
+
+def books(files: Sequence[InputFile], skip: bool) -> Iterator[tuple[InputFile, str | None]]:
+    """Each file with its text, behind a progress bar."""
+    with reading_progress([file.path for file in files]) as bar:
+        for file in files:
+            yield file, read_book(file, skip)
+            bar.update(os.path.getsize(file.path))
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="DIR", help="folders (or files) of .txt, also packed"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="replaced if it is there")
+    parser.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="a book that is not UTF-8: stop, or skip and count it",
+    )
+    arguments = parser.parse_args()
+    files = find_inputs(arguments.input)
+    for file in files:
+        if file.ending not in ("", ".txt"):
+            raise UserError(
+                f"{file.path}: expected .txt, one book a file; give {file.ending} to tools/preprocess_data.py as it is",
+                WRONG_ARGUMENTS,
+            )
+    written = skipped = empty = characters = 0
+    with AtomicFile(arguments.output) as stream:
+        for file, text in books(files, arguments.on_error == "skip"):
+            if not text:
+                skipped, empty = skipped + (text is None), empty + (text == "")
+                continue
+            stream.write(json.dumps({"title": file.name, "text": text}, ensure_ascii=False).encode() + b"\n")
+            written, characters = written + 1, characters + len(text)
+        if not written:
+            raise UserError(f"{' '.join(arguments.input)}: no book with any text in it; nothing written")
+    left_out = f", {skipped} not UTF-8 left out" * bool(skipped) + f", {empty} empty left out" * bool(empty)
+    print(f"{arguments.output}: {written} books, {characters / 1e6:.1f} million characters{left_out}")
+
+
+if __name__ == "__main__":
+    run_command(main)
