@@ -107,7 +107,9 @@ class Results:
             self.values[TRIANGLE][arm][seed] = found["models"][0]["share"]
             return
         for measure, key in ((TOKEN_SIMILARITY, "token_similarity"), (HEAD_SIMILARITY, "head_similarity")):
-            curve = [(float(row["iteration"]), float(row[key])) for row in found["checkpoints"]]
+            # A course that was stopped on the way has one more checkpoint, which the other seeds have not.
+            rows = [row for row in found["checkpoints"] if row["iteration"] in course.checkpoints]
+            curve = [(float(row["iteration"]), float(row[key])) for row in rows]
             self.curves[measure][arm][seed] = curve
             self.values[measure][arm][seed] = curve[-1][1]
 

