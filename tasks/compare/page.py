@@ -55,11 +55,11 @@ def write_page(work: Work) -> str:
 
 def build_page(work: Work, results: Results, figures: dict[str, Path]) -> list[Block]:
     """All blocks from top to bottom."""
-    claims = all_claims(work.plan)
+    claims, left = all_claims(work.plan), missing(work)
     blocks: list[Block] = [
         Heading("Position encodings and objectives at one budget", 1),
         Text(introduction(work.plan, results)),
-        *missing(work),
+        *(Text(f"Not all of it is finished: {len(left)} jobs are missing, named at the end.") for _ in left[:1]),
         Heading("What this scale shows"),
         *map(Text, summary(results, claims)),
     ]
@@ -77,7 +77,11 @@ def build_page(work: Work, results: Results, figures: dict[str, Path]) -> list[B
     blocks += shown(figures, "glue-curve") or [Text("The plan asks for no scores on the way, or none are there yet.")]
     if "glue-curve" in figures:
         blocks.append(Text(f"Averaged here: {', '.join(results.averaged_on_the_way)}."))
-    return [*blocks, *how(work)]
+    blocks += how(work)
+    if left:
+        told = f"Not finished, and not on this page, are {len(left)} jobs:"
+        blocks += [Heading("Missing"), Text(told), Bullets(left)]
+    return blocks
 
 
 HALF_BUDGET = (
@@ -107,7 +111,7 @@ def introduction(plan: Plan, results: Results) -> str:
     )
 
 
-def missing(work: Work) -> list[Block]:
+def missing(work: Work) -> list[str]:
     """What the plan asks for and the page does not have, by name."""
     items = []
     for job in work.jobs():
@@ -115,9 +119,7 @@ def missing(work: Work) -> list[Block]:
             items.append(f"{job.kind} {job.title}: {_why(work, job)}")
     unknown = [name for name in (m.name for m in work.plan.rows) if name not in work.steps()]
     items += [f"courses of {name}: their steps are not measured yet" for name in unknown]
-    if not items:
-        return []
-    return [Heading("Missing"), Text(f"Not finished, and not on this page, are {len(items)} jobs:"), Bullets(items)]
+    return items
 
 
 def _why(work: Work, job: Job) -> str:
