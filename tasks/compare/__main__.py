@@ -9,7 +9,7 @@ from megatron_ddrp.errors import FAILURE, run_command
 from tasks.compare.arguments import parse_arguments
 from tasks.compare.forecast import Forecast
 from tasks.compare.jobs import open_store
-from tasks.compare.plan import read_plan
+from tasks.compare.plan_file import read_plan
 from tasks.compare.running import Runner, stop_on_sigterm
 from tasks.compare.work import Work
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
-from tasks.compare.plan import REMOVED
+from tasks.compare.plan_file import REMOVED
 
 DESCRIPTION = """Compare models at one budget: train each of a plan from the same seeds and data order, fine-tune on
 GLUE, look inside, and write one page beside the paper's numbers.

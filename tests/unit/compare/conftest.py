@@ -10,7 +10,7 @@ import yaml
 
 from tasks.compare.courses import Course
 from tasks.compare.jobs import Job, open_store
-from tasks.compare.plan import read_plan
+from tasks.compare.plan_file import read_plan
 from tasks.compare.work import Work
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.errors import UserError
-from tasks.compare.plan import read_plan
+from tasks.compare.plan_file import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))

@@ -11,7 +11,7 @@ import pytest
 from megatron_ddrp.errors import UserError
 from tasks.compare.forecast import Forecast
 from tasks.compare.jobs import Claim, Job, job_name, open_store
-from tasks.compare.plan import read_plan
+from tasks.compare.plan_file import read_plan
 from tasks.compare.running import Runner
 
 
