@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from megatron_ddrp.model.logits import head_cosine
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 SMALLEST_HEAD = 16
@@ -120,6 +121,4 @@ def flex_attention(
     )
     if not heads.shape[0]:
         return context, None
-    from megatron_ddrp.model.attention import head_cosine
-
     return context, head_cosine(query, key, terms, document_ids, heads, num_documents)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ddrp.model.logits import head_cosine
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -246,6 +247,4 @@ def triton_attention(
     )
     if not heads.shape[0]:
         return context, None
-    from megatron_ddrp.model.attention import head_cosine
-
     return context, head_cosine(query, key, terms, document_ids, heads, num_documents)

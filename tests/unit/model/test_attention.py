@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_ddrp.model import blocked
-from megatron_ddrp.model.attention import BACKENDS, allowed_pairs, attention_logits, resolve_backend
+from megatron_ddrp.model.attention import BACKENDS, resolve_backend
+from megatron_ddrp.model.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.objectives.mth import document_mask
 from tests.reference import mth
