@@ -3,8 +3,11 @@
     python -m tests.endurance.layouts [--encodings ddrp deberta] [--objectives mth] [--world-sizes 2 4] [--write]
 
 Tensor parallelism 1, 2, 4 x pipelines 1, 2, 4 x data parallelism x ZeRO 0–3 (0 and 1 with a pipeline), each with every
-position encoding under mlm and mth, 10 steps in fp32 without dropout. A cell is the largest difference over all
+position encoding under mlm and mth, 10 steps in fp32 without dropout. A cell is the largest relative difference over all
 encodings and steps. Exits 1 where one is above 1e-5. `--write` puts the table between the markers of the document.
+
+HCD is a mean of cosines and may pass through 0, where fp32's rounding of cosines near 1, 6e-8, is any relative difference
+one likes: with the tests' usual seed HCD comes as close as 0.001 and 5e-5 is seen. The seed here keeps it away from 0.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from tests.integration.launch import ROOT
 
 DOCUMENT = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
-COURSE = TINY | {"train_iters": 10, "num_layers": 4, "micro_batch_size": 2}
+COURSE = TINY | {"train_iters": 10, "num_layers": 4, "micro_batch_size": 2, "seed": 7}
 COLUMNS = {"lm_loss": "lm", "tcd_loss": "TCD", "hcd_loss": "HCD", "grad_norm": "gradient norm"}
 BOUND = 1e-5
+SMALLEST_HCD = 0.01
+"""Nearer to 0 a relative difference of `BOUND` is beyond fp32."""
 
 
 class Layout(NamedTuple):
@@ -84,6 +89,8 @@ def measure(
 
     references: list[Course] = run_courses(1, [words(model, {"zero_stage": 0}) for model in models])
     for model, reference in zip(models, references, strict=True):
+        nearest = min((abs(row["hcd_loss"]) for row in reference if "hcd_loss" in row), default=1.0)
+        assert nearest >= SMALLEST_HCD, f"{model}: HCD comes as close to 0 as {nearest:.1e}: choose another seed"
         for world_size in sorted({layout.world_size for layout in chosen}):
             group = [layout for layout in chosen if layout.world_size == world_size]
             for layout, course in zip(
