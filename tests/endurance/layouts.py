@@ -3,8 +3,8 @@
     python -m tests.endurance.layouts [--encodings ddrp deberta] [--objectives mth] [--world-sizes 2 4] [--write]
 
 Tensor parallelism 1, 2, 4 x pipelines 1, 2, 4 x data parallelism x ZeRO 0–3 (0 and 1 with a pipeline), each with every
-position encoding under mlm and mth, 10 steps in fp32 without dropout. A cell is the largest relative difference over all
-encodings and steps. Exits 1 where one is above 1e-5. `--write` puts the table between the markers of the document.
+position encoding under mlm and mth, 10 steps in fp32 without dropout. A cell is the largest relative difference over
+all encodings and steps. Exits 1 where one is above 1e-5. `--write` puts the table between the markers of the document.
 
 HCD is a mean of cosines and may pass through 0, where fp32's rounding of cosines near 1, 6e-8, is any relative
 difference one likes: with the tests' usual seed HCD comes as close as 0.001, and 5e-5 is seen. The seed here keeps it
