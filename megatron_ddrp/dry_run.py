@@ -146,7 +146,8 @@ def summary(config: Config, facts: dict[str, Any]) -> str:
         (
             f"parameters: {facts['parameters']:,}, of which positions {facts['position_parameters']:,}",
             f"layout: {count(ranks, 'rank')} = {facts['tensor_parallel']} tensor x {facts['pipeline_parallel']} "
-            f"pipeline x {facts['data_parallel']} data, ZeRO {facts['zero_stage']}, {training.precision}",
+            f"pipeline x {facts['data_parallel']} data, ZeRO {facts['zero_stage']}, {training.precision}"
+            f"{config.parallel.sequence_note}",
             f"steps: {facts['train_iters']:,} of {training.global_batch_size:,} sequences, up to "
             f"{facts['tokens_per_step']:,} tokens each; a rank and step: {count(micro_batches, 'micro-batch', 'es')} "
             f"of {training.micro_batch_size}",

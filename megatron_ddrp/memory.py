@@ -145,22 +145,23 @@ def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
 def activation_bytes(part: Part, config: Config, width: int) -> int:
     """An estimate of what micro-batches keep for the backward pass.
 
-    A layer keeps about 10 tensors of hidden size, 6 more and two of the feed-forward width that tensor parallelism
-    shares out, and attention logits where the encoding adds to them; HCD keeps those of its heads in fp32, three
-    times. The head keeps the predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay,
-    and one layer's rest.
+    A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 8; 6 more and two of the
+    feed-forward width, which tensor parallelism shares out; and attention logits where the encoding adds to them. HCD
+    keeps those of its heads in fp32, three times. The head keeps the predicted tokens' logits in fp32, twice. With
+    recomputation only the layers' inputs stay, and one layer's rest.
     """
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
+    parts = tensor if config.parallel.cuts_sequence else 1
     tokens = config.training.micro_batch_size * model.seq_length
     in_logits = REGISTRY[model.position_encoding].in_logits
     heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
     boundaries, layers = 0, []
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
-        kept = tokens * (10 * hidden + (6 * hidden + 2 * ffn) // tensor) * width
+        kept = tokens * (2 * hidden + 8 * hidden // parts + (6 * hidden + 2 * ffn) // tensor) * width
         kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
         kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
-        boundaries += tokens * hidden * width
+        boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight
     logits = int(tokens * objective.mask_prob) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head

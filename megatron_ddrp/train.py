@@ -223,7 +223,7 @@ def introduction(
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
         f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "
         f"ZeRO {config.parallel.zero_stage}, {loader.num_micro_batches} x {config.training.micro_batch_size} sequences "
-        "a rank and step"
+        f"a rank and step{config.parallel.sequence_note}"
     )
 
 

@@ -69,6 +69,11 @@ class ParallelConfig:
         1, "ranks that share every layer, by attention heads, feed-forward width and vocabulary"
     )
     pipeline_model_parallel_size: int = option(1, "ranks that share the layers, each holding some of them whole")
+    sequence_parallel: bool = option(
+        False,
+        "tensor-parallel ranks also share the tokens of each row where LayerNorms, dropout and residual sums act: "
+        "saves memory; ignored with --tensor-model-parallel-size 1",
+    )
     zero_stage: int = option(1, "what ZeRO shards: 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3))
     deepspeed_config: str | None = option(
         None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
@@ -87,6 +92,18 @@ class ParallelConfig:
                 f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} with --zero-stage "
                 f"{self.zero_stage}: DeepSpeed's pipelines go with --zero-stage 0 or 1"
             )
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether `--sequence-parallel` acts: as in Megatron it does not where one rank has whole layers."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    @property
+    def sequence_note(self) -> str:
+        """What a line about the layout adds on it, if anything."""
+        if self.sequence_parallel and not self.cuts_sequence:
+            return ", --sequence-parallel ignored: it needs --tensor-model-parallel-size 2 or more"
+        return ", sequence-parallel" if self.cuts_sequence else ""
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that hold the same weights, of so many in all; refuses what does not divide."""

@@ -17,6 +17,7 @@ from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, bui
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -51,6 +52,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     apply_tensor_parallel(model, config.model, ranks)
+    if config.parallel.cuts_sequence:
+        apply_sequence_parallel(model, ranks)
     name_parameters(model)
     has_pipeline = ranks.pipeline_size > 1
     module = build_pipeline(model, config, ranks) if has_pipeline else model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
@@ -32,7 +31,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, notes_mix: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
-        self.config, self.dropout, self.notes_mix = config, config.hidden_dropout, notes_mix
+        self.config, self.notes_mix = config, notes_mix
         if shared is None:
             self.token = nn.Embedding(config.padded_vocab_size, config.hidden_size)
             self.segment = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
@@ -47,6 +46,7 @@ class Embeddings(nn.Module):
         )
         self.position = encoding if config.relative_table == "shared" else None
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
     def embed(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, notes: NoteInputs | None = None
@@ -59,7 +59,7 @@ class Embeddings(nn.Module):
             hidden = hidden + self.absolute(position_ids)
         if notes is not None:
             hidden = blend(hidden, notes.places, self._project(notes.vectors.to(hidden.dtype)), self.notes_mix)
-        return F.dropout(self.norm(hidden), self.dropout, self.training)
+        return self.dropout(self.norm(hidden))
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What `first_tensors` gives → packed `StageState`."""

@@ -66,15 +66,16 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them."""
+    """Two linear maps with an exact GELU between them. Tensor parallelism acts on what enters (`enter`)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.enter = nn.Identity()
         self.input = nn.Linear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(F.gelu(self.input(hidden)))
+        return self.output(F.gelu(self.input(self.enter(hidden))))
 
 
 class EncoderLayer(nn.Module):
@@ -87,6 +88,7 @@ class EncoderLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.dropout = nn.Dropout(config.hidden_dropout)
         encoding = REGISTRY[config.position_encoding]
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
@@ -133,14 +135,11 @@ class EncoderLayer(nn.Module):
 
     def _join(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Residual, feed-forward, residual, with the LayerNorms where the configuration puts them."""
-        hidden = hidden + self._dropout(attended)
+        hidden = hidden + self.dropout(attended)
         hidden = hidden if self.norm_before else self.attention_norm(hidden)
         expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
-        hidden = hidden + self._dropout(expanded)
+        hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
-
-    def _dropout(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.config.hidden_dropout, self.training)
 
     def _hcd_share(self, cosine: Tensor, state: StageState) -> Tensor:
         """Σ over the documents with at least two valid tokens ÷ layers, at HCD's place among the sums."""

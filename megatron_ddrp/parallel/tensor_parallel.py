@@ -2,8 +2,8 @@
 
 The model is initialised whole, so that every layout starts from the same weights; then each rank keeps its part of what
 `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows needs no other code: it is a smaller layer. What
-the cut does need is said by two tables here: where replicated tensors enter a cut region, their gradient is summed
-over the ranks (f in the paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
+the cut does need is said by a table here: where replicated tensors enter a cut region, their gradient is summed over
+the ranks (f in the paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
 
 What all heads share of an encoding's tables is used by every rank for its own heads, so its gradient is summed where
 the encoding hands it out, once a forward pass. Dropout inside the cut attention differs by rank; outside it is alike.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,17 @@ from megatron_ddrp.parallel.vocabulary import (
 )
 
 
+class CopyToRanks(nn.Module):
+    """Where a replicated tensor enters a cut region of a layer."""
+
+    def __init__(self, _identity: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return copy_to_ranks(x, self.ranks)
+
+
 class RowParallelLinear(nn.Module):
     """A linear map of which this rank has some columns: takes its part of the input, gives the whole output."""
 
@@ -50,14 +61,11 @@ class RowParallelLinear(nn.Module):
 
 
 REPLACED = (
-    (r"attention\.output", RowParallelLinear),
-    (r"feed_forward\.output", RowParallelLinear),
+    (r"(attention|feed_forward)\.enter", CopyToRanks),
+    (r"(attention|feed_forward)\.output", RowParallelLinear),
     (r"embeddings\.token", VocabularyParallelEmbedding),
 )
 """(pattern of the end of a module's name, what takes its place)."""
-
-ENTRANCES = (r"attention\.enter", r"feed_forward\.input", r"head\.decoder")
-"""Modules whose input is replicated and whose output is not."""
 
 
 def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
@@ -67,31 +75,31 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
     _keep_own_parts(model, config, ranks)
     encoding = REGISTRY[config.position_encoding]
     cosine = CosineOfAllRanks(ranks, bool(encoding.by_head or encoding.layer_part.by_head))
-    replaced: dict[nn.Module, nn.Module] = {}  # once each, though two may share it, as ELECTRA's embeddings do
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        for pattern, replacement in REPLACED:
-            if _ends_with(name, pattern):
-                if module not in replaced:
-                    replaced[module] = replacement(module, ranks)
-                parent, _, own_name = name.rpartition(".")
-                model.get_submodule(parent).register_module(own_name, replaced[module])
-    for name, module in list(model.named_modules()):
-        if any(_ends_with(name, pattern) for pattern in ENTRANCES):
-            module.register_forward_pre_hook(partial(_copy_input, ranks))
+    replace_modules(model, REPLACED, ranks)
+    for module in model.modules():
         if isinstance(module, PositionEncoding):
             _sum_position_gradients(module, ranks)
         if isinstance(module, SelfAttention):
             module.cosine_of_all_ranks = cosine
             module.own_randomness = partial(own_randomness, ranks)
         if isinstance(module, MaskedLMHead):
+            module.decoder.register_forward_pre_hook(partial(_copy_input, ranks))
             module.first_piece = ranks.tensor_rank * len(module.decoder.weight)
             module.lm_sum = partial(masked_lm_sum_of_ranks, first_piece=module.first_piece, ranks=ranks)
             module.sample = partial(sample_of_ranks, first_piece=module.first_piece, ranks=ranks)
             module.best = partial(best_of_ranks, first_piece=module.first_piece, ranks=ranks)
 
 
-def _ends_with(name: str, pattern: str) -> bool:
-    return re.search(rf"(^|\.){pattern}$", name) is not None
+def replace_modules(model: nn.Module, table: Sequence[tuple[str, Callable[..., nn.Module]]], *arguments: Any) -> None:
+    """Put `replacement(module, *arguments)` in place of the modules that `table` names by the end of their names."""
+    replaced: dict[nn.Module, nn.Module] = {}  # once each, though two may share it, as ELECTRA's embeddings do
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        for pattern, replacement in table:
+            if re.search(rf"(^|\.){pattern}$", name):
+                if module not in replaced:
+                    replaced[module] = replacement(module, *arguments)
+                parent, _, own_name = name.rpartition(".")
+                model.get_submodule(parent).register_module(own_name, replaced[module])
 
 
 def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
