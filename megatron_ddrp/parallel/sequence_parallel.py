@@ -12,9 +12,9 @@ row there, `[batch, seq / T, hidden]`: LayerNorms, residual sums and dropout wor
     leave   reduce-scatter               all-gather           where it has g
     join    all-gather                   own part
 
-An all-reduce is a reduce-scatter and an all-gather, so that as much travels as before. What is inside, before and after
-sees whole rows and does not change: attention, HCD, embeddings, notes, TCD, heads. Parameters that are used on parts
-get the sum of the ranks' gradients. Zeros fill the last parts where T does not divide the rows; nothing reads them.
+An all-reduce is a reduce-scatter and an all-gather, so that in a layer as much travels as before. What lies inside the
+regions, before and after sees whole rows and does not change: attention with HCD, embeddings, notes, TCD, heads.
+Parameters used on parts get the sum of the ranks' gradients. Zeros fill up the last part where T does not divide a row.
 
 DeBERTa's mask decoder applies the last layer to a few tokens of whole rows: there f and g stay as they are.
 """

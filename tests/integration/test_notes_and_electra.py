@@ -19,6 +19,7 @@ COURSE = {**NOTES, "train_iters": 10, "global_batch_size": 16, "generator_size":
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
     "tensor 2": (2, {"tensor_model_parallel_size": 2}),
+    "tensor 2 with sequence": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "packing": True}),
     "pipeline 2": (2, {"pipeline_model_parallel_size": 2}),
     "data 4": (4, {"packing": True}),
     "tensor 2 x pipeline 2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),

@@ -86,6 +86,20 @@ def test_layouts_cut_what_they_say(capsys):
     assert share < facts["memory_per_rank"]["weights"] < 1.3 * share  # the tied matrix is on both ends
 
 
+def test_sequence_parallelism_needs_less_and_one_rank_has_nothing_to_share(capsys):
+    for tensor in (1, 2):
+        line = f"--tensor-model-parallel-size {tensor} --world-size {tensor} --global-batch-size 8"
+        (_, without), (text, facts) = run_dry(capsys, line), run_dry(capsys, f"{line} --sequence-parallel")
+        saved = without["memory_per_rank"]["activations_estimate"] - facts["memory_per_rank"]["activations_estimate"]
+        assert saved == (12 * 8 * 512 * 8 * 768 * 4 // 2 if tensor == 2 else 0)
+        layout = next(part for part in text.splitlines() if part.startswith("layout:"))
+        assert layout.endswith(
+            ", sequence-parallel"
+            if tensor == 2
+            else "--sequence-parallel ignored: it needs --tensor-model-parallel-size 2 or more"
+        )
+
+
 def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     settings = tmp_path / "ds.json"
     settings.write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}}')
