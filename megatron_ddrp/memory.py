@@ -145,7 +145,7 @@ def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
 def activation_bytes(part: Part, config: Config, width: int) -> int:
     """An estimate of what micro-batches keep for the backward pass.
 
-    A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 8; 6 more and two of the
+    A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
     feed-forward width, which tensor parallelism shares out; and attention logits where the encoding adds to them. HCD
     keeps those of its heads in fp32, three times. The head keeps the predicted tokens' logits in fp32, twice. With
     recomputation only the layers' inputs stay, and one layer's rest.
@@ -158,7 +158,7 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     boundaries, layers = 0, []
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
-        kept = tokens * (2 * hidden + 8 * hidden // parts + (6 * hidden + 2 * ffn) // tensor) * width
+        kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + 2 * ffn) // tensor) * width
         kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
         kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
         boundaries += tokens * hidden // parts * width

@@ -15,6 +15,7 @@ row there, `[batch, seq / T, hidden]`: LayerNorms, residual sums and dropout wor
 An all-reduce is a reduce-scatter and an all-gather, so that in a layer as much travels as before. What lies inside the
 regions, before and after sees whole rows and does not change: attention with HCD, embeddings, notes, TCD, heads.
 Parameters used on parts get the sum of the ranks' gradients. Zeros fill up the last part where T does not divide a row.
+What was gathered is kept for the backward pass; the paper keeps the part alone and gathers once more.
 
 DeBERTa's mask decoder applies the last layer to a few tokens of whole rows: there f and g stay as they are.
 """
