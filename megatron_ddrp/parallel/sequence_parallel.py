@@ -85,7 +85,7 @@ def _own_part(ranks: Ranks, whole: Tensor) -> Tensor:
 def _all_gathered(ranks: Ranks, length: int, part: Tensor) -> Tensor:
     parts = part.new_empty(ranks.tensor_size * len(part), *part.shape[1:])
     dist.all_gather_into_tensor(parts, part.contiguous(), group=ranks.tensor_group)
-    return parts.unflatten(0, (ranks.tensor_size, -1)).transpose(0, 1).flatten(1, 2)[:, :length]
+    return parts.unflatten(0, (ranks.tensor_size, -1)).transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
 
 def _reduce_scattered(ranks: Ranks, whole: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ def test_sequence_parallelism_needs_less_and_one_rank_has_nothing_to_share(capsy
         line = f"--tensor-model-parallel-size {tensor} --world-size {tensor} --global-batch-size 8"
         (_, without), (text, facts) = run_dry(capsys, line), run_dry(capsys, f"{line} --sequence-parallel")
         saved = without["memory_per_rank"]["activations_estimate"] - facts["memory_per_rank"]["activations_estimate"]
-        assert saved == (12 * 8 * 512 * 6 * 768 * 4 // 2 if tensor == 2 else 0)
+        of_layer = (1 + 6) * 8 * 512 * 768 * 4  # what enters it, and what it keeps
+        assert saved == (12 * of_layer // 2 if tensor == 2 else 0)
         layout = next(part for part in text.splitlines() if part.startswith("layout:"))
         assert layout.endswith(
             ", sequence-parallel"
