@@ -192,12 +192,12 @@ def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedP
 
 
 def write_dataset(folder: Path) -> str:
-    """Twenty documents of 40 tokens."""
+    """Thirty documents of 40 tokens: eight words, each often enough for the notes of rare words and not too often."""
     from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
 
     prefix = str(folder / "corpus_text_document")
     with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for _ in range(20):
+        for _ in range(30):
             writer.append([5 + i % 8 for i in range(40)])
             writer.end_document()
         writer.finalize()

@@ -96,16 +96,21 @@ def test_killed_at_random_moments_the_same_command_ends_with_the_same_bytes(job,
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_keeps_what_is_done(job, tmp_path, whole, stop):
-    folder = tmp_path / "stopped"
-    process = subprocess.Popen(job("stopped", "--workers", "2"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    while chunks_done(folder) < 5 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(stop)
-    _, printed = process.communicate(timeout=60)
+    for number in range(5):
+        folder = tmp_path / f"stopped{number}"
+        process = subprocess.Popen(
+            job(folder.name, "--workers", "2"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        while chunks_done(folder) < 5 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(stop)
+        _, printed = process.communicate(timeout=60)
+        if process.returncode != 0:  # else the run ended before the signal came, as on a busy machine it may
+            break
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop], printed.decode()
     assert "the same command goes on from there" in printed.decode() and "Traceback" not in printed.decode()
     assert chunks_done(folder) >= 5
-    done = subprocess.run(job("stopped"), check=True, timeout=60, capture_output=True)
+    done = subprocess.run(job(folder.name), check=True, timeout=60, capture_output=True)
     assert files_in(folder) == whole and "afresh" not in done.stderr.decode()
 
 
