@@ -19,6 +19,7 @@ from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, 
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.step import StepResult, evaluate
 from megatron_ddrp.errors import ASKED_TO_STOP, WRONG_ARGUMENTS, UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.host_memory import keep_freed_memory
 from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, similarities, terms
 from megatron_ddrp.model import build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
@@ -36,6 +37,8 @@ def train(config: Config) -> int:
     ranks = process_group.start(config.parallel)
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
     check_attention(config, ranks)
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.host_memory import keep_freed_memory
 from megatron_ddrp.parallel.process_group import Ranks
 from tasks.glue.data import Encoded, Example, TaskData, encode
 from tasks.glue.encoder import Encoder, load_encoder
@@ -40,8 +41,10 @@ class Sweep:
         self.options, self.device, self.ranks, self.show_bar = options, device, ranks, show_bar
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
-        elif options.fp16:
-            raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
+        else:
+            if options.fp16:
+                raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
+            keep_freed_memory()
         self.data = {name: _subset(task, options.max_train_examples) for name, task in data.items()}
         loaded = [load_encoder(folder, options.random_init) for folder in dict.fromkeys(options.load)]
         self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
