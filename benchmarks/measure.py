@@ -2,7 +2,7 @@
 
 Every round runs all arms once in a fresh random order, so that drift hits them alike. An arm's figure is the median of
 its time ÷ the base's time in the same round, with a bootstrap 95 % interval. An arm that repeats the base (the A/A row)
-shows what the method itself can resolve.
+shows what the method itself can resolve. The process keeps freed memory, as training does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from megatron_ddrp.host_memory import keep_freed_memory
 
 BOOTSTRAP_DRAWS = 4000
 
@@ -31,6 +33,7 @@ class Interval:
 
 def time_rounds(arms: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, np.ndarray]:
     """Seconds `[rounds]` of each arm, interleaved in random order; CUDA work is waited for."""
+    keep_freed_memory()
     order = np.random.default_rng(0)
     names = list(arms)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -39,6 +39,7 @@ from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.packing import join_samples, pack_rows
 from megatron_ddrp.data.samples import SampleIndex
+from megatron_ddrp.host_memory import keep_freed_memory
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention import backend_function, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
@@ -260,6 +261,7 @@ def compare_memory(rows: int, seq: int, dropout: float, arguments: argparse.Name
 
 def peak_memory(encoding: str, objective: str, rows: int, seq: int, dropout: float) -> int:
     """Bytes at the highest point of two steps: of the device on a GPU, of this process on a CPU."""
+    keep_freed_memory()
     run = our_step(encoding, objective, make_rows(np.full(rows, seq), seq), dropout)
     for _ in range(2):
         run()

@@ -1,9 +1,10 @@
-"""Attention for CPUs: some query rows at a time, so that their logits stay in cache, recomputed in the backward pass.
+"""Attention for CPUs: some query rows at a time, so that their logits stay in cache.
 
 The same formula as `megatron_ddrp.model.attention`, forward and gradient written out. Short sequences are taken several
-at once, long ones in tiles of query rows; padding at the end is cut off before anything is computed. The inner products
-of HCD's heads come from the logits while they are at hand and their gradient joins that of the softmax, so HCD costs a
-few dot products and one addition instead of a second QKᵀ.
+at once, long ones in tiles of query rows; padding at the end is cut off before anything is computed. Probabilities wait
+for the backward pass, or are computed again there where sequences are long. The inner products of HCD's heads come from
+the logits while they are at hand and their gradient joins that of the softmax, so HCD costs a few dot products and one
+addition instead of a second QKᵀ.
 
 Names: b = batch, h = heads, g = b·h, s = sequence, d = head size, n = longest sequence of a block, t = rows of a tile,
 R = rows of a relative table.
@@ -11,83 +12,24 @@ R = rows of a relative table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron_ddrp.model import blocks
 from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
+from megatron_ddrp.model.blocks import Block
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile
-from megatron_ddrp.model.scratch import scratch
+from megatron_ddrp.model.scratch import product, scratch
 from megatron_ddrp.objectives import mth
-
-BLOCK_ELEMENTS = 2**18
-"""Logits up to which several short sequences are taken at once (1 MiB in fp32), to share the cost of starting each
-operation; above it the copies that this takes cost more."""
-
-TILE_ELEMENTS = 3 * 2**18
-"""Logits of a tile of query rows of a long sequence: 3 MiB in fp32, about the second-level caches of a few cores."""
-
-SMALLEST_TILE = 32
-"""Fewer query rows than this are not worth a tile of their own."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of the batch, cut to their longest sequence."""
-
-    rows: slice
-    length: int
-    document_ids: Tensor
-    """`[b, n]`."""
-    unmasked: bool
-    """Whether every pair of the block is allowed."""
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """`[batch, h, s, d]` → this block's `[g, n, d]`."""
-        return tensor[self.rows, :, : self.length].flatten(0, 1)
-
-    def tiles(self, num_heads: int) -> Iterator[slice]:
-        """Cut the query rows into tiles of about `TILE_ELEMENTS` logits."""
-        per_row = len(self.document_ids) * num_heads * self.length
-        rows = max(SMALLEST_TILE, TILE_ELEMENTS // per_row)
-        count = -(-self.length // rows)
-        rows = -(-self.length // count)
-        for start in range(0, self.length, rows):
-            yield slice(start, min(start + rows, self.length))
-
-    def forbidden(self, tile: slice) -> Tensor | None:
-        """bool `[b, 1, t, n]` pairs of two documents or with padding; None where there are none."""
-        if self.unmasked:
-            return None
-        own = self.document_ids[:, tile].unsqueeze(-1)
-        return ((own != self.document_ids.unsqueeze(-2)) | (own == 0)).unsqueeze(1)
-
-
-def _blocks(document_ids: Tensor, num_heads: int) -> Iterator[_Block]:
-    """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits (at least one row)."""
-    batch, seq = document_ids.shape
-    place = torch.arange(1, seq + 1, device=document_ids.device)
-    lengths = ((document_ids > 0) * place).amax(-1).clamp_min(1).tolist()
-    start = 0
-    while start < batch:
-        end, longest = start + 1, lengths[start]
-        while end < batch:
-            longer = max(longest, lengths[end])
-            if (end + 1 - start) * num_heads * longer**2 > BLOCK_ELEMENTS:
-                break
-            end, longest = end + 1, longer
-        ids = document_ids[start:end, :longest]
-        yield _Block(slice(start, end), longest, ids, bool((ids == 1).all()))
-        start = end
 
 
 class _Positions:
     """The position terms of one block: added to a tile's logits, and their gradients collected."""
 
-    def __init__(self, terms: PositionTerms, block: _Block, query: Tensor, key: Tensor, num_heads: int) -> None:
+    def __init__(self, terms: PositionTerms, block: Block, query: Tensor, key: Tensor, num_heads: int) -> None:
         """`query`, times scale, and `key` `[g, n, d]`."""
         self.terms, self.block, self.key, self.num_heads = terms, block, key, num_heads
         self.query_table = self.key_table = None
@@ -135,7 +77,7 @@ class _Positions:
 class _HeadGram:
     """Inner products of HCD's heads from the logits of a block's tiles, and their gradient."""
 
-    def __init__(self, heads: Tensor, block: _Block, positions: _Positions, num_documents: int) -> None:
+    def __init__(self, heads: Tensor, block: Block, positions: _Positions, num_documents: int) -> None:
         self.heads, self.block, self.positions = heads, block, positions
         self.documents = mth.document_mask(block.document_ids, num_documents)  # [b, documents, n]
 
@@ -149,9 +91,8 @@ class _HeadGram:
             chosen.masked_fill_(forbidden, 0.0)
         return chosen.transpose(1, 2)
 
-    def products(self, logits: Tensor, rows: slice) -> Tensor:
+    def products(self, chosen: Tensor, rows: slice) -> Tensor:
         """This tile's share of the inner products, `[b, documents, m′, m′]`."""
-        chosen = self.chosen(logits, rows)
         per_query = chosen @ chosen.transpose(-1, -2)  # [b, t, m′, m′]
         return torch.einsum("bkt,btxy->bkxy", self.documents[..., rows].to(per_query.dtype), per_query)
 
@@ -187,36 +128,63 @@ def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
     torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, gradient.dtype, grad_input=gradient)
 
 
-def _softmax_(logits: Tensor, block: _Block, rows: slice, num_heads: int) -> Tensor:
-    forbidden = block.forbidden(rows)
+def _attend(
+    query: Tensor, keys: Tensor, rows: slice, tile: BandTile, positions: _Positions, gram: _HeadGram | None, fresh: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Probabilities `[g, t, n]` of a tile, and HCD's heads' logits before the softmax.
+
+    `query` `[g, t, d]`, `keys` `[g, n, d]`; without `fresh` they are valid until the next tile's.
+    """
+    if fresh:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logits = product(query, keys, query.new_empty(*query.shape[:2], keys.shape[1], dtype=wide))
+    else:
+        logits = scratch.product("logits", query, keys)
+    positions.add(logits, rows, tile)
+    chosen = None if gram is None else gram.chosen(logits, rows)
+    forbidden = positions.block.forbidden(rows)
     if forbidden is not None:
-        logits.unflatten(0, (-1, num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
-    return torch.softmax(logits, -1, out=logits)
+        logits.unflatten(0, (-1, positions.num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
+    return torch.softmax(logits, -1, out=logits), chosen
+
+
+def _draw_kept(probabilities: Tensor, dropout: float) -> Tensor:
+    """bool `[g, t, n]`, True with probability 1 − dropout, to 2⁻¹⁶: four decisions from every number drawn."""
+    bits = torch.empty(-(-probabilities.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    return (bits[: probabilities.numel()] >= round(dropout * 2**16) - 2**15).view_as(probabilities)
+
+
+def _drop(probabilities: Tensor, kept: Tensor) -> Tensor:
+    """The probabilities that dropout keeps, valid until the next tile's."""
+    return torch.mul(probabilities, kept, out=scratch.take("kept", probabilities.shape, probabilities.dtype))
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, query_table, key_table, bias, terms, document_ids, heads, dropout, documents):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx, query, key, value, query_table, key_table, bias, terms, document_ids, heads, dropout, documents, training
+    ):
         terms = replace(terms, query_table=query_table, key_table=key_table, bias=bias)
         batch, num_heads = query.shape[:2]
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
-        kept = []
-        for block in _blocks(document_ids, num_heads):
+        kept: list[Tensor] = []  # of every tile: probabilities, HCD's logits, what dropout keeps
+        for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = _Positions(terms, block, q, k, num_heads)
             head_gram = _HeadGram(heads, block, positions, documents) if len(heads) else None
             for rows in block.tiles(num_heads):
-                tile = positions.tile(rows)
-                logits = scratch.product("logits", q[:, rows], positions.keys_of(tile))
-                positions.add(logits, rows, tile)
-                if head_gram is not None:
-                    gram[block.rows] += head_gram.products(logits, rows)
-                probabilities = _softmax_(logits, block, rows, num_heads)
+                tile, keep = positions.tile(rows), training and block.is_kept
+                keys = positions.keys_of(tile)
+                probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=keep)
+                if keep:
+                    kept += [probabilities] if chosen is None else [probabilities, chosen]
+                if head_gram is not None and chosen is not None:
+                    gram[block.rows] += head_gram.products(chosen, rows)
                 if dropout:
-                    kept.append(torch.empty_like(probabilities, dtype=torch.bool).bernoulli_(1 - dropout))
-                    probabilities.mul_(kept[-1])
+                    kept.append(_draw_kept(probabilities, dropout))
+                    probabilities = _drop(probabilities, kept[-1])
                 part = torch.bmm(probabilities.to(v.dtype), v)  # [g, t, d]
                 context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
             context[block.rows, :, block.length :] = 0
@@ -233,7 +201,7 @@ class _BlockedAttention(torch.autograd.Function):
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
         margin = terms.highest - terms.lowest + 1
-        for block in _blocks(document_ids, num_heads):
+        for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = _Positions(terms, block, q, k, num_heads)
@@ -242,21 +210,21 @@ class _BlockedAttention(torch.autograd.Function):
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
                 keys = positions.keys_of(tile, d_key)
-                logits = scratch.product("logits", q[:, rows], keys)
-                positions.add(logits, rows, tile)
-                d_chosen = None
-                if head_gram is not None:
-                    d_chosen = head_gram.gradient(head_gram.chosen(logits, rows), gram_gradient[block.rows], rows)
-                probabilities = _softmax_(logits, block, rows, num_heads)
+                if block.is_kept:
+                    probabilities, chosen = next(keep), None if head_gram is None else next(keep)
+                else:
+                    probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=False)
                 d_logits = scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
                 dropped = probabilities
                 if ctx.dropout:
                     kept_here = next(keep)
-                    dropped = probabilities * kept_here
+                    dropped = _drop(probabilities, kept_here)
                     d_logits.mul_(kept_here)
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
-                if head_gram is not None and d_chosen is not None:
+                d_chosen = None
+                if head_gram is not None and chosen is not None:
+                    d_chosen = head_gram.gradient(chosen, gram_gradient[block.rows], rows)
                     head_gram.collect(d_chosen, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
@@ -275,7 +243,7 @@ class _BlockedAttention(torch.autograd.Function):
             whole[2][block.rows, :, : block.length] = d_value.unflatten(0, (-1, num_heads))
             for into in whole:
                 into[block.rows, :, block.length :] = 0
-        return (*whole, d_query_table, d_key_table, d_bias, None, None, None, None, None)
+        return (*whole, d_query_table, d_key_table, d_bias, None, None, None, None, None, None)
 
 
 def blocked_attention(
@@ -301,5 +269,6 @@ def blocked_attention(
         heads,
         dropout,
         num_documents,
+        torch.is_grad_enabled(),
     )
     return context, mth.cosine_of_gram(gram) if len(heads) else None

@@ -11,6 +11,8 @@ Names as in `megatron_ddrp.model.blocked`. Tables are turned to have the largest
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -107,17 +109,33 @@ class KeyTable:
         """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale."""
         self.key, self.num_heads, self.shared = key, num_heads, len(table) == 1
         self.table = _for_all(table, len(key))  # [g, R, d]
-        wide = torch.promote_types(key.dtype, torch.float32)
-        shape = (len(key), highest + key.shape[1] - lowest, table.shape[1])
+        self.wide = torch.promote_types(key.dtype, torch.float32)
+        self.shape = (len(key), highest + key.shape[1] - lowest, table.shape[1])
         self.real = slice(highest, highest + key.shape[1])
-        self.by_key = scratch.take("by key", shape, wide)
+
+    @cached_property
+    def by_key(self) -> Tensor:
         """`[g, highest + n − lowest, R]`; what stands beyond the keys is read but does not count."""
-        self.by_key[:, : self.real.start], self.by_key[:, self.real.stop :] = 0, 0
-        by_key = product(key, self.table, out=self.by_key[:, self.real])
-        self.far = torch.stack((by_key[..., -1], by_key[..., 0])).unsqueeze(2)
+        by_key = scratch.take("by key", self.shape, self.wide)
+        by_key[:, : self.real.start], by_key[:, self.real.stop :] = 0, 0
+        product(self.key, self.table, out=by_key[:, self.real])
+        return by_key
+
+    @cached_property
+    def far(self) -> Tensor:
         """`[2, g, 1, n]`: what each key adds far on the left, far on the right."""
-        self.d_by_key = scratch.take("gradient by key", shape, wide).zero_()
-        self.d_far = torch.zeros_like(self.far)
+        by_key = self.by_key[:, self.real]
+        return torch.stack((by_key[..., -1], by_key[..., 0])).unsqueeze(2)
+
+    @cached_property
+    def d_by_key(self) -> Tensor:
+        """The gradient of `by_key`."""
+        return scratch.take("gradient by key", self.shape, self.wide).zero_()
+
+    @cached_property
+    def d_far(self) -> Tensor:
+        """The gradient of `far`."""
+        return self.key.new_zeros(2, len(self.key), 1, self.key.shape[1], dtype=self.wide)
 
     def add(self, logits: Tensor, tile: BandTile) -> None:
         """Add to the logits `[g, t, n]`."""

@@ -7,7 +7,7 @@ encoding of today asks for it.
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked
+from megatron_ddrp.model import blocks
 from megatron_ddrp.model.attention import BACKENDS, resolve_backend
 from megatron_ddrp.model.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
@@ -110,10 +110,12 @@ def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCU
 @pytest.mark.parametrize("heads", [[], [0, 2], [1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("kind", TERMS)
 @pytest.mark.parametrize("backend, block_elements", [("blocked", 1), ("blocked", 2 * HEADS * SEQ**2), ("sdpa", None)])
-def test_backends_equal_eager(backend, block_elements, kind, heads, monkeypatch):
+@pytest.mark.parametrize("kept_length", [0, SEQ], ids=["computed again", "kept"])
+def test_backends_equal_eager(backend, block_elements, kind, heads, kept_length, monkeypatch):
+    monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
     if block_elements:
-        monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", block_elements)
-        assert len(list(blocked._blocks(DOCUMENT_IDS, HEADS))) == (4 if block_elements == 1 else 2)
+        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", block_elements)
+        assert len(list(blocks.cut(DOCUMENT_IDS, HEADS))) == (4 if block_elements == 1 else 2)
     # Heads side by side in memory, as the projections leave them.
     query, key, value = (random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3))
     terms = make_terms(kind)
@@ -229,14 +231,14 @@ def test_extreme_logits_do_not_overflow():
 
 
 def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 3 * 2 * 16)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 3 * 2 * 16)
     document_ids = (torch.arange(8) < torch.tensor([4, 2, 4, 8, 1, 0, 3])[:, None]).long()
-    blocks = list(blocked._blocks(document_ids, 2))
-    assert [(b.rows.start, b.rows.stop, b.length) for b in blocks] == [(0, 3, 4), (3, 4, 8), (4, 7, 3)]
-    assert [block.unmasked for block in blocks] == [False, True, False]  # one full document needs no mask
+    parts = list(blocks.cut(document_ids, 2))
+    assert [(b.rows.start, b.rows.stop, b.length) for b in parts] == [(0, 3, 4), (3, 4, 8), (4, 7, 3)]
+    assert [block.unmasked for block in parts] == [False, True, False]  # one full document needs no mask
     whole = slice(0, None)
-    assert blocks[1].forbidden(whole) is None
-    for block in (blocks[0], blocks[2]):
+    assert parts[1].forbidden(whole) is None
+    for block in (parts[0], parts[2]):
         ids = document_ids[block.rows, : block.length]
         assert torch.equal(~block.forbidden(whole), allowed_pairs(ids))
 

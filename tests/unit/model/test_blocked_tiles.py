@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked, blocked_positions, relative
+from megatron_ddrp.model import blocked, blocked_positions, blocks, relative
 from megatron_ddrp.model.attention import eager_attention
+from megatron_ddrp.model.blocked import blocked_attention
 from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile, spread_values
@@ -69,11 +70,13 @@ def _spread_sum(query, key, table, key_table, lowest, highest, weight) -> torch.
 @pytest.mark.parametrize("tile_rows", [1, 3, 5])
 @pytest.mark.parametrize("num_heads_of_hcd", [0, 2, 3])
 @pytest.mark.parametrize("table_heads", [1, HEADS])
-def test_tiled_attention_equals_eager(monkeypatch, tile_rows, num_heads_of_hcd, table_heads):
+@pytest.mark.parametrize("kept_length", [0, 9], ids=["computed again", "kept"])
+def test_tiled_attention_equals_eager(monkeypatch, tile_rows, num_heads_of_hcd, table_heads, kept_length):
     torch.manual_seed(1)
-    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 1)
-    monkeypatch.setattr(blocked, "SMALLEST_TILE", tile_rows)
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "SMALLEST_TILE", tile_rows)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1)
     document_ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
     query, key, value = (random(2, 9, HEADS, DIM).transpose(1, 2) for _ in range(3))
     tables = [random(table_heads, 6, DIM) for _ in range(2)]
@@ -89,7 +92,7 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, num_heads_of_hcd, 
             loss = loss + (cosine * torch.tensor([[1.0, 2.0], [3.0, 0.0]])).sum()  # row 1 has one document only
         return loss, torch.autograd.grad(loss, inputs)
 
-    loss, gradients = run(blocked.blocked_attention)
+    loss, gradients = run(blocked_attention)
     expected_loss, expected = run(eager_attention)
     torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-11)
     for got, wanted in zip(gradients, expected, strict=True):
@@ -105,10 +108,29 @@ def test_training_goes_on_after_scoring_in_inference_mode(monkeypatch):
 
     def run():
         terms = PositionTerms(0.5, *tables, lowest=-3, highest=2)
-        context, cosine = blocked.blocked_attention(*inputs, terms, document_ids, heads, 0.0)
+        context, cosine = blocked_attention(*inputs, terms, document_ids, heads, 0.0)
         return context.sum() + cosine.sum()
 
     with torch.inference_mode():
         scored = run()
     assert torch.equal(run(), scored)
     assert all(x.isfinite().all() for x in torch.autograd.grad(run(), [*inputs, *tables]))
+
+
+@pytest.mark.parametrize("kept_length, pairs", [(8, 0), (9, 2 * HEADS * 9 * 9)])
+def test_pairs_wait_for_the_backward_pass_up_to_a_length_only(monkeypatch, kept_length, pairs):
+    monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
+    inputs = [random(2, HEADS, 9, DIM) for _ in range(3)]
+    ids, none = torch.ones(2, 9, dtype=torch.long), torch.empty(0, dtype=torch.long)
+    saved = []
+
+    def run():
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            blocked_attention(*inputs, PositionTerms(0.5), ids, none, 0.0)
+
+    run()
+    assert sum(x.numel() for x in saved if x.shape[-1] == 9 and x.is_floating_point()) == pairs
+    with torch.no_grad():
+        saved.clear()
+        run()
+    assert not saved

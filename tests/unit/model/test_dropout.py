@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked
+from megatron_ddrp.model import blocks
 from megatron_ddrp.model.attention import BACKENDS
 from megatron_ddrp.model.positions import PositionTerms
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
@@ -29,9 +29,10 @@ def test_the_share_is_dropped_and_the_rest_rescaled(backend, rate):
 
 
 @pytest.mark.parametrize("heads", [[], [0, 1]], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_gradient_is_that_of_the_mask_drawn_in_the_forward_pass(backend, heads, monkeypatch):
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 1)
+@pytest.mark.parametrize("backend, kept_length", [*((name, 512) for name in BACKENDS), ("blocked", 0)])
+def test_the_gradient_is_that_of_the_mask_drawn_in_the_forward_pass(backend, kept_length, heads, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
     torch.manual_seed(0)
     ids = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     inputs = [torch.randn(2, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
