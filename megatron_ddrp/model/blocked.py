@@ -78,14 +78,19 @@ class _HeadGram:
     """Inner products of HCD's heads from the logits of a block's tiles, and their gradient."""
 
     def __init__(self, heads: Tensor, block: Block, positions: _Positions, num_documents: int) -> None:
-        self.heads, self.block, self.positions = heads, block, positions
-        self.documents = mth.document_mask(block.document_ids, num_documents)  # [b, documents, n]
+        self.heads, self.block, self.num_heads = heads, block, positions.num_heads
+        wide = torch.promote_types(positions.key.dtype, torch.float32)
+        self.documents = mth.document_mask(block.document_ids, num_documents).to(wide)  # [b, documents, n]
+        self.query_table = positions.query_table
+        if self.query_table is not None:
+            self.constant = self.query_table.left_constant(heads).to(wide)  # [b, m′, n, 1]
+            self.d_constant = torch.zeros_like(self.constant)
 
     def chosen(self, logits: Tensor, rows: slice) -> Tensor:
         """Of `[g, t, n]` the heads' whole logits, forbidden pairs zeroed: `[b, t, m′, n]`."""
-        chosen = logits.unflatten(0, (-1, self.positions.num_heads)).index_select(1, self.heads)
-        if self.positions.query_table is not None:
-            chosen += self.positions.query_table.left_constant(self.heads, rows).to(chosen.dtype)
+        chosen = logits.unflatten(0, (-1, self.num_heads)).index_select(1, self.heads)
+        if self.query_table is not None:
+            chosen += self.constant[:, :, rows]
         forbidden = self.block.forbidden(rows)
         if forbidden is not None:
             chosen.masked_fill_(forbidden, 0.0)
@@ -94,23 +99,23 @@ class _HeadGram:
     def products(self, chosen: Tensor, rows: slice) -> Tensor:
         """This tile's share of the inner products, `[b, documents, m′, m′]`."""
         per_query = chosen @ chosen.transpose(-1, -2)  # [b, t, m′, m′]
-        return torch.einsum("bkt,btxy->bkxy", self.documents[..., rows].to(per_query.dtype), per_query)
+        return torch.einsum("bkt,btxy->bkxy", self.documents[..., rows], per_query)
 
-    def gradient(self, chosen: Tensor, gradient: Tensor, rows: slice) -> Tensor:
-        """Of the heads' logits, `[b, m′, t, n]`, from that of the inner products, `[b, documents, m′, m′]`."""
+    def collect(self, chosen: Tensor, gradient: Tensor, rows: slice, d_logits: Tensor) -> None:
+        """Add what `gradient` `[b, documents, m′, m′]` of the inner products says of the heads' logits to that of the
+        logits, `[g, t, n]`."""
         both_ways = gradient + gradient.transpose(-1, -2)
-        per_query = torch.einsum("bkt,bkxy->btxy", self.documents[..., rows].to(gradient.dtype), both_ways)
-        return (per_query @ chosen).transpose(1, 2)
+        per_query = torch.einsum("bkt,bkxy->btxy", self.documents[..., rows], both_ways)
+        d_chosen = (per_query @ chosen).transpose(1, 2)  # [b, m′, t, n]
+        d_logits.unflatten(0, (-1, self.num_heads)).index_add_(1, self.heads, d_chosen)
+        if self.query_table is not None:
+            self.d_constant[:, :, rows] = d_chosen.sum(-1, keepdim=True)
 
-    def collect(self, d_chosen: Tensor, d_logits: Tensor) -> None:
-        """Add `d_chosen` to the gradient of the logits `[g, t, n]`."""
-        d_logits.unflatten(0, (-1, self.positions.num_heads)).index_add_(1, self.heads, d_chosen)
-
-    def collect_constant(self, d_chosen: Tensor, rows: slice, d_query: Tensor) -> None:
-        """Add what `d_chosen` says of the query table's left constant to `d_query` `[g, t, d]` and to the table."""
-        if self.positions.query_table is not None:
-            d_constant = d_chosen.sum(-1, keepdim=True)
-            self.positions.query_table.collect_left(d_constant, self.heads, rows, d_query)
+    def collect_constant(self, d_query: Tensor, scale: float) -> None:
+        """Add what all tiles said of the query table's left constant to `d_query` `[b, h, n, d]` and to the table."""
+        if self.query_table is not None:
+            d_scaled = self.query_table.collect_left(self.d_constant, self.heads)
+            d_query.index_add_(1, self.heads, d_scaled, alpha=scale)
 
 
 def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
@@ -150,8 +155,9 @@ def _attend(
 
 def _draw_kept(probabilities: Tensor, dropout: float) -> Tensor:
     """bool `[g, t, n]`, True with probability 1 − dropout, to 2⁻¹⁶: four decisions from every number drawn."""
-    bits = torch.empty(-(-probabilities.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    return (bits[: probabilities.numel()] >= round(dropout * 2**16) - 2**15).view_as(probabilities)
+    count = probabilities.numel()
+    bits = torch.empty(-(-count // 4), dtype=torch.int64, device=probabilities.device).random_(-(2**63), None)
+    return (bits.view(torch.int16)[:count] >= round(dropout * 2**16) - 2**15).view_as(probabilities)
 
 
 def _drop(probabilities: Tensor, kept: Tensor) -> Tensor:
@@ -222,17 +228,15 @@ class _BlockedAttention(torch.autograd.Function):
                     d_logits.mul_(kept_here)
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
-                d_chosen = None
                 if head_gram is not None and chosen is not None:
-                    d_chosen = head_gram.gradient(chosen, gram_gradient[block.rows], rows)
-                    head_gram.collect(d_chosen, d_logits)
+                    head_gram.collect(chosen, gram_gradient[block.rows], rows, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])
                 positions.collect(d_logits, rows, tile, d_tile, d_bias)
-                if head_gram is not None and d_chosen is not None:
-                    head_gram.collect_constant(d_chosen, rows, d_tile)
                 whole[0][block.rows, :, rows] = d_tile.mul_(terms.scale).unflatten(0, (-1, num_heads))
+            if head_gram is not None:
+                head_gram.collect_constant(whole[0][block.rows, :, : block.length], terms.scale)
             if positions.query_table is not None:
                 _add(d_query_table, positions.query_table.gradient())
             if positions.key_table is not None:

@@ -73,16 +73,16 @@ class QueryTable:
         self.d_relative.baddbmm_(d_by_query.transpose(1, 2), query)
         self.d_relative[:, -1] += (d_right * query).sum(1)
 
-    def left_constant(self, heads: Tensor, rows: slice) -> Tensor:
-        """What `add` leaves out, for some heads: `[b, m′, t, 1]`."""
-        return (self._queries(heads, rows) * self._left(heads)).sum(-1, keepdim=True)
+    def left_constant(self, heads: Tensor) -> Tensor:
+        """What `add` leaves out, for some heads: `[b, m′, n, 1]`."""
+        return (self._queries(heads) * self._left(heads)).sum(-1, keepdim=True)
 
-    def collect_left(self, d_constant: Tensor, heads: Tensor, rows: slice, d_query: Tensor) -> None:
-        """The adjoint of `left_constant`; adds to `d_query` `[g, t, d]`."""
-        d_constant = d_constant.to(d_query.dtype)
-        d_query.unflatten(0, (-1, self.num_heads)).index_add_(1, heads, d_constant * self._left(heads))
-        d_left = (d_constant * self._queries(heads, rows)).sum((0, 2))  # [m′, d]
+    def collect_left(self, d_constant: Tensor, heads: Tensor) -> Tensor:
+        """The adjoint of `left_constant`: that of the heads' queries, times scale, `[b, m′, n, d]`."""
+        d_constant = d_constant.to(self.query.dtype)
+        d_left = (d_constant * self._queries(heads)).sum((0, 2))  # [m′, d]
         self.d_left.index_add_(0, heads if len(self.d_left) > 1 else torch.zeros_like(heads), d_left)
+        return d_constant * self._left(heads)
 
     def gradient(self) -> Tensor:
         """That of the table, `[1 or h, R, d]`, once all tiles are in."""
@@ -94,8 +94,8 @@ class QueryTable:
         d_table[:, 0] += self.d_left - d_table.sum(1)
         return d_table.flip(1)
 
-    def _queries(self, heads: Tensor, rows: slice) -> Tensor:
-        return self.query.unflatten(0, (-1, self.num_heads))[:, heads, rows]  # [b, m′, t, d]
+    def _queries(self, heads: Tensor) -> Tensor:
+        return self.query.unflatten(0, (-1, self.num_heads)).index_select(1, heads)  # [b, m′, n, d]
 
     def _left(self, heads: Tensor) -> Tensor:
         left = self.table[:, -1:]

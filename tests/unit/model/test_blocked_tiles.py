@@ -45,7 +45,7 @@ def test_tiles_add_the_rows_that_spreading_gives(lowest, highest, num_keys, tile
             logits = query[:, rows] @ met.transpose(1, 2)
             queries.add(logits, rows, tile)
             keys.add(logits, tile)
-            logits += queries.left_constant(torch.arange(2), rows)[0]
+            logits += queries.left_constant(torch.arange(2))[0, :, rows]
             torch.testing.assert_close(logits, whole[:, rows], rtol=0, atol=1e-12)
 
             around = torch.zeros(margin + logits.numel() + margin, dtype=torch.float64)
