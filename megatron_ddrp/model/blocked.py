@@ -98,15 +98,14 @@ class _HeadGram:
 
     def products(self, chosen: Tensor, rows: slice) -> Tensor:
         """This tile's share of the inner products, `[b, documents, m′, m′]`."""
-        per_query = chosen @ chosen.transpose(-1, -2)  # [b, t, m′, m′]
-        return torch.einsum("bkt,btxy->bkxy", self.documents[..., rows], per_query)
+        per_query = (chosen @ chosen.transpose(-1, -2)).flatten(2)  # [b, t, m′·m′]
+        return (self.documents[..., rows] @ per_query).unflatten(-1, (len(self.heads), -1))
 
-    def collect(self, chosen: Tensor, gradient: Tensor, rows: slice, d_logits: Tensor) -> None:
-        """Add what `gradient` `[b, documents, m′, m′]` of the inner products says of the heads' logits to that of the
-        logits, `[g, t, n]`."""
-        both_ways = gradient + gradient.transpose(-1, -2)
-        per_query = torch.einsum("bkt,bkxy->btxy", self.documents[..., rows], both_ways)
-        d_chosen = (per_query @ chosen).transpose(1, 2)  # [b, m′, t, n]
+    def collect(self, chosen: Tensor, both_ways: Tensor, rows: slice, d_logits: Tensor) -> None:
+        """Add what the inner products' gradient and its transpose, `both_ways` `[b, documents, m′, m′]`, say of the
+        heads' logits to the gradient of the logits, `[g, t, n]`."""
+        per_query = self.documents[..., rows].transpose(1, 2) @ both_ways.flatten(2)  # [b, t, m′·m′]
+        d_chosen = (per_query.unflatten(-1, (len(self.heads), -1)) @ chosen).transpose(1, 2)  # [b, m′, t, n]
         d_logits.unflatten(0, (-1, self.num_heads)).index_add_(1, self.heads, d_chosen)
         if self.query_table is not None:
             self.d_constant[:, :, rows] = d_chosen.sum(-1, keepdim=True)
@@ -206,7 +205,7 @@ class _BlockedAttention(torch.autograd.Function):
         whole = [torch.empty_like(x) for x in (query, key, value)]
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
-        margin = terms.highest - terms.lowest + 1
+        margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
@@ -229,7 +228,7 @@ class _BlockedAttention(torch.autograd.Function):
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
                 if head_gram is not None and chosen is not None:
-                    head_gram.collect(chosen, gram_gradient[block.rows], rows, d_logits)
+                    head_gram.collect(chosen, both_ways[block.rows], rows, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])
