@@ -1,9 +1,9 @@
 """The one attention: logits (logits.py), mask, softmax, dropout, value, for every encoding.
 
 Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
-attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles and recomputes A in the backward pass, the
-fastest on CPUs; `triton` (triton_attention.py) does so in kernels of its own on GPUs; `flex` (flex_attention.py)
-leaves that to torch's compiler. Each returns HCD's mean pairwise cosine as well, by the cheapest way it has.
+attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles, the fastest on CPUs; `triton`
+(triton_attention.py) does so in kernels of its own on GPUs and computes A again in the backward pass; `flex`
+(flex_attention.py) leaves that to torch's compiler. Each returns HCD's mean pairwise cosine as well, by the cheapest way it has.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
