@@ -3,7 +3,8 @@
 Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
 attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles, the fastest on CPUs; `triton`
 (triton_attention.py) does so in kernels of its own on GPUs and computes A again in the backward pass; `flex`
-(flex_attention.py) leaves that to torch's compiler. Each returns HCD's mean pairwise cosine as well, by the cheapest way it has.
+(flex_attention.py) leaves that to torch's compiler. Each returns HCD's mean pairwise cosine as well, by the cheapest
+way it has.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """

@@ -24,7 +24,7 @@ SMALLEST_TILE = 32
 
 KEPT_LENGTH = 512
 """Longest block whose probabilities wait for the backward pass, which computes those of longer ones again. Keeping them
-takes a third of attention's work away and 4 bytes a pair and head: `docs/benchmarks.md` has both."""
+saves a fifth of attention's time and takes 4 bytes a pair and head (`docs/benchmarks.md`)."""
 
 
 @dataclass(frozen=True)
