@@ -99,18 +99,27 @@ def check_writers(config: Config) -> None:
                 raise UserError(f"{name} needs the package {module}: pip install {module}", exit_code=2) from None
 
 
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, also while it is being written; none where there is no file yet."""
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the half-written last line
+            break
+    return rows
+
+
 def drop_rows_after(path: Path, iteration: int) -> None:
     """Cut metrics.jsonl back to the checkpoint that a run goes on from, so that no step stands in it twice."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["iteration"] <= iteration:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):  # the half-written last line of a killed run
-            continue
     temporary = path.with_suffix(".tmp")
+    kept = [json.dumps(row) + "\n" for row in read_rows(path.parent) if row["iteration"] <= iteration]
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
 

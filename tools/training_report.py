@@ -9,7 +9,6 @@ piece occurs and nothing else. A masked-LM loss below it has learnt from context
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -25,6 +24,7 @@ from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
+from megatron_ddrp.log import METRICS, read_rows
 
 PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"
@@ -38,15 +38,10 @@ Series = list[tuple[int, float]]
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl. Raises `UserError` where there is none."""
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS
     if not path.is_file():
         raise UserError(f"{path}: no such file; --load takes the --save folder of a pre-training run")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise UserError(f"{path}, line {number}: not JSON; is the run still writing?") from None
+    rows = read_rows(folder)
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
     return rows

@@ -12,6 +12,9 @@ VOCABULARY_MULTIPLE = 128
 
 POSITION_ENCODINGS = ("absolute", "bert-r", "tupe-a", "tupe-r", "deberta", "ddrp")
 
+RELATIVE_ENCODINGS = ("bert-r", "tupe-r", "deberta", "ddrp")
+"""Those that know i − j, which the triangle effect is asked of."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_ddrp.config import RELATIVE_ENCODINGS
 from tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
 from tasks.compare.courses import Course
 from tasks.compare.flags import words
 from tasks.compare.jobs import Job, digest, job_name
 from tasks.compare.plan import Plan
-
-RELATIVE = ("bert-r", "tupe-r", "deberta", "ddrp")
-"""Encodings of relative positions: those that the triangle effect is asked of."""
 
 
 class Score(NamedTuple):
@@ -64,7 +62,7 @@ def analyses(plan: Plan, courses: list[Course], corpus: CorpusFiles, folder: Pat
             continue
         if wanted.self_similarity:
             found.append(_analysis(course, "self-similarity", wanted.self_similarity, ".json", corpus, folder))
-        if wanted.triangle and course.model.encoding in RELATIVE:
+        if wanted.triangle and course.model.encoding in RELATIVE_ENCODINGS:
             found.append(_analysis(course, "triangle", wanted.triangle, ".json", corpus, folder))
         if wanted.attention_maps and course.seed == plan.seeds[0] and course.model in plan.models:
             found.append(_analysis(course, "attention-maps", wanted.attention_maps, ".png", corpus, folder))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.log import read_rows
 from tasks.compare.courses import Course
-from tasks.compare.metrics import read_rows
 from tasks.compare.plan import Model, Plan
 from tasks.compare.statistics import BySeed
 from tasks.compare.work import Work

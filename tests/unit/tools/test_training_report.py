@@ -48,9 +48,7 @@ def test_the_unigram_level_is_the_entropy_of_the_pieces(monkeypatch):
     assert unigram_level("prefix") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such file"), ("", "is empty"), ("{}\n{", "line 2: not JSON")]
-)
+@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "is empty"), ("{", "is empty")])
 def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
@@ -60,4 +58,7 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
 
 def test_metrics_are_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert read_metrics(tmp_path) == ROWS
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 7, "lo')  # what a run has half written
     assert read_metrics(tmp_path) == ROWS
