@@ -37,11 +37,22 @@ class QueryTable:
         relative = largest_first - largest_first[:, :1]
         self.relative = _for_all(relative, len(query))
         """`[g, R, d]`: T^q, largest offset first, less its first row."""
-        self.keys = key + self.relative[:, -1:]
-        """`[g, n, d]`, those right of the bands of the tile last asked for shifted."""
         self.shifted_from = 0
-        self.d_relative = torch.zeros_like(self.relative, memory_format=torch.contiguous_format)
-        self.d_left = torch.zeros_like(table[:, -1])  # [1 or h, d]
+
+    @cached_property
+    def shifted(self) -> Tensor:
+        """`[g, n, d]`: the keys, those right of the bands of the tile last asked for shifted."""
+        return self.key + self.relative[:, -1:]
+
+    @cached_property
+    def d_relative(self) -> Tensor:
+        """The gradient of `relative`."""
+        return torch.zeros_like(self.relative, memory_format=torch.contiguous_format)
+
+    @cached_property
+    def d_left(self) -> Tensor:
+        """`[1 or h, d]`: the gradient of the table row far on the left, as `left_constant` knows it."""
+        return torch.zeros_like(self.table[:, -1])
 
     def keys_of(self, tile: BandTile, d_key: Tensor | None = None) -> Tensor:
         """The keys for the queries of `tile`; tiles come in ascending order.
@@ -49,12 +60,14 @@ class QueryTable:
         In a backward pass, `d_key` `[g, n, d]` is what the tiles before this one gave to the keys: what those that are
         now shifted no more got until here is also the shift's.
         """
+        if self.shifted_from == 0 and tile.near.stop == self.key.shape[1]:
+            return self.key  # no band ends before the last key
         arrived = slice(self.shifted_from, tile.near.stop)
-        self.keys[:, arrived] = self.key[:, arrived]
+        self.shifted[:, arrived] = self.key[:, arrived]
         if d_key is not None:
             self.d_relative[:, -1] += d_key[:, arrived].sum(1)
         self.shifted_from = tile.near.stop
-        return self.keys
+        return self.shifted
 
     def add(self, logits: Tensor, rows: slice, tile: BandTile) -> None:
         """Add to the logits `[g, t, n]` of Q and `keys_of(tile)`."""

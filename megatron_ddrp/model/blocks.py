@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 2**18
-"""Logits up to which several short sequences are taken at once (1 MiB in fp32), to share the cost of starting each
-operation; above it the copies that this takes cost more."""
-
-TILE_ELEMENTS = 3 * 2**18
-"""Logits of a tile of query rows of a long sequence: 3 MiB in fp32, about the second-level caches of a few cores."""
+BLOCK_ELEMENTS = TILE_ELEMENTS = 3 * 2**18
+"""Logits up to which several short sequences are taken at once, to share the cost of starting each operation, and of a
+tile of query rows of a long one: 3 MiB in fp32, about the second-level caches of a few cores."""
 
 SMALLEST_TILE = 32
 """Fewer query rows than this are not worth a tile of their own."""
