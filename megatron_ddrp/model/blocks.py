@@ -18,7 +18,6 @@ tile of query rows of a long one: 3 MiB in fp32, about the second-level caches o
 SMALLEST_TILE = 32
 """Fewer query rows than this are not worth a tile of their own."""
 
-
 KEPT_LENGTH = 512
 """Longest block whose probabilities wait for the backward pass, which computes those of longer ones again. Keeping them
 saves a fifth of attention's time and takes 4 bytes a pair and head (`docs/benchmarks.md`)."""
