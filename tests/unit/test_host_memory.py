@@ -1,32 +1,42 @@
 """Freed memory stays with the process: taking it again meets no page fault."""
 
+import json
 import subprocess
 import sys
+from statistics import median
 
 import pytest
 
 TAKE_AND_FREE = """
+import json
 import resource
 import torch
 from megatron_ddrp.host_memory import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
 if {keep}:
     keep_freed_memory()
-for number in range(12):
-    if number == 6:  # the heap finds its size in the first rounds
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+rounds = []
+for _ in range(40):
+    before = faults()
     first, second = torch.ones(2**24), torch.ones(2**23)
     del first, second
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    rounds.append(faults() - before)
+print(json.dumps(rounds))
 """
 
 
-def faults(keep: bool) -> int:
+def faults_of_a_late_round(keep: bool) -> float:
+    """The median over the second half of the rounds: in the first, and now and then later, the heap still grows."""
     command = [sys.executable, "-c", TAKE_AND_FREE.format(keep=keep)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    rounds = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return median(rounds[len(rounds) // 2 :])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere malloc is not glibc's")
 def test_freed_tensors_are_taken_again_without_page_faults():
-    if (without := faults(keep=False)) < 1000:
+    if (without := faults_of_a_late_round(keep=False)) < 200:
         pytest.skip(f"this malloc keeps freed memory by itself: {without} page faults")
-    assert faults(keep=True) < without / 100
+    assert faults_of_a_late_round(keep=True) < without / 100
