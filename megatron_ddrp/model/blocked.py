@@ -96,6 +96,20 @@ class _HeadGram:
             chosen.masked_fill_(forbidden, 0.0)
         return chosen.transpose(1, 2)
 
+    def keep(self, chosen: Tensor, probabilities: Tensor) -> None:
+        """Write the heads' logits over their probabilities `[g, t, n]`, which follow from them, to keep one of both."""
+        probabilities.unflatten(0, (-1, self.num_heads)).index_copy_(1, self.heads, chosen.transpose(1, 2))
+
+    def kept(self, kept: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """What `keep` was given: all probabilities, valid until the next tile's, and `chosen`."""
+        chosen = kept.unflatten(0, (-1, self.num_heads)).index_select(1, self.heads)
+        forbidden = self.block.forbidden(rows)
+        logits = chosen if forbidden is None else chosen.masked_fill(forbidden, torch.finfo(chosen.dtype).min)
+        probabilities = scratch.take("logits", kept.shape, kept.dtype).copy_(kept)
+        whole = probabilities.unflatten(0, (-1, self.num_heads))
+        whole.index_copy_(1, self.heads, torch.softmax(logits, -1))
+        return probabilities, chosen.transpose(1, 2)
+
     def products(self, chosen: Tensor, rows: slice) -> Tensor:
         """This tile's share of the inner products, `[b, documents, m′, m′]`."""
         per_query = (chosen @ chosen.transpose(-1, -2)).flatten(2)  # [b, t, m′·m′]
@@ -174,7 +188,7 @@ class _BlockedAttention(torch.autograd.Function):
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
-        kept: list[Tensor] = []  # of every tile: probabilities, HCD's logits, what dropout keeps
+        kept: list[Tensor] = []  # of every tile: probabilities, of HCD's heads logits; what dropout keeps
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = _Positions(terms, block, q, k, num_heads)
@@ -184,14 +198,17 @@ class _BlockedAttention(torch.autograd.Function):
                 keys = positions.keys_of(tile)
                 probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=keep)
                 if keep:
-                    kept += [probabilities] if chosen is None else [probabilities, chosen]
-                if head_gram is not None and chosen is not None:
-                    gram[block.rows] += head_gram.products(chosen, rows)
+                    kept.append(probabilities)
+                dropped = probabilities
                 if dropout:
                     kept.append(_draw_kept(probabilities, dropout))
-                    probabilities = _drop(probabilities, kept[-1])
-                part = torch.bmm(probabilities.to(v.dtype), v)  # [g, t, d]
+                    dropped = _drop(probabilities, kept[-1])
+                part = torch.bmm(dropped.to(v.dtype), v)  # [g, t, d]
                 context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
+                if head_gram is not None and chosen is not None:
+                    gram[block.rows] += head_gram.products(chosen, rows)
+                    if keep:
+                        head_gram.keep(chosen, probabilities)
             context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
@@ -215,10 +232,12 @@ class _BlockedAttention(torch.autograd.Function):
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
                 keys = positions.keys_of(tile, d_key)
-                if block.is_kept:
-                    probabilities, chosen = next(keep), None if head_gram is None else next(keep)
-                else:
+                if not block.is_kept:
                     probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=False)
+                elif head_gram is None:
+                    probabilities, chosen = next(keep), None
+                else:
+                    probabilities, chosen = head_gram.kept(next(keep), rows)
                 d_logits = scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
                 dropped = probabilities
                 if ctx.dropout:
