@@ -2,9 +2,11 @@
 """A short report of a run: loss curves, fine-tuning scores, the commands that made them, and versions.
 
     python tools/training_report.py --load runs/ddrp --glue-dir runs/ddrp/glue --output-dir runs/ddrp/report
+    python tools/training_report.py --load runs/tnf --beside runs/bert --output-dir runs/tnf/report
 
-Writes report.md and losses.png. The figure marks the unigram level: the loss of a model that knows how often each
-piece occurs and nothing else. A masked-LM loss below it has learnt from context.
+Writes report.md and losses.png. With --data-path the figure marks the unigram level: the loss of a model that knows
+how often each piece occurs and nothing else. A masked-LM loss below it has learnt from context. Of an ELECTRA run it
+shows the discriminator's accuracy beside the majority, which is that of calling every token an original.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import os
 import platform
 import sys
 from importlib import metadata
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -31,9 +34,18 @@ FIGURE = "losses.png"
 
 # Okabe and Ito's colours, told apart by readers of every colour vision; the line styles differ as well.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
+BESIDE = [("#009E73", "s"), ("#CC79A7", "^"), ("#56B4E9", "D"), ("#E69F00", "v"), ("#000000", "P")]
+"""Colour and marker of each run that is drawn beside."""
 
 Series = list[tuple[int, float]]
 """(iteration, value) pairs."""
+
+
+class Curve(NamedTuple):
+    label: str
+    values: Series
+    color: str
+    style: str
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -67,22 +79,35 @@ def unigram_level(prefix: str) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def draw_losses(rows: list[dict[str, Any]], unigram: float | None, path: Path) -> None:
-    """The masked-LM losses and, below them, TCD and HCD where they were logged."""
+def panels(rows: list[dict[str, Any]]) -> dict[str, list[Curve]]:
+    """What goes below the masked-LM losses, by the label of the axis: only what was logged."""
+    majority = [(step, 1 - share) for step, share in series(rows, "valid_replaced_share")]
+    every = {
+        "mean cosine": [
+            Curve("TCD: mean cosine of tokens", series(rows, "tcd_loss"), BLUE, "-"),
+            Curve("HCD: mean cosine of heads", series(rows, "hcd_loss"), ORANGE, "--"),
+        ],
+        "RTD accuracy": [
+            Curve("discriminator, validation", series(rows, "valid_rtd_accuracy"), BLUE, "-"),
+            Curve("majority: every token an original", majority, GREY, ":"),
+        ],
+        "recall": [Curve("replaced tokens found, validation", series(rows, "valid_rtd_recall"), ORANGE, "--")],
+    }
+    logged = {name: [curve for curve in curves if curve.values] for name, curves in every.items()}
+    return {name: curves for name, curves in logged.items() if curves}
+
+
+def draw_losses(
+    rows: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]], unigram: float | None, path: Path
+) -> None:
+    """The masked-LM losses, those of the runs `beside` by name, and below them what `panels` gives."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    terms = [
-        (label, color, style, series(rows, key))
-        for label, key, color, style in (
-            ("TCD: mean cosine of tokens", "tcd_loss", BLUE, "-"),
-            ("HCD: mean cosine of heads", "hcd_loss", ORANGE, "--"),
-        )
-        if series(rows, key)
-    ]
-    heights = [3, 2] if terms else [3]
+    lower = panels(rows)
+    heights = [3] + [2] * len(lower)
     figure, axes = plt.subplots(
         len(heights), 1, sharex=True, squeeze=False, figsize=(8, 1.5 * sum(heights)),
         height_ratios=heights, layout="constrained",
@@ -92,13 +117,18 @@ def draw_losses(rows: list[dict[str, Any]], unigram: float | None, path: Path) -
     top.plot(*zip(*train, strict=True), color=BLUE, linewidth=1.2, label="training")
     if valid:
         top.plot(*zip(*valid, strict=True), color=ORANGE, marker="o", markersize=5, linewidth=2, label="validation")
+    for (name, others), (color, marker) in zip(beside.items(), cycle(BESIDE), strict=False):
+        if values := series(others, "valid_lm_loss"):
+            label = f"validation of {name}"
+            top.plot(*zip(*values, strict=True), color=color, marker=marker, markersize=5, linewidth=1.6, label=label)
     if unigram is not None:
         top.axhline(unigram, color=GREY, linestyle=":", linewidth=2, label=f"unigram level ({unigram:.2f})")
-    top.set_ylabel("masked-LM loss [nats]")
+    top.set_ylabel("generator's loss [nats]" if "RTD accuracy" in lower else "masked-LM loss [nats]")
     top.set_title("Pre-training")
-    for label, color, style, values in terms:
-        axes[1, 0].plot(*zip(*values, strict=True), color=color, linestyle=style, linewidth=1.6, label=label)
-        axes[1, 0].set_ylabel("mean cosine")
+    for axis, (name, curves) in zip(axes[1:, 0], lower.items(), strict=True):
+        for label, values, color, style in curves:
+            axis.plot(*zip(*values, strict=True), color=color, linestyle=style, linewidth=1.6, label=label)
+        axis.set_ylabel(name)
     for axis in axes[:, 0]:
         axis.grid(alpha=0.3)
         axis.legend()
@@ -107,16 +137,17 @@ def draw_losses(rows: list[dict[str, Any]], unigram: float | None, path: Path) -
     plt.close(figure)
 
 
-def summary(rows: list[dict[str, Any]], unigram: float | None) -> list[str]:
-    """What the curves say, as a table in Markdown: first and last value of each loss."""
-    lines = ["| loss | first | last | at step |", "| --- | ---: | ---: | ---: |"]
-    for label, key in (
-        ("masked LM, training", "lm_loss"),
-        ("masked LM, validation", "valid_lm_loss"),
-        ("TCD", "tcd_loss"),
-        ("HCD", "hcd_loss"),
-    ):
-        values = series(rows, key)
+def summary(rows: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]], unigram: float | None) -> list[str]:
+    """What the curves say, as a table in Markdown: first and last value of each."""
+    lines = ["| curve | first | last | at step |", "| --- | ---: | ---: | ---: |"]
+    curves = {
+        "masked LM, training": series(rows, "lm_loss"),
+        "masked LM, validation": series(rows, "valid_lm_loss"),
+        **{f"masked LM, validation of {name}": series(others, "valid_lm_loss") for name, others in beside.items()},
+        "RTD loss, validation": series(rows, "valid_rtd_loss"),
+        **{curve.label: curve.values for below in panels(rows).values() for curve in below},
+    }
+    for label, values in curves.items():
         if values:
             lines.append(f"| {label} | {values[0][1]:.3f} | {values[-1][1]:.3f} | {values[-1][0]} |")
     valid = series(rows, "valid_lm_loss")
@@ -132,11 +163,16 @@ def summary(rows: list[dict[str, Any]], unigram: float | None) -> list[str]:
 
 
 def report(
-    rows: list[dict[str, Any]], unigram: float | None, scores: str | None, note: str | None, commands: str | None
+    rows: list[dict[str, Any]],
+    beside: dict[str, list[dict[str, Any]]],
+    unigram: float | None,
+    scores: str | None,
+    note: str | None,
+    commands: str | None,
 ) -> str:
     """The text of report.md; `scores` is a table.md, of which `note` says what a reader must know."""
     seconds = [row["step_time"] for row in rows if "step_time" in row]
-    lines = ["# Report", "", "## Pre-training", "", f"![Loss curves]({FIGURE})", "", *summary(rows, unigram)]
+    lines = ["# Report", "", "## Pre-training", "", f"![Loss curves]({FIGURE})", "", *summary(rows, beside, unigram)]
     if seconds:
         lines += ["", f"Median time of a step: {float(np.median(seconds)):.3f} s."]
     if scores is not None:
@@ -158,6 +194,9 @@ def report(
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save folder of a pre-training run")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="DIR", help="other runs to draw beside it"
+    )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
     parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores")
@@ -165,16 +204,17 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
     arguments = parser.parse_args()
     rows = read_metrics(arguments.load)
+    beside = {str(folder): read_metrics(folder) for folder in arguments.beside}
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
     scores = (arguments.glue_dir / "table.md").read_text(encoding="utf-8") if arguments.glue_dir else None
     commands = arguments.commands.read_text(encoding="utf-8") if arguments.commands else None
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     try:
-        draw_losses(rows, unigram, arguments.output_dir / FIGURE)
+        draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)
     except ImportError:
         raise UserError("the figure needs matplotlib: pip install 'megatron-ddrp[plots]'") from None
     with AtomicFile(arguments.output_dir / "report.md") as stream:
-        stream.write(report(rows, unigram, scores, arguments.note, commands).encode())
+        stream.write(report(rows, beside, unigram, scores, arguments.note, commands).encode())
     print(f"{arguments.output_dir / 'report.md'} written")
 
 

@@ -7,13 +7,24 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.errors import UserError
-from tools.training_report import draw_losses, read_metrics, report, series, unigram_level
+from tools.training_report import draw_losses, panels, read_metrics, report, series, unigram_level
 
 ROWS = [
     {"iteration": 1, "loss": 9.5, "lm_loss": 9.0, "tcd_loss": 0.5, "hcd_loss": 0.1, "step_time": 0.2},
     {"iteration": 100, "valid_lm_loss": 7.0},
     {"iteration": 100, "loss": 6.6, "lm_loss": 6.5, "tcd_loss": 0.1, "hcd_loss": 0.0, "step_time": 0.4},
     {"iteration": 200, "valid_lm_loss": 6.0},
+]
+ELECTRA = [
+    {"iteration": 1, "lm_loss": 9.0, "rtd_loss": 0.7},
+    {
+        "iteration": 100,
+        "valid_lm_loss": 6.0,
+        "valid_rtd_loss": 0.3,
+        "valid_rtd_accuracy": 0.91,
+        "valid_rtd_recall": 0.25,
+        "valid_replaced_share": 0.125,
+    },
 ]
 
 
@@ -23,8 +34,11 @@ def test_series_hold_what_was_logged():
 
 
 def test_the_report_says_where_the_loss_ended():
-    text = report(ROWS, 6.5, "# GLUE development scores\n\n| encoder |\n", "Mind this.", "one\ntwo\n")
+    text = report(
+        ROWS, {"runs/bert": ROWS[:2]}, 6.5, "# GLUE development scores\n\n| encoder |\n", "Mind this.", "one\ntwo\n"
+    )
     assert "| masked LM, validation | 7.000 | 6.000 | 200 |" in text
+    assert "| masked LM, validation of runs/bert | 7.000 | 7.000 | 100 |" in text
     assert "unigram level of this corpus is 6.500 nats; the last validation loss lies 0.500 nats below it" in text
     assert "Median time of a step: 0.300 s." in text
     assert "\n## Fine-tuning\n\nMind this.\n\n### GLUE development scores\n\n| encoder |\n\n## Commands" in text
@@ -33,13 +47,23 @@ def test_the_report_says_where_the_loss_ended():
 
 
 def test_a_run_that_did_not_learn_is_told_so():
-    assert "1.000 nats above it" in report(ROWS, 5.0, None, None, None)
+    assert "1.000 nats above it" in report(ROWS, {}, 5.0, None, None, None)
 
 
-@pytest.mark.parametrize("rows", [ROWS, [{"iteration": 1, "lm_loss": 9.0}]], ids=["mth", "one plain step"])
+def test_an_electra_run_is_measured_by_the_majority():
+    text = report(ELECTRA, {}, None, None, None, None)
+    assert "| discriminator, validation | 0.910 | 0.910 | 100 |" in text
+    assert "| majority: every token an original | 0.875 | 0.875 | 100 |" in text
+    assert list(panels(ELECTRA)) == ["RTD accuracy", "recall"]
+    assert list(panels(ROWS)) == ["mean cosine"]
+
+
+@pytest.mark.parametrize(
+    "rows", [ROWS, ELECTRA, [{"iteration": 1, "lm_loss": 9.0}]], ids=["mth", "electra", "one plain step"]
+)
 def test_the_figure_is_a_png(tmp_path, rows):
     pytest.importorskip("matplotlib")
-    draw_losses(rows, 6.5, tmp_path / "losses.png")
+    draw_losses(rows, {"another": ROWS, "of one step": ROWS[:1]}, 6.5, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
