@@ -115,7 +115,7 @@ class _HeadGram:
         """What gives `chosen` again, once the probabilities are at hand: of each query the logit of its own key,
         `[b, m′, t, 1]`. Where a probability might be too small to have a logarithm, a copy of `chosen`.
         """
-        lowest, highest = chosen.aminmax()
+        lowest, highest = chosen.transpose(1, 2).aminmax()
         if float(highest - lowest) + math.log(chosen.shape[-1]) < LARGEST_FALL:
             return chosen[..., rows].diagonal(dim1=1, dim2=3).unsqueeze(-1).clone()
         return chosen.clone()
