@@ -88,10 +88,10 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[Curve]]:
             Curve("HCD: mean cosine of heads", series(rows, "hcd_loss"), ORANGE, "--"),
         ],
         "RTD accuracy": [
-            Curve("discriminator, validation", series(rows, "valid_rtd_accuracy"), BLUE, "-"),
+            Curve("RTD accuracy, validation", series(rows, "valid_rtd_accuracy"), BLUE, "-"),
             Curve("majority: every token an original", majority, GREY, ":"),
         ],
-        "recall": [Curve("replaced tokens found, validation", series(rows, "valid_rtd_recall"), ORANGE, "--")],
+        "recall": [Curve("share of the replaced tokens found, validation", series(rows, "valid_rtd_recall"), ORANGE, "--")],
     }
     logged = {name: [curve for curve in curves if curve.values] for name, curves in every.items()}
     return {name: curves for name, curves in logged.items() if curves}

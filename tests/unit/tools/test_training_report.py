@@ -52,7 +52,7 @@ def test_a_run_that_did_not_learn_is_told_so():
 
 def test_an_electra_run_is_measured_by_the_majority():
     text = report(ELECTRA, {}, None, None, None, None)
-    assert "| discriminator, validation | 0.910 | 0.910 | 100 |" in text
+    assert "| RTD accuracy, validation | 0.910 | 0.910 | 100 |" in text
     assert "| majority: every token an original | 0.875 | 0.875 | 100 |" in text
     assert list(panels(ELECTRA)) == ["RTD accuracy", "recall"]
     assert list(panels(ROWS)) == ["mean cosine"]
