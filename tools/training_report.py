@@ -91,7 +91,7 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[Curve]]:
             Curve("RTD accuracy, validation", series(rows, "valid_rtd_accuracy"), BLUE, "-"),
             Curve("majority: every token an original", majority, GREY, ":"),
         ],
-        "recall": [Curve("share of the replaced tokens found, validation", series(rows, "valid_rtd_recall"), ORANGE, "--")],
+        "recall": [Curve("replaced tokens found, validation", series(rows, "valid_rtd_recall"), ORANGE, "--")],
     }
     logged = {name: [curve for curve in curves if curve.values] for name, curves in every.items()}
     return {name: curves for name, curves in logged.items() if curves}
