@@ -13,8 +13,8 @@ fastest attention torch offers) in the same round, with a bootstrap 95 % interva
 
 Whole steps spread by several per cent on shared cores, and what differs between encodings is one layer's attention and,
 once a pass, the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
-away, multiplies by the layers and divides by the median of a few whole steps: step ratio = 1 + added ÷ step. (The
-update of a few more parameters is left out; it is below 0.1 %.)
+away, multiplies by the layers and divides by the whole step that follows its share of the rounds: step ratio = 1 +
+added ÷ step. (The update of a few more parameters is left out; it is below 0.1 %.)
 
 With `--lengths` both sides see the same global batch of documents (`--global-batch`), transformers in rows padded to
 the shape's length, ours packed. As many rows of each side as `--shape` says are timed; a row of ours holds more tokens.
@@ -266,14 +266,20 @@ def compare_added(rows: int, seq: int, dropout: float, arguments: argparse.Names
     arms = {"A/A": added_parts("absolute", arrays, dropout)["absolute"], "tcd": sampled_tcd(arrays)}
     for encoding in dict.fromkeys(["absolute", *arguments.encodings]):
         arms |= added_parts(encoding, arrays, dropout)
-    parts = time_rounds(arms, arguments.added)
-    whole = time_rounds({BASE: our_step("absolute", "mlm", arrays, dropout)}, arguments.base_steps, warm_up=1)[BASE]
-    step = float(np.median(whole))
-    print(f"{rows} x {seq} tokens, dropout {dropout}: plain BERT {step:.3f} s a step; 1 + added work ÷ step [95 %]:")
+    whole = {BASE: our_step("absolute", "mlm", arrays, dropout)}
+    rounds = -(-arguments.added // arguments.base_steps)  # before each whole step: what both are is of the same minute
+    timed = []
+    for number in range(arguments.base_steps):
+        timed.append(time_rounds(arms, rounds, warm_up=1 + (number == 0)))
+        timed[-1][BASE] = np.repeat(time_rounds(whole, 1, warm_up=int(number == 0))[BASE], rounds)
+    parts = {name: np.concatenate([some[name] for some in timed]) for name in timed[0]}
+    step = parts[BASE]
+    base = f"plain BERT {step.min():.2f} to {step.max():.2f} s a step"
+    print(f"{rows} x {seq} tokens, dropout {dropout}: {base}; 1 + added work ÷ step [95 %]:")
     plain = parts["absolute"]
     print(f"  {'A/A':<30} {median_interval(1 + LAYERS * (parts['A/A'] - plain) / step)}")
     for encoding in arguments.encodings:
-        attention, once = parts[encoding], parts.get(f"{encoding} once", np.zeros(arguments.added))
+        attention, once = parts[encoding], parts.get(f"{encoding} once", np.zeros_like(step))
         extra = LAYERS * (attention - plain) + once
         if encoding != "absolute":
             ratio, bound = median_interval(1 + extra / step), BOUNDS.get(seq, {}).get(f"{encoding} mlm")
@@ -341,7 +347,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8x512", help="rows x tokens (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=100, help="rounds (default: %(default)s)")
     parser.add_argument("--added", type=int, default=0, metavar="N", help="time the differing work N times instead")
-    parser.add_argument("--base-steps", type=int, default=7, help="whole steps behind --added (default: %(default)s)")
+    parser.add_argument("--base-steps", type=int, default=7, help="whole steps among --added (default: %(default)s)")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
     parser.add_argument("--encodings", nargs="+", default=list(POSITION_ENCODINGS), choices=POSITION_ENCODINGS)

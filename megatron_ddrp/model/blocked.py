@@ -12,9 +12,7 @@ R = rows of a relative table.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,10 +24,6 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.relative import BandTile
 from megatron_ddrp.model.scratch import product, scratch
 from megatron_ddrp.objectives import mth
-
-LARGEST_FALL = 80.0
-"""exp(−this) is still a normal fp32 number: how far below the logarithm of its softmax's sum a logit may lie for its
-probability to tell it."""
 
 
 class _Positions:
@@ -85,87 +79,42 @@ class _HeadGram:
 
     def __init__(self, heads: Tensor, block: Block, positions: _Positions, num_documents: int) -> None:
         self.heads, self.block, self.num_heads = heads, block, positions.num_heads
-        self.wide = torch.promote_types(positions.key.dtype, torch.float32)
-        self.documents = mth.document_mask(block.document_ids, num_documents).to(self.wide)  # [b, documents, n]
+        wide = torch.promote_types(positions.key.dtype, torch.float32)
+        self.documents = mth.document_mask(block.document_ids, num_documents).to(wide)  # [b, documents, n]
         self.query_table = positions.query_table
-        self.products: list[Tensor] = []  # of each tile, by query: [b, t, m′, m′]
-
-    @cached_property
-    def constant(self) -> Tensor:
-        """What the query table leaves out of the heads' logits, `[b, m′, n, 1]`."""
-        assert self.query_table is not None
-        return self.query_table.left_constant(self.heads).to(self.wide)
-
-    def take(self, logits: Tensor, rows: slice) -> Tensor:
-        """The heads' whole logits, 0 where forbidden: `[g, t, n]` → `[b, t, m′, n]`, valid until the next tile's."""
-        chosen = self._room(logits)
-        for place, of_head in enumerate(self._of_heads(logits)):
-            if self.query_table is None:
-                chosen[:, place].copy_(of_head)
-            else:
-                torch.add(of_head, self.constant[:, place, rows], out=chosen[:, place])
-        return self._allowed(chosen, rows)
-
-    def gram(self) -> Tensor:
-        """The inner products of each document, `[b, documents, m′, m′]`, once all tiles are in."""
-        per_query = torch.cat(self.products, dim=1)  # [b, n, m′, m′]
-        return (self.documents @ per_query.flatten(2)).unflatten(-1, per_query.shape[2:])
-
-    def keep(self, chosen: Tensor, rows: slice) -> Tensor:
-        """What gives `chosen` again, once the probabilities are at hand: of each query the logit of its own key,
-        `[b, m′, t, 1]`. Where a probability might be too small to have a logarithm, a copy of `chosen`.
-        """
-        lowest, highest = chosen.transpose(1, 2).aminmax()
-        if float(highest - lowest) + math.log(chosen.shape[-1]) < LARGEST_FALL:
-            return chosen[..., rows].diagonal(dim1=1, dim2=3).unsqueeze(-1).clone()
-        return chosen.clone()
-
-    def restore(self, kept: Tensor, probabilities: Tensor, rows: slice) -> Tensor:
-        """`chosen` `[b, t, m′, n]` from what `keep` gave and the probabilities `[g, t, n]`."""
-        if kept.shape[-1] > 1:
-            return kept
-        chosen = self._room(probabilities)
-        for place, of_head in enumerate(self._of_heads(probabilities)):
-            torch.log(of_head, out=chosen[:, place])
-        own = chosen[..., rows].diagonal(dim1=2, dim2=3).unsqueeze(-1)  # [b, m′, t, 1]
-        return self._allowed(chosen.add_(kept - own), rows)
-
-    def start_backward(self, gradient: Tensor) -> None:
-        """The inner products' gradient `[b, documents, m′, m′]`, before the first `collect`."""
-        both_ways = gradient + gradient.transpose(-1, -2)
-        per_query = self.documents.transpose(1, 2) @ both_ways.flatten(2)  # [b, n, m′·m′]
-        self.d_products = per_query.unflatten(-1, gradient.shape[2:])
-        self.d_constant: list[Tensor] = []
-
-    def collect(self, chosen: Tensor, rows: slice, d_logits: Tensor) -> None:
-        """Add what the inner products' gradient says of the heads' logits to that of the logits, `[g, t, n]`."""
-        d_chosen = (self.d_products[:, rows] @ chosen).transpose(1, 2)  # [b, m′, t, n]
-        d_logits.unflatten(0, (-1, self.num_heads)).index_add_(1, self.heads, d_chosen)
         if self.query_table is not None:
-            self.d_constant.append(d_chosen.sum(-1, keepdim=True))
+            self.constant = self.query_table.left_constant(heads).to(wide)  # [b, m′, n, 1]
+            self.d_constant = torch.zeros_like(self.constant)
 
-    def collect_constant(self, d_query: Tensor, scale: float) -> None:
-        """Add what all tiles said of the query table's left constant to `d_query` `[b, h, n, d]` and to the table."""
+    def chosen(self, logits: Tensor, rows: slice) -> Tensor:
+        """Of `[g, t, n]` the heads' whole logits, forbidden pairs zeroed: `[b, t, m′, n]`."""
+        chosen = logits.unflatten(0, (-1, self.num_heads)).index_select(1, self.heads)
         if self.query_table is not None:
-            d_scaled = self.query_table.collect_left(torch.cat(self.d_constant, dim=2), self.heads)
-            d_query.index_add_(1, self.heads, d_scaled, alpha=scale)
-
-    def _of_heads(self, tensor: Tensor) -> list[Tensor]:
-        """`[g, t, n]` → HCD's heads, `[b, t, n]` each."""
-        whole = tensor.unflatten(0, (-1, self.num_heads))
-        return [whole[:, head] for head in self.heads.tolist()]
-
-    def _room(self, tensor: Tensor) -> Tensor:
-        """For the heads of `[g, t, n]`: `[b, m′, t, n]`."""
-        shape = (len(tensor) // self.num_heads, len(self.heads), *tensor.shape[1:])
-        return scratch.take("chosen", shape, tensor.dtype)
-
-    def _allowed(self, chosen: Tensor, rows: slice) -> Tensor:
-        """`[b, m′, t, n]` with forbidden pairs zeroed in place, as `[b, t, m′, n]`."""
+            chosen += self.constant[:, :, rows]
         forbidden = self.block.forbidden(rows)
         if forbidden is not None:
             chosen.masked_fill_(forbidden, 0.0)
         return chosen.transpose(1, 2)
+
+    def products(self, chosen: Tensor, rows: slice) -> Tensor:
+        """This tile's share of the inner products, `[b, documents, m′, m′]`."""
+        per_query = (chosen @ chosen.transpose(-1, -2)).flatten(2)  # [b, t, m′·m′]
+        return (self.documents[..., rows] @ per_query).unflatten(-1, (len(self.heads), -1))
+
+    def collect(self, chosen: Tensor, both_ways: Tensor, rows: slice, d_logits: Tensor) -> None:
+        """Add what the inner products' gradient and its transpose, `both_ways` `[b, documents, m′, m′]`, say of the
+        heads' logits to the gradient of the logits, `[g, t, n]`."""
+        per_query = self.documents[..., rows].transpose(1, 2) @ both_ways.flatten(2)  # [b, t, m′·m′]
+        d_chosen = (per_query.unflatten(-1, (len(self.heads), -1)) @ chosen).transpose(1, 2)  # [b, m′, t, n]
+        d_logits.unflatten(0, (-1, self.num_heads)).index_add_(1, self.heads, d_chosen)
+        if self.query_table is not None:
+            self.d_constant[:, :, rows] = d_chosen.sum(-1, keepdim=True)
+
+    def collect_constant(self, d_query: Tensor, scale: float) -> None:
+        """Add what all tiles said of the query table's left constant to `d_query` `[b, h, n, d]` and to the table."""
+        if self.query_table is not None:
+            d_scaled = self.query_table.collect_left(self.d_constant, self.heads)
+            d_query.index_add_(1, self.heads, d_scaled, alpha=scale)
 
 
 def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
@@ -196,7 +145,7 @@ def _attend(
     else:
         logits = scratch.product("logits", query, keys)
     positions.add(logits, rows, tile)
-    chosen = None if gram is None else gram.take(logits, rows)
+    chosen = None if gram is None else gram.chosen(logits, rows)
     forbidden = positions.block.forbidden(rows)
     if forbidden is not None:
         logits.unflatten(0, (-1, positions.num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
@@ -225,7 +174,7 @@ class _BlockedAttention(torch.autograd.Function):
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
-        kept: list[Tensor] = []  # of every tile: probabilities, what HCD needs beside them, what dropout keeps
+        kept: list[Tensor] = []  # of every tile: probabilities, HCD's logits, what dropout keeps
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = _Positions(terms, block, q, k, num_heads)
@@ -235,18 +184,14 @@ class _BlockedAttention(torch.autograd.Function):
                 keys = positions.keys_of(tile)
                 probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=keep)
                 if keep:
-                    kept.append(probabilities)
+                    kept += [probabilities] if chosen is None else [probabilities, chosen]
                 if head_gram is not None and chosen is not None:
-                    head_gram.products.append(chosen @ chosen.transpose(-1, -2))
-                    if keep:
-                        kept.append(head_gram.keep(chosen, rows))
+                    gram[block.rows] += head_gram.products(chosen, rows)
                 if dropout:
                     kept.append(_draw_kept(probabilities, dropout))
                     probabilities = _drop(probabilities, kept[-1])
                 part = torch.bmm(probabilities.to(v.dtype), v)  # [g, t, d]
                 context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
-            if head_gram is not None:
-                gram[block.rows] = head_gram.gram()
             context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
@@ -260,21 +205,18 @@ class _BlockedAttention(torch.autograd.Function):
         whole = [torch.empty_like(x) for x in (query, key, value)]
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
-        margin = terms.highest - terms.lowest + 1
+        margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = _Positions(terms, block, q, k, num_heads)
             head_gram = _HeadGram(heads, block, positions, gram_gradient.shape[1]) if len(heads) else None
-            if head_gram is not None:
-                head_gram.start_backward(gram_gradient[block.rows])
             d_key, d_value = (scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
                 keys = positions.keys_of(tile, d_key)
                 if block.is_kept:
-                    probabilities = next(keep)
-                    chosen = None if head_gram is None else head_gram.restore(next(keep), probabilities, rows)
+                    probabilities, chosen = next(keep), None if head_gram is None else next(keep)
                 else:
                     probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=False)
                 d_logits = scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
@@ -286,7 +228,7 @@ class _BlockedAttention(torch.autograd.Function):
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
                 if head_gram is not None and chosen is not None:
-                    head_gram.collect(chosen, rows, d_logits)
+                    head_gram.collect(chosen, both_ways[block.rows], rows, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])

@@ -134,24 +134,3 @@ def test_pairs_wait_for_the_backward_pass_up_to_a_length_only(monkeypatch, kept_
         saved.clear()
         run()
     assert not saved
-
-
-@pytest.mark.parametrize("stretch, keeps_logits", [(1.0, False), (200.0, True)], ids=["near", "far apart"])
-def test_hcd_keeps_logits_only_where_probabilities_vanish(stretch, keeps_logits):
-    torch.manual_seed(1)
-    document_ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
-    query, key, value = (random(2, HEADS, 9, DIM) for _ in range(3))
-    query.data *= stretch
-    terms, heads, saved = PositionTerms(0.5), torch.tensor([0, 2]), []
-
-    def gradients(attend):
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            context, cosine = attend(query, key, value, terms, document_ids, heads, 0.0, 2)
-        loss = (context * (document_ids > 0)[:, None, :, None]).sin().sum() + (cosine * torch.eye(2)).sum()
-        return torch.autograd.grad(loss, [query, key, value])
-
-    found = gradients(blocked_attention)
-    pairs = sum(x.numel() for x in saved if x.is_floating_point() and x.shape[-1] == 9)
-    assert pairs == (HEADS + 2 * keeps_logits) * 2 * 9 * 9
-    for got, wanted in zip(found, gradients(eager_attention), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
