@@ -37,6 +37,9 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 BESIDE = [("#009E73", "s"), ("#CC79A7", "^"), ("#56B4E9", "D"), ("#E69F00", "v"), ("#000000", "P")]
 """Colour and marker of each run that is drawn beside."""
 
+Rows = list[dict[str, Any]]
+"""Of one run's metrics.jsonl."""
+
 Series = list[tuple[int, float]]
 """(iteration, value) pairs."""
 
@@ -48,7 +51,7 @@ class Curve(NamedTuple):
     style: str
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> Rows:
     """The rows of metrics.jsonl. Raises `UserError` where there is none."""
     path = folder / METRICS
     if not path.is_file():
@@ -59,7 +62,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def series(rows: list[dict[str, Any]], key: str) -> Series:
+def series(rows: Rows, key: str) -> Series:
     """The values of one metric, where it was logged."""
     return [(row["iteration"], row[key]) for row in rows if key in row]
 
@@ -79,7 +82,7 @@ def unigram_level(prefix: str) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def panels(rows: list[dict[str, Any]]) -> dict[str, list[Curve]]:
+def panels(rows: Rows) -> dict[str, list[Curve]]:
     """What goes below the masked-LM losses, by the label of the axis: only what was logged."""
     majority = [(step, 1 - share) for step, share in series(rows, "valid_replaced_share")]
     every = {
@@ -97,9 +100,7 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[Curve]]:
     return {name: curves for name, curves in logged.items() if curves}
 
 
-def draw_losses(
-    rows: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]], unigram: float | None, path: Path
-) -> None:
+def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path: Path) -> None:
     """The masked-LM losses, those of the runs `beside` by name, and below them what `panels` gives."""
     import matplotlib
 
@@ -137,7 +138,7 @@ def draw_losses(
     plt.close(figure)
 
 
-def summary(rows: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]], unigram: float | None) -> list[str]:
+def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[str]:
     """What the curves say, as a table in Markdown: first and last value of each."""
     lines = ["| curve | first | last | at step |", "| --- | ---: | ---: | ---: |"]
     curves = {
@@ -163,8 +164,8 @@ def summary(rows: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]],
 
 
 def report(
-    rows: list[dict[str, Any]],
-    beside: dict[str, list[dict[str, Any]]],
+    rows: Rows,
+    beside: dict[str, Rows],
     unigram: float | None,
     scores: str | None,
     note: str | None,
