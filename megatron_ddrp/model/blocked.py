@@ -4,7 +4,7 @@ The same formula as `megatron_ddrp.model.attention`, forward and gradient writte
 at once, long ones in tiles of query rows; padding at the end is cut off before anything is computed. Probabilities wait
 for the backward pass, or are computed again there where sequences are long. The inner products of HCD's heads come from
 the logits while they are at hand and their gradient joins that of the softmax, so HCD costs a few dot products and one
-addition instead of a second QKᵀ.
+addition instead of a second QKᵀ. The logits wait in the place of the probabilities that follow from them.
 
 Names: b = batch, h = heads, g = b·h, s = sequence, d = head size, n = longest sequence of a block, t = rows of a tile,
 R = rows of a relative table.
@@ -29,12 +29,14 @@ from megatron_ddrp.objectives import mth
 class _Positions:
     """The position terms of one block: added to a tile's logits, and their gradients collected."""
 
-    def __init__(self, terms: PositionTerms, block: Block, query: Tensor, key: Tensor, num_heads: int) -> None:
-        """`query`, times scale, and `key` `[g, n, d]`."""
+    def __init__(
+        self, terms: PositionTerms, block: Block, query: Tensor, key: Tensor, num_heads: int, whole: Tensor
+    ) -> None:
+        """`query`, times scale, and `key` `[g, n, d]`; `whole` `[m′]` are the heads whose logits HCD compares."""
         self.terms, self.block, self.key, self.num_heads = terms, block, key, num_heads
         self.query_table = self.key_table = None
         if terms.query_table is not None:
-            self.query_table = QueryTable(terms.query_table, query, key, num_heads)
+            self.query_table = QueryTable(terms.query_table, query, key, num_heads, whole)
         if terms.key_table is not None:
             self.key_table = KeyTable(terms.key_table, key * terms.scale, terms.lowest, terms.highest, num_heads)
 
@@ -49,7 +51,7 @@ class _Positions:
         return self.key if self.query_table is None else self.query_table.keys_of(tile, d_key)
 
     def add(self, logits: Tensor, rows: slice, tile: BandTile) -> None:
-        """Add everything but Q·`keys_of` to `[g, t, n]`, up to a constant for each query."""
+        """Add everything but Q·`keys_of` to `[g, t, n]`, up to a constant for each query but in the `whole` heads."""
         if self.query_table is not None:
             self.query_table.add(logits, rows, tile)
         if self.key_table is not None:
@@ -77,44 +79,54 @@ class _Positions:
 class _HeadGram:
     """Inner products of HCD's heads from the logits of a block's tiles, and their gradient."""
 
-    def __init__(self, heads: Tensor, block: Block, positions: _Positions, num_documents: int) -> None:
-        self.heads, self.block, self.num_heads = heads, block, positions.num_heads
-        wide = torch.promote_types(positions.key.dtype, torch.float32)
-        self.documents = mth.document_mask(block.document_ids, num_documents).to(wide)  # [b, documents, n]
-        self.query_table = positions.query_table
-        if self.query_table is not None:
-            self.constant = self.query_table.left_constant(heads).to(wide)  # [b, m′, n, 1]
-            self.d_constant = torch.zeros_like(self.constant)
+    def __init__(self, heads: Tensor, block: Block, num_heads: int, num_documents: int, dtype: torch.dtype) -> None:
+        self.heads, self.block, self.num_heads = heads, block, num_heads
+        self.documents = mth.document_mask(block.document_ids, num_documents).to(dtype)  # [b, documents, n]
+        self.products: list[Tensor] = []  # of each tile, by query: [b, t, m′, m′]
 
     def chosen(self, logits: Tensor, rows: slice) -> Tensor:
-        """Of `[g, t, n]` the heads' whole logits, forbidden pairs zeroed: `[b, t, m′, n]`."""
-        chosen = logits.unflatten(0, (-1, self.num_heads)).index_select(1, self.heads)
-        if self.query_table is not None:
-            chosen += self.constant[:, :, rows]
+        """Of `[g, t, n]` a copy of the heads' logits, forbidden pairs zeroed: `[b, t, m′, n]`."""
+        chosen = self._by_head(logits).index_select(1, self.heads)
         forbidden = self.block.forbidden(rows)
         if forbidden is not None:
             chosen.masked_fill_(forbidden, 0.0)
         return chosen.transpose(1, 2)
 
-    def products(self, chosen: Tensor, rows: slice) -> Tensor:
-        """This tile's share of the inner products, `[b, documents, m′, m′]`."""
-        per_query = (chosen @ chosen.transpose(-1, -2)).flatten(2)  # [b, t, m′·m′]
-        return (self.documents[..., rows] @ per_query).unflatten(-1, (len(self.heads), -1))
+    def compare(self, chosen: Tensor) -> None:
+        """Note the inner products of a tile."""
+        self.products.append(chosen @ chosen.transpose(-1, -2))
 
-    def collect(self, chosen: Tensor, both_ways: Tensor, rows: slice, d_logits: Tensor) -> None:
-        """Add what the inner products' gradient and its transpose, `both_ways` `[b, documents, m′, m′]`, say of the
-        heads' logits to the gradient of the logits, `[g, t, n]`."""
-        per_query = self.documents[..., rows].transpose(1, 2) @ both_ways.flatten(2)  # [b, t, m′·m′]
-        d_chosen = (per_query.unflatten(-1, (len(self.heads), -1)) @ chosen).transpose(1, 2)  # [b, m′, t, n]
-        d_logits.unflatten(0, (-1, self.num_heads)).index_add_(1, self.heads, d_chosen)
-        if self.query_table is not None:
-            self.d_constant[:, :, rows] = d_chosen.sum(-1, keepdim=True)
+    def gram(self) -> Tensor:
+        """The inner products of each document, `[b, documents, m′, m′]`, once all tiles are in."""
+        per_query = torch.cat(self.products, dim=1)  # [b, n, m′, m′]
+        return (self.documents @ per_query.flatten(2)).unflatten(-1, per_query.shape[2:])
 
-    def collect_constant(self, d_query: Tensor, scale: float) -> None:
-        """Add what all tiles said of the query table's left constant to `d_query` `[b, h, n, d]` and to the table."""
-        if self.query_table is not None:
-            d_scaled = self.query_table.collect_left(self.d_constant, self.heads)
-            d_query.index_add_(1, self.heads, d_scaled, alpha=scale)
+    def keep(self, chosen: Tensor, probabilities: Tensor) -> None:
+        """Write the heads' logits over their probabilities, of `[g, t, n]`: one of both is enough to keep."""
+        self._by_head(probabilities).index_copy_(1, self.heads, chosen.transpose(1, 2))
+
+    def restore(self, kept: Tensor, rows: slice) -> Tensor:
+        """Undo `keep`, in place: the probabilities as they were, and `chosen`."""
+        chosen = self._by_head(kept).index_select(1, self.heads)
+        forbidden = self.block.forbidden(rows)
+        logits = chosen if forbidden is None else chosen.masked_fill(forbidden, torch.finfo(chosen.dtype).min)
+        for place, head in enumerate(self.heads.tolist()):
+            torch.softmax(logits[:, place], -1, out=self._by_head(kept)[:, head])
+        return chosen.transpose(1, 2)
+
+    def start_backward(self, gradient: Tensor) -> None:
+        """The inner products' gradient `[b, documents, m′, m′]`, before the first `collect`."""
+        both_ways = (gradient + gradient.transpose(-1, -2)).flatten(2)
+        per_query = self.documents.transpose(1, 2) @ both_ways  # [b, n, m′·m′]
+        self.d_products = per_query.unflatten(-1, gradient.shape[2:])
+
+    def collect(self, chosen: Tensor, rows: slice, d_logits: Tensor) -> None:
+        """Add what the inner products' gradient says of the heads' logits to that of the logits, `[g, t, n]`."""
+        d_chosen = self.d_products[:, rows] @ chosen  # [b, t, m′, n]
+        self._by_head(d_logits).index_add_(1, self.heads, d_chosen.transpose(1, 2))
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
 
 
 def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
@@ -174,27 +186,33 @@ class _BlockedAttention(torch.autograd.Function):
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
-        kept: list[Tensor] = []  # of every tile: probabilities, HCD's logits, what dropout keeps
+        kept: list[Tensor] = []  # of every tile: probabilities, of HCD's heads their logits; what dropout keeps
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
-            positions = _Positions(terms, block, q, k, num_heads)
-            head_gram = _HeadGram(heads, block, positions, documents) if len(heads) else None
+            positions = _Positions(terms, block, q, k, num_heads, heads)
+            head_gram = _HeadGram(heads, block, num_heads, documents, wide) if len(heads) else None
             for rows in block.tiles(num_heads):
                 tile, keep = positions.tile(rows), training and block.is_kept
                 keys = positions.keys_of(tile)
                 probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=keep)
                 if keep:
-                    kept += [probabilities] if chosen is None else [probabilities, chosen]
-                if head_gram is not None and chosen is not None:
-                    gram[block.rows] += head_gram.products(chosen, rows)
+                    kept.append(probabilities)
+                dropped = probabilities
                 if dropout:
                     kept.append(_draw_kept(probabilities, dropout))
-                    probabilities = _drop(probabilities, kept[-1])
-                part = torch.bmm(probabilities.to(v.dtype), v)  # [g, t, d]
+                    dropped = _drop(probabilities, kept[-1])
+                part = torch.bmm(dropped.to(v.dtype), v)  # [g, t, d]
                 context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
+                if head_gram is not None and chosen is not None:
+                    head_gram.compare(chosen)
+                    if keep:
+                        head_gram.keep(chosen, probabilities)
+            if head_gram is not None:
+                gram[block.rows] = head_gram.gram()
             context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
+        ctx.logits_are_kept = len(heads) > 0
         return context, gram
 
     @staticmethod
@@ -205,20 +223,26 @@ class _BlockedAttention(torch.autograd.Function):
         whole = [torch.empty_like(x) for x in (query, key, value)]
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
-        margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
+        margin = terms.highest - terms.lowest + 1
+        again = len(heads) > 0 and not ctx.logits_are_kept  # a second pass over what the first one restored
+        ctx.logits_are_kept = False
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
-            positions = _Positions(terms, block, q, k, num_heads)
-            head_gram = _HeadGram(heads, block, positions, gram_gradient.shape[1]) if len(heads) else None
+            positions = _Positions(terms, block, q, k, num_heads, heads)
+            head_gram = None
+            if len(heads):
+                head_gram = _HeadGram(heads, block, num_heads, gram_gradient.shape[1], gram_gradient.dtype)
+                head_gram.start_backward(gram_gradient[block.rows])
             d_key, d_value = (scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
                 keys = positions.keys_of(tile, d_key)
-                if block.is_kept:
-                    probabilities, chosen = next(keep), None if head_gram is None else next(keep)
-                else:
+                probabilities = next(keep) if block.is_kept else None
+                if probabilities is None or again:
                     probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=False)
+                else:  # .data: autograd is not to mind that what it keeps is written to
+                    chosen = None if head_gram is None else head_gram.restore(probabilities.data, rows)
                 d_logits = scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
                 dropped = probabilities
                 if ctx.dropout:
@@ -228,16 +252,14 @@ class _BlockedAttention(torch.autograd.Function):
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
                 if head_gram is not None and chosen is not None:
-                    head_gram.collect(chosen, both_ways[block.rows], rows, d_logits)
+                    head_gram.collect(chosen, rows, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])
                 positions.collect(d_logits, rows, tile, d_tile, d_bias)
                 whole[0][block.rows, :, rows] = d_tile.mul_(terms.scale).unflatten(0, (-1, num_heads))
-            if head_gram is not None:
-                head_gram.collect_constant(whole[0][block.rows, :, : block.length], terms.scale)
             if positions.query_table is not None:
-                _add(d_query_table, positions.query_table.gradient())
+                _add(d_query_table, positions.query_table.gradient(d_key))
             if positions.key_table is not None:
                 of_table, of_key = positions.key_table.gradients()
                 _add(d_key_table, of_table)

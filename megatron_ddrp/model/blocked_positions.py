@@ -3,8 +3,8 @@
 Pairs beyond the clip are most of a long row, so nothing is added to them one by one. Softmax does not see a constant of
 a row: the query table is taken relative to the table row that serves all far keys on the left, which leaves nothing to
 add there, and the far keys on the right carry the difference themselves, K_j + T^q[right] − T^q[left]. What remains is
-the band around the diagonal, read aslant from Q·Tᵀ, and a triangle beside it. HCD, which compares logits before the
-softmax, gets the constant back.
+the band around the diagonal, read aslant from Q·Tᵀ, and a triangle beside it. Of the heads that HCD compares before the
+softmax the keys carry the constant too.
 
 Names as in `megatron_ddrp.model.blocked`. Tables are turned to have the largest offset first where queries use them.
 """
@@ -28,31 +28,32 @@ def _for_all(table: Tensor, count: int) -> Tensor:
 
 
 class QueryTable:
-    """Q_i·T^q[r(i,j)] of one block, short of `left_constant`, and the gradients of one backward pass over it."""
+    """Q_i·T^q[r(i,j)] of one block and the gradients of one backward pass over it; up to a constant for each query, but
+    in the heads `whole`."""
 
-    def __init__(self, table: Tensor, query: Tensor, key: Tensor, num_heads: int) -> None:
-        """`table` `[1 or h, R, d]`; `query`, times scale, and `key` `[g, n, d]`."""
-        self.table, self.query, self.key, self.num_heads = table, query, key, num_heads
+    def __init__(self, table: Tensor, query: Tensor, key: Tensor, num_heads: int, whole: Tensor) -> None:
+        """`table` `[1 or h, R, d]`; `query`, times scale, and `key` `[g, n, d]`; `whole` `[m′]`, maybe none."""
+        self.table, self.query, self.key, self.num_heads, self.whole = table, query, key, num_heads, whole
         largest_first = table.flip(1)
         relative = largest_first - largest_first[:, :1]
         self.relative = _for_all(relative, len(query))
         """`[g, R, d]`: T^q, largest offset first, less its first row."""
+        constant = self.relative.new_zeros(num_heads, 1, key.shape[-1])
+        if len(whole):
+            constant[whole] = table[:, -1:] if len(table) == 1 else table[whole, -1:]
+        self.constant = _for_all(constant, len(query))
+        """`[g, 1, d]`: T^q far on the left, which the keys of `whole` carry beside what they are."""
         self.shifted_from = 0
 
     @cached_property
     def shifted(self) -> Tensor:
         """`[g, n, d]`: the keys, those right of the bands of the tile last asked for shifted."""
-        return self.key + self.relative[:, -1:]
+        return self.key + (self.relative[:, -1:] + self.constant)
 
     @cached_property
     def d_relative(self) -> Tensor:
         """The gradient of `relative`."""
         return torch.zeros_like(self.relative, memory_format=torch.contiguous_format)
-
-    @cached_property
-    def d_left(self) -> Tensor:
-        """`[1 or h, d]`: the gradient of the table row far on the left, as `left_constant` knows it."""
-        return torch.zeros_like(self.table[:, -1])
 
     def keys_of(self, tile: BandTile, d_key: Tensor | None = None) -> Tensor:
         """The keys for the queries of `tile`; tiles come in ascending order.
@@ -61,9 +62,9 @@ class QueryTable:
         now shifted no more got until here is also the shift's.
         """
         if self.shifted_from == 0 and tile.near.stop == self.key.shape[1]:
-            return self.key  # no band ends before the last key
+            return self.key + self.constant if len(self.whole) else self.key  # no band ends before the last key
         arrived = slice(self.shifted_from, tile.near.stop)
-        self.shifted[:, arrived] = self.key[:, arrived]
+        torch.add(self.key[:, arrived], self.constant, out=self.shifted[:, arrived])
         if d_key is not None:
             self.d_relative[:, -1] += d_key[:, arrived].sum(1)
         self.shifted_from = tile.near.stop
@@ -86,33 +87,18 @@ class QueryTable:
         self.d_relative.baddbmm_(d_by_query.transpose(1, 2), query)
         self.d_relative[:, -1] += (d_right * query).sum(1)
 
-    def left_constant(self, heads: Tensor) -> Tensor:
-        """What `add` leaves out, for some heads: `[b, m′, n, 1]`."""
-        return (self._queries(heads) * self._left(heads)).sum(-1, keepdim=True)
-
-    def collect_left(self, d_constant: Tensor, heads: Tensor) -> Tensor:
-        """The adjoint of `left_constant`: that of the heads' queries, times scale, `[b, m′, n, d]`."""
-        d_constant = d_constant.to(self.query.dtype)
-        d_left = (d_constant * self._queries(heads)).sum((0, 2))  # [m′, d]
-        self.d_left.index_add_(0, heads if len(self.d_left) > 1 else torch.zeros_like(heads), d_left)
-        return d_constant * self._left(heads)
-
-    def gradient(self) -> Tensor:
-        """That of the table, `[1 or h, R, d]`, once all tiles are in."""
+    def gradient(self, d_key: Tensor) -> Tensor:
+        """That of the table, `[1 or h, R, d]`, once all tiles are in and gave `d_key` `[g, n, d]` to the keys."""
         d_relative = self.d_relative
         if len(self.table) == 1:
             d_table = d_relative.sum(0, keepdim=True)
         else:
             d_table = d_relative.unflatten(0, (-1, self.num_heads)).sum(0)
-        d_table[:, 0] += self.d_left - d_table.sum(1)
+        d_table[:, 0] -= d_table.sum(1)
+        if len(self.whole):
+            d_left = d_key.unflatten(0, (-1, self.num_heads)).index_select(1, self.whole).sum((0, 2))  # [m′, d]
+            d_table[:, 0].index_add_(0, self.whole if len(d_table) > 1 else torch.zeros_like(self.whole), d_left)
         return d_table.flip(1)
-
-    def _queries(self, heads: Tensor) -> Tensor:
-        return self.query.unflatten(0, (-1, self.num_heads)).index_select(1, heads)  # [b, m′, n, d]
-
-    def _left(self, heads: Tensor) -> Tensor:
-        left = self.table[:, -1:]
-        return left if len(left) == 1 else left[heads]  # [1 or m′, 1, d]
 
 
 class KeyTable:
