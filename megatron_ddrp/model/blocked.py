@@ -13,6 +13,7 @@ R = rows of a relative table.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,57 +77,64 @@ class _Positions:
         return bias if len(bias) == 1 else bias[self.block.rows]
 
 
-class _HeadGram:
-    """Inner products of HCD's heads from the logits of a block's tiles, and their gradient."""
+class _ComparedHeads:
+    """HCD's heads in the tiles of a block: their logits, the inner products of these, and the gradient."""
 
-    def __init__(self, heads: Tensor, block: Block, num_heads: int, num_documents: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: Tensor, block: Block, num_heads: int) -> None:
         self.heads, self.block, self.num_heads = heads, block, num_heads
-        self.documents = mth.document_mask(block.document_ids, num_documents).to(dtype)  # [b, documents, n]
-        self.products: list[Tensor] = []  # of each tile, by query: [b, t, m′, m′]
+        self.numbers: list[int] = heads.tolist()
 
-    def chosen(self, logits: Tensor, rows: slice) -> Tensor:
-        """Of `[g, t, n]` a copy of the heads' logits, forbidden pairs zeroed: `[b, t, m′, n]`."""
+    def logits(self, logits: Tensor, rows: slice) -> Tensor:
+        """Of `[g, t, n]` a copy of the heads' own, forbidden pairs zeroed: `[b, m′, t, n]`."""
         chosen = self._by_head(logits).index_select(1, self.heads)
         forbidden = self.block.forbidden(rows)
-        if forbidden is not None:
-            chosen.masked_fill_(forbidden, 0.0)
-        return chosen.transpose(1, 2)
+        return chosen if forbidden is None else chosen.masked_fill_(forbidden, 0.0)
 
-    def compare(self, chosen: Tensor) -> None:
-        """Note the inner products of a tile."""
-        self.products.append(chosen @ chosen.transpose(-1, -2))
+    def products(self, chosen: Tensor) -> Tensor:
+        """Inner products of each query's logits, `[b, m′, t, n]` → `[b, t, m′, m′]`."""
+        by_query = chosen.transpose(1, 2)  # [b, t, m′, n]
+        return by_query @ by_query.transpose(-1, -2)
 
-    def gram(self) -> Tensor:
-        """The inner products of each document, `[b, documents, m′, m′]`, once all tiles are in."""
-        per_query = torch.cat(self.products, dim=1)  # [b, n, m′, m′]
-        return (self.documents @ per_query.flatten(2)).unflatten(-1, per_query.shape[2:])
+    def gradient(self, chosen: Tensor, d_products: Tensor) -> Tensor:
+        """The adjoint of `products`, for `d_products` plus their transpose."""
+        return (d_products @ chosen.transpose(1, 2)).transpose(1, 2)
+
+    def collect(self, d_chosen: Tensor, d_logits: Tensor) -> None:
+        """Add to the gradient of all logits, `[g, t, n]`."""
+        self._by_head(d_logits).index_add_(1, self.heads, d_chosen)
 
     def keep(self, chosen: Tensor, probabilities: Tensor) -> None:
         """Write the heads' logits over their probabilities, of `[g, t, n]`: one of both is enough to keep."""
-        self._by_head(probabilities).index_copy_(1, self.heads, chosen.transpose(1, 2))
+        self._by_head(probabilities).index_copy_(1, self.heads, chosen)
 
-    def restore(self, kept: Tensor, rows: slice) -> Tensor:
-        """Undo `keep`, in place: the probabilities as they were, and `chosen`."""
-        chosen = self._by_head(kept).index_select(1, self.heads)
-        forbidden = self.block.forbidden(rows)
-        logits = chosen if forbidden is None else chosen.masked_fill(forbidden, torch.finfo(chosen.dtype).min)
-        for place, head in enumerate(self.heads.tolist()):
-            torch.softmax(logits[:, place], -1, out=self._by_head(kept)[:, head])
-        return chosen.transpose(1, 2)
-
-    def start_backward(self, gradient: Tensor) -> None:
-        """The inner products' gradient `[b, documents, m′, m′]`, before the first `collect`."""
-        both_ways = (gradient + gradient.transpose(-1, -2)).flatten(2)
-        per_query = self.documents.transpose(1, 2) @ both_ways  # [b, n, m′·m′]
-        self.d_products = per_query.unflatten(-1, gradient.shape[2:])
-
-    def collect(self, chosen: Tensor, rows: slice, d_logits: Tensor) -> None:
-        """Add what the inner products' gradient says of the heads' logits to that of the logits, `[g, t, n]`."""
-        d_chosen = self.d_products[:, rows] @ chosen  # [b, t, m′, n]
-        self._by_head(d_logits).index_add_(1, self.heads, d_chosen.transpose(1, 2))
+    def restore(self, kept: Tensor, rows: slice, d_products: Tensor) -> Tensor:
+        """Undo `keep`, in place, and give the `gradient` of what had been kept."""
+        by_head, forbidden = self._by_head(kept), self.block.forbidden(rows)
+        d_chosen = self.gradient(by_head[:, self._places()], d_products)
+        for head in self.numbers:
+            logits = by_head[:, head]  # [b, t, n]
+            if forbidden is not None:
+                logits.masked_fill_(forbidden.squeeze(1), torch.finfo(logits.dtype).min)
+            torch.softmax(logits, -1, out=logits)
+        return d_chosen
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+
+    def _places(self) -> slice | Tensor:
+        """The heads as an index: one that copies nothing where they are evenly spaced, as two heads always are."""
+        steps = {following - head for head, following in pairwise(self.numbers)}
+        return slice(self.numbers[0], self.numbers[-1] + 1, steps.pop()) if len(steps) == 1 else self.heads
+
+
+def _by_document(products: Tensor, documents: Tensor) -> Tensor:
+    """`[batch, s, m′, m′]` of each query → `[batch, documents, m′, m′]`; `documents` bool `[batch, documents, s]`."""
+    return (documents.to(products.dtype) @ products.flatten(2)).unflatten(-1, products.shape[2:])
+
+
+def _by_query(gram: Tensor, documents: Tensor) -> Tensor:
+    """`[batch, documents, m′, m′]` → `[batch, s, m′, m′]`: each query has its document's."""
+    return (documents.to(gram.dtype).transpose(1, 2) @ gram.flatten(2)).unflatten(-1, gram.shape[2:])
 
 
 def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
@@ -145,7 +153,13 @@ def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, rows: slice, tile: BandTile, positions: _Positions, gram: _HeadGram | None, fresh: bool
+    query: Tensor,
+    keys: Tensor,
+    rows: slice,
+    tile: BandTile,
+    positions: _Positions,
+    compared: _ComparedHeads | None,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Probabilities `[g, t, n]` of a tile, and HCD's heads' logits before the softmax.
 
@@ -157,7 +171,7 @@ def _attend(
     else:
         logits = scratch.product("logits", query, keys)
     positions.add(logits, rows, tile)
-    chosen = None if gram is None else gram.chosen(logits, rows)
+    chosen = None if compared is None else compared.logits(logits, rows)
     forbidden = positions.block.forbidden(rows)
     if forbidden is not None:
         logits.unflatten(0, (-1, positions.num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
@@ -182,19 +196,19 @@ class _BlockedAttention(torch.autograd.Function):
         ctx, query, key, value, query_table, key_table, bias, terms, document_ids, heads, dropout, documents, training
     ):
         terms = replace(terms, query_table=query_table, key_table=key_table, bias=bias)
-        batch, num_heads = query.shape[:2]
+        batch, num_heads, seq = query.shape[:3]
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
-        gram = query.new_zeros(batch, documents, len(heads), len(heads), dtype=wide)
+        products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=wide)
         kept: list[Tensor] = []  # of every tile: probabilities, of HCD's heads their logits; what dropout keeps
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = _Positions(terms, block, q, k, num_heads, heads)
-            head_gram = _HeadGram(heads, block, num_heads, documents, wide) if len(heads) else None
+            compared = _ComparedHeads(heads, block, num_heads) if len(heads) else None
             for rows in block.tiles(num_heads):
                 tile, keep = positions.tile(rows), training and block.is_kept
                 keys = positions.keys_of(tile)
-                probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=keep)
+                probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, compared, fresh=keep)
                 if keep:
                     kept.append(probabilities)
                 dropped = probabilities
@@ -203,17 +217,15 @@ class _BlockedAttention(torch.autograd.Function):
                     dropped = _drop(probabilities, kept[-1])
                 part = torch.bmm(dropped.to(v.dtype), v)  # [g, t, d]
                 context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
-                if head_gram is not None and chosen is not None:
-                    head_gram.compare(chosen)
+                if compared is not None and chosen is not None:
+                    products[block.rows, rows] = compared.products(chosen)
                     if keep:
-                        head_gram.keep(chosen, probabilities)
-            if head_gram is not None:
-                gram[block.rows] = head_gram.gram()
+                        compared.keep(chosen, probabilities)
             context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
         ctx.logits_are_kept = len(heads) > 0
-        return context, gram
+        return context, _by_document(products, mth.document_mask(document_ids, documents))
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
@@ -223,26 +235,26 @@ class _BlockedAttention(torch.autograd.Function):
         whole = [torch.empty_like(x) for x in (query, key, value)]
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
-        margin = terms.highest - terms.lowest + 1
+        margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
+        d_products = _by_query(both_ways, mth.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # a second pass over what the first one restored
         ctx.logits_are_kept = False
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = _Positions(terms, block, q, k, num_heads, heads)
-            head_gram = None
-            if len(heads):
-                head_gram = _HeadGram(heads, block, num_heads, gram_gradient.shape[1], gram_gradient.dtype)
-                head_gram.start_backward(gram_gradient[block.rows])
+            compared = _ComparedHeads(heads, block, num_heads) if len(heads) else None
             d_key, d_value = (scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
                 keys = positions.keys_of(tile, d_key)
-                probabilities = next(keep) if block.is_kept else None
+                probabilities, d_chosen = next(keep) if block.is_kept else None, None
                 if probabilities is None or again:
-                    probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, head_gram, fresh=False)
-                else:  # .data: autograd is not to mind that what it keeps is written to
-                    chosen = None if head_gram is None else head_gram.restore(probabilities.data, rows)
+                    probabilities, chosen = _attend(q[:, rows], keys, rows, tile, positions, compared, fresh=False)
+                    if compared is not None and chosen is not None:
+                        d_chosen = compared.gradient(chosen, d_products[block.rows, rows])
+                elif compared is not None:  # .data: autograd is not to mind that what it keeps is written to
+                    d_chosen = compared.restore(probabilities.data, rows, d_products[block.rows, rows])
                 d_logits = scratch.product("gradient", d_out[:, rows], v, margin)  # of the probabilities, yet
                 dropped = probabilities
                 if ctx.dropout:
@@ -251,8 +263,8 @@ class _BlockedAttention(torch.autograd.Function):
                     d_logits.mul_(kept_here)
                 d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
-                if head_gram is not None and chosen is not None:
-                    head_gram.collect(chosen, rows, d_logits)
+                if compared is not None and d_chosen is not None:
+                    compared.collect(d_chosen, d_logits)
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])

@@ -96,7 +96,7 @@ class QueryTable:
             d_table = d_relative.unflatten(0, (-1, self.num_heads)).sum(0)
         d_table[:, 0] -= d_table.sum(1)
         if len(self.whole):
-            d_left = d_key.unflatten(0, (-1, self.num_heads)).index_select(1, self.whole).sum((0, 2))  # [m′, d]
+            d_left = d_key.sum(1).unflatten(0, (-1, self.num_heads)).sum(0)[self.whole]  # [m′, d]
             d_table[:, 0].index_add_(0, self.whole if len(d_table) > 1 else torch.zeros_like(self.whole), d_left)
         return d_table.flip(1)
 
