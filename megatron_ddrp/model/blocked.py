@@ -13,12 +13,12 @@ R = rows of a relative table.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_ddrp.model import blocks
+from megatron_ddrp.model.blocked_heads import ComparedHeads, by_document, by_query
 from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
 from megatron_ddrp.model.blocks import Block
 from megatron_ddrp.model.positions.contract import PositionTerms
@@ -77,66 +77,6 @@ class _Positions:
         return bias if len(bias) == 1 else bias[self.block.rows]
 
 
-class _ComparedHeads:
-    """HCD's heads in the tiles of a block: their logits, the inner products of these, and the gradient."""
-
-    def __init__(self, heads: Tensor, block: Block, num_heads: int) -> None:
-        self.heads, self.block, self.num_heads = heads, block, num_heads
-        self.numbers: list[int] = heads.tolist()
-
-    def logits(self, logits: Tensor, rows: slice) -> Tensor:
-        """Of `[g, t, n]` a copy of the heads' own, forbidden pairs zeroed: `[b, m′, t, n]`."""
-        chosen = self._by_head(logits).index_select(1, self.heads)
-        forbidden = self.block.forbidden(rows)
-        return chosen if forbidden is None else chosen.masked_fill_(forbidden, 0.0)
-
-    def products(self, chosen: Tensor) -> Tensor:
-        """Inner products of each query's logits, `[b, m′, t, n]` → `[b, t, m′, m′]`."""
-        by_query = chosen.transpose(1, 2)  # [b, t, m′, n]
-        return by_query @ by_query.transpose(-1, -2)
-
-    def gradient(self, chosen: Tensor, d_products: Tensor) -> Tensor:
-        """The adjoint of `products`, for `d_products` plus their transpose."""
-        return (d_products @ chosen.transpose(1, 2)).transpose(1, 2)
-
-    def collect(self, d_chosen: Tensor, d_logits: Tensor) -> None:
-        """Add to the gradient of all logits, `[g, t, n]`."""
-        self._by_head(d_logits).index_add_(1, self.heads, d_chosen)
-
-    def keep(self, chosen: Tensor, probabilities: Tensor) -> None:
-        """Write the heads' logits over their probabilities, of `[g, t, n]`: one of both is enough to keep."""
-        self._by_head(probabilities).index_copy_(1, self.heads, chosen)
-
-    def restore(self, kept: Tensor, rows: slice, d_products: Tensor) -> Tensor:
-        """Undo `keep`, in place, and give the `gradient` of what had been kept."""
-        by_head, forbidden = self._by_head(kept), self.block.forbidden(rows)
-        d_chosen = self.gradient(by_head[:, self._places()], d_products)
-        for head in self.numbers:
-            logits = by_head[:, head]  # [b, t, n]
-            if forbidden is not None:
-                logits.masked_fill_(forbidden.squeeze(1), torch.finfo(logits.dtype).min)
-            torch.softmax(logits, -1, out=logits)
-        return d_chosen
-
-    def _by_head(self, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
-
-    def _places(self) -> slice | Tensor:
-        """The heads as an index: one that copies nothing where they are evenly spaced, as two heads always are."""
-        steps = {following - head for head, following in pairwise(self.numbers)}
-        return slice(self.numbers[0], self.numbers[-1] + 1, steps.pop()) if len(steps) == 1 else self.heads
-
-
-def _by_document(products: Tensor, documents: Tensor) -> Tensor:
-    """`[batch, s, m′, m′]` of each query → `[batch, documents, m′, m′]`; `documents` bool `[batch, documents, s]`."""
-    return (documents.to(products.dtype) @ products.flatten(2)).unflatten(-1, products.shape[2:])
-
-
-def _by_query(gram: Tensor, documents: Tensor) -> Tensor:
-    """`[batch, documents, m′, m′]` → `[batch, s, m′, m′]`: each query has its document's."""
-    return (documents.to(gram.dtype).transpose(1, 2) @ gram.flatten(2)).unflatten(-1, gram.shape[2:])
-
-
 def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
     """What dropout keeps counts for what it drops: taken from values, of which there are fewer than of pairs."""
     return tensor / (1 - dropout) if dropout else tensor
@@ -158,7 +98,7 @@ def _attend(
     rows: slice,
     tile: BandTile,
     positions: _Positions,
-    compared: _ComparedHeads | None,
+    compared: ComparedHeads | None,
     fresh: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Probabilities `[g, t, n]` of a tile, and HCD's heads' logits before the softmax.
@@ -204,7 +144,7 @@ class _BlockedAttention(torch.autograd.Function):
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = _Positions(terms, block, q, k, num_heads, heads)
-            compared = _ComparedHeads(heads, block, num_heads) if len(heads) else None
+            compared = ComparedHeads(heads, block, num_heads) if len(heads) else None
             for rows in block.tiles(num_heads):
                 tile, keep = positions.tile(rows), training and block.is_kept
                 keys = positions.keys_of(tile)
@@ -225,7 +165,7 @@ class _BlockedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
         ctx.logits_are_kept = len(heads) > 0
-        return context, _by_document(products, mth.document_mask(document_ids, documents))
+        return context, by_document(products, mth.document_mask(document_ids, documents))
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
@@ -236,14 +176,14 @@ class _BlockedAttention(torch.autograd.Function):
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
         margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
-        d_products = _by_query(both_ways, mth.document_mask(document_ids, gram_gradient.shape[1]))
+        d_products = by_query(both_ways, mth.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # a second pass over what the first one restored
         ctx.logits_are_kept = False
         for block in blocks.cut(document_ids, num_heads):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = _Positions(terms, block, q, k, num_heads, heads)
-            compared = _ComparedHeads(heads, block, num_heads) if len(heads) else None
+            compared = ComparedHeads(heads, block, num_heads) if len(heads) else None
             d_key, d_value = (scratch.take(name, k.shape, k.dtype).zero_() for name in ("key", "value"))
             for rows in block.tiles(num_heads):
                 tile = positions.tile(rows)
