@@ -147,8 +147,8 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
 
     A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
     feed-forward width, which tensor parallelism shares out; and attention logits where the encoding adds to them. HCD
-    keeps those of its heads in fp32, three times. The head keeps the predicted tokens' logits in fp32, twice. With
-    recomputation only the layers' inputs stay, and one layer's rest.
+    keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway). The head keeps the
+    predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay, and one layer's rest.
     """
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
