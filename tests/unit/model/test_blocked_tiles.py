@@ -112,6 +112,23 @@ def test_a_second_backward_pass_finds_what_the_first_one_used(dropout):
         torch.testing.assert_close(second, first, rtol=0, atol=1e-12)
 
 
+def test_hcd_keeps_no_pairs_of_its_own():
+    length = 40
+    document_ids = torch.ones(2, length, dtype=torch.long)
+    inputs = [random(2, HEADS, length, DIM) for _ in range(3)]
+    terms = PositionTerms(0.5, random(1, 6, DIM), random(1, 6, DIM), lowest=-3, highest=2)
+
+    def kept(*numbers: int) -> int:
+        sizes: list[int] = []
+        heads = torch.tensor(numbers, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), lambda _: None):
+            blocked_attention(*inputs, terms, document_ids, heads, 0.0)
+        return sum(sizes)
+
+    assert kept() > 2 * HEADS * length**2
+    assert kept(0, 2) < kept() + length**2 / 2
+
+
 def test_training_goes_on_after_scoring_in_inference_mode(monkeypatch):
     for module in (blocked, blocked_positions):
         monkeypatch.setattr(module, "scratch", Scratch())  # no buffers yet
