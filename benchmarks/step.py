@@ -14,7 +14,8 @@ fastest attention torch offers) in the same round, with a bootstrap 95 % interva
 Whole steps spread by several per cent on shared cores, and what differs between encodings is one layer's attention and,
 once a pass, the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
 away, multiplies by the layers and divides by the whole step that follows its share of the rounds: step ratio = 1 +
-added ÷ step. (The update of a few more parameters is left out; it is below 0.1 %.)
+added ÷ step. (The update of a few more parameters is left out; it is below 0.1 %.) DeBERTa stands there without and with
+its enhanced mask decoder, which is timed by itself.
 
 With `--lengths` both sides see the same global batch of documents (`--global-batch`), transformers in rows padded to
 the shape's length, ours packed. As many rows of each side as `--shape` says are timed; a row of ours holds more tokens.
@@ -47,12 +48,15 @@ from megatron_ddrp.data.samples import SampleIndex
 from megatron_ddrp.host_memory import keep_freed_memory
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention import backend_function, resolve_backend
+from megatron_ddrp.model.bert import first_tensors
+from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws, draw, token_cosine
 
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BASE = "absolute mlm"
+WITH_DECODER = "deberta mlm, mask decoder on"
 BOUNDS = {
     512: {"ddrp mlm": 1.06, "bert-r mlm": 1.06, "tupe-a mlm": 1.08, "tupe-r mlm": 1.08, "deberta mlm": 1.15},
     128: {"ddrp mlm": 1.04, "bert-r mlm": 1.04, "tupe-a mlm": 1.08, "tupe-r mlm": 1.08, "deberta mlm": 1.15},
@@ -193,7 +197,7 @@ def compare_encodings(rows: int, seq: int, dropout: float, arguments: argparse.N
         for objective in arguments.objectives:
             arms.setdefault(f"{encoding} {objective}", our_step(encoding, objective, arrays, dropout))
     if "deberta" in arguments.encodings:
-        arms["deberta mlm, mask decoder on"] = our_step("deberta", "mlm", arrays, dropout, emd=True)
+        arms[WITH_DECODER] = our_step("deberta", "mlm", arrays, dropout, emd=True)
     seconds = time_rounds(arms, arguments.pairs, warm_up=1)
     print(
         f"{rows} x {seq} tokens, dropout {dropout}: plain BERT {np.median(seconds[BASE]):.3f} s a step; ratios [95 %]:"
@@ -261,11 +265,35 @@ def sampled_tcd(arrays: Batch) -> Step:
     return run
 
 
+def mask_decoder(arrays: Batch, dropout: float) -> Step:
+    """Forward and backward of DeBERTa's enhanced mask decoder: what it adds between the last layer and the head."""
+    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    seq = arrays.input_ids.shape[1]
+    model = build_model(ModelConfig(num_layers=LAYERS, seq_length=seq, position_encoding="deberta", **dropouts))
+    *first, decoding = model.to(DEVICE).stages()
+    assert isinstance(decoding, DecodingStage)
+    batch = arrays.map(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE))
+    tensors = first_tensors(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE))
+    with torch.no_grad():
+        for stage in first:
+            tensors = stage(tensors)
+    inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
+
+    def run() -> None:
+        decoding.decoder(inputs, decoding.last_layer).sum().backward()
+        for tensor in (*inputs, *model.parameters()):
+            tensor.grad = None
+
+    return run
+
+
 def compare_added(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
     arrays = make_rows(np.full(rows, seq), seq)
     arms = {"A/A": added_parts("absolute", arrays, dropout)["absolute"], "tcd": sampled_tcd(arrays)}
     for encoding in dict.fromkeys(["absolute", *arguments.encodings]):
         arms |= added_parts(encoding, arrays, dropout)
+    if "deberta" in arguments.encodings:
+        arms["mask decoder"] = mask_decoder(arrays, dropout)
     whole = {BASE: our_step("absolute", "mlm", arrays, dropout)}
     rounds = -(-arguments.added // arguments.base_steps)  # before each whole step: what both are is of the same minute
     timed = []
@@ -284,6 +312,8 @@ def compare_added(rows: int, seq: int, dropout: float, arguments: argparse.Names
         if encoding != "absolute":
             ratio, bound = median_interval(1 + extra / step), BOUNDS.get(seq, {}).get(f"{encoding} mlm")
             print(f"  {encoding:<30} {ratio}   {verdict(ratio, bound) if bound else ''}")
+        if encoding == "deberta":
+            print(f"  {WITH_DECODER:<30} {median_interval(1 + (extra + parts['mask decoder']) / step)}")
         mth = LAYERS * (parts[f"{encoding} hcd"] - attention) + parts["tcd"]
         ratio = median_interval(1 + mth / (step + extra))
         print(f"  {encoding + ': mth / mlm':<30} {ratio}   {verdict(ratio, 1.02)}", flush=True)
