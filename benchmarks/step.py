@@ -14,8 +14,8 @@ fastest attention torch offers) in the same round, with a bootstrap 95 % interva
 Whole steps spread by several per cent on shared cores, and what differs between encodings is one layer's attention and,
 once a pass, the encoding itself. `--added N` times these N times interleaved, forward and backward, takes plain BERT's
 away, multiplies by the layers and divides by the whole step that follows its share of the rounds: step ratio = 1 +
-added ÷ step. (The update of a few more parameters is left out; it is below 0.1 %.) DeBERTa stands there without and with
-its enhanced mask decoder, which is timed by itself.
+added ÷ step. (The update of a few more parameters is left out; it is below 0.1 %.) DeBERTa stands there without and
+with its enhanced mask decoder, which is timed by itself.
 
 With `--lengths` both sides see the same global batch of documents (`--global-batch`), transformers in rows padded to
 the shape's length, ours packed. As many rows of each side as `--shape` says are timed; a row of ours holds more tokens.
