@@ -8,6 +8,7 @@ Names as in `megatron_ddrp.model.blocked`; m′ = heads compared.
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -49,7 +50,7 @@ class ComparedHeads:
     def restore(self, kept: Tensor, rows: slice, d_products: Tensor) -> Tensor:
         """Undo `keep`, in place, and give the `gradient` of what had been kept."""
         by_head, forbidden = self._by_head(kept), self.block.forbidden(rows)
-        d_chosen = self.gradient(by_head[:, self._places()], d_products)
+        d_chosen = self.gradient(by_head[:, self._places], d_products)
         for head in self.numbers:
             logits = by_head[:, head]  # [b, t, n]
             if forbidden is not None:
@@ -60,6 +61,7 @@ class ComparedHeads:
     def _by_head(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
 
+    @cached_property
     def _places(self) -> slice | Tensor:
         """The heads as an index: one that copies nothing where they are evenly spaced, as two heads always are."""
         steps = {following - head for head, following in pairwise(self.numbers)}

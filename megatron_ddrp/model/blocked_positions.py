@@ -46,6 +46,11 @@ class QueryTable:
         self.shifted_from = 0
 
     @cached_property
+    def unshifted(self) -> Tensor:
+        """`[g, n, d]`: the keys, those of `whole` with their constant."""
+        return self.key + self.constant if len(self.whole) else self.key
+
+    @cached_property
     def shifted(self) -> Tensor:
         """`[g, n, d]`: the keys, those right of the bands of the tile last asked for shifted."""
         return self.key + (self.relative[:, -1:] + self.constant)
@@ -62,7 +67,7 @@ class QueryTable:
         now shifted no more got until here is also the shift's.
         """
         if self.shifted_from == 0 and tile.near.stop == self.key.shape[1]:
-            return self.key + self.constant if len(self.whole) else self.key  # no band ends before the last key
+            return self.unshifted  # no band ends before the last key
         arrived = slice(self.shifted_from, tile.near.stop)
         torch.add(self.key[:, arrived], self.constant, out=self.shifted[:, arrived])
         if d_key is not None:
