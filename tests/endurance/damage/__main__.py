@@ -42,7 +42,7 @@ class Bench:
 
     def healthy(self, readers: Sequence[str]) -> dict[str, Healthy]:
         """Run the readers on the undamaged sample, and on one whose newest checkpoint is the one before."""
-        plans = [(name, older) for name in readers for older in (False, True)]
+        plans = [(name, older) for name in readers for older in (False, True) if READERS[name].takes_run or not older]
         commands = []
         for number, (name, older) in enumerate(plans):
             command = self._command(f"healthy{number}", name)
@@ -58,7 +58,7 @@ class Bench:
             results[name, older] = result_of(READERS[name], command.folder, ended.stdout)
             lines[name, older] = plain_lines(ended.stdout + "\n" + ended.stderr)
             shutil.rmtree(command.folder)
-        return {name: Healthy(lines[name, False], results[name, False], results[name, True]) for name in readers}
+        return {name: Healthy(lines[name, False], results[name, False], results.get((name, True))) for name in readers}
 
     def outcomes(self, cases: Sequence[Case], keep: bool = False) -> Iterator[Outcome]:
         """Run the cases; yield what became of each, as they end."""

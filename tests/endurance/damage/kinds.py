@@ -41,14 +41,14 @@ RUN_READERS = (
     "training",
     "convert --load",
     "tasks.glue --load",
-    "analyze.py triangle",
+    "analyze.py attention-maps",
     "analyze.py self-similarity",
     "analyze.py notes",
 )
 EXPORT_READERS = ("tasks.glue --load, our export", "analyze.py, our export")
 BERT_READERS = ("convert --from-hf", "tasks.glue --load, a BERT", "analyze.py, a BERT")
 DATA_CHECKS = ("training --verify-data", "dataset.py verify")
-DATA_READERS = ("dataset.py inspect", "dataset.py merge", "analyze.py triangle", "training_report.py")
+DATA_READERS = ("dataset.py inspect", "dataset.py merge", "analyze.py attention-maps", "training_report.py")
 
 
 class Kind(NamedTuple):

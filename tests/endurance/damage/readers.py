@@ -46,6 +46,11 @@ class Reader(NamedTuple):
     """Patterns of the files that it writes; its standard output counts as well where this is empty."""
 
     @property
+    def takes_run(self) -> bool:
+        """Whether it reads the training run's folder, where an older checkpoint may serve."""
+        return "run" in self.words
+
+    @property
     def checks(self) -> bool:
         """Whether it is there to find damage: silence about it is wrong even if nothing else is."""
         return self.name == "dataset.py verify"
@@ -84,9 +89,9 @@ READERS = {
         Reader(
             "tasks.glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)
         ),
-        _analysis("analyze.py triangle", "triangle", "run"),
+        _analysis("analyze.py attention-maps", "attention-maps", "run"),
         _analysis("analyze.py self-similarity", "self-similarity", "run"),
-        _analysis("analyze.py, our export", "triangle", "export"),
+        _analysis("analyze.py, our export", "attention-maps", "export"),
         _analysis("analyze.py, a BERT", "self-similarity", "bert"),
         Reader(
             "analyze.py notes",
@@ -104,7 +109,7 @@ READERS = {
         Reader(
             "dataset.py merge",
             ("tools/dataset.py", "merge", "--output-prefix", "out/all", "data/other_text_document", DATASET),
-            ("out/all.*",),
+            ("out/all.bin", "out/all.idx"),
         ),
         Reader(
             "preprocess_data.py, resumed",

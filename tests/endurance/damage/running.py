@@ -26,7 +26,7 @@ MORE_PRELOADED = [
     "sklearn.metrics",
     "megatron_ddrp.analysis.run_notes",
     "megatron_ddrp.analysis.run_similarity",
-    "megatron_ddrp.analysis.run_triangle",
+    "megatron_ddrp.analysis.run_maps",
     "megatron_ddrp.conversion.from_huggingface",
     "megatron_ddrp.conversion.to_huggingface",
     "megatron_ddrp.data.preprocess",

@@ -108,13 +108,13 @@ def _new_lines(text: str, known: Collection[str]) -> list[str]:
 
 
 def _lines(text: str) -> Iterable[str]:
-    """Whole lines; of a progress bar only its last state."""
-    return [line.rpartition("\r")[2] for line in text.split("\n") if line.strip()]
+    """Return the lines that hold words: no progress bars."""
+    return [line for line in re.split(r"[\r\n]", text) if line.strip() and not re.search(r"\d%\|.*\|", line)]
 
 
 def _without_times(line: str) -> str:
-    """`line` without rates, times and bars."""
-    return re.sub(r"[\d.:]+\s*([kM]?\s?(tok|MB|token|B|sentence|it|s|h|m|min)\S*|%)|\[.*\]|█+", "·", line)
+    """Return `line` without the numbers that come from the clock."""
+    return re.sub(r"[\d.:hm]+\s*([kM]?\s?(tok|MB|s|h|min)\b\S*)|eta \S+", "·", line)
 
 
 def _last(lines: Sequence[str]) -> str:
