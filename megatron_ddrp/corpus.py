@@ -86,14 +86,17 @@ class Corpus:
         return split_documents(num_documents, self.config.data.split)[split]
 
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
-        """Masked micro-batches of a split for one data-parallel rank."""
+        """Return the masked micro-batches of a split for one data-parallel rank.
+
+        `--mask-prob` is the training split's rate alone; the others are masked at `--eval-mask-prob`.
+        """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
         masker = Masker(
             tokenizer.word_starts,
             tokenizer.special_ids,
             tokenizer.mask_id,
             tokenizer.vocab_size,
-            objective.mask_prob,
+            objective.mask_prob if split == "train" else objective.eval_mask_prob,
             training.seed,
             masking=objective.masking,
             unk_id=tokenizer.unk_id,
