@@ -27,7 +27,7 @@ from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.note_files import load_notes, note_tensors
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import Ranks, agree, largest_over_ranks
+from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, largest_over_ranks
 from megatron_ddrp.stopping import StopRequests, sole_writer
 
 
@@ -58,7 +58,7 @@ def train(config: Config) -> int:
         agree(lambda: open_folder(stack, folder, config, corpus, ranks))
         log = stack.enter_context(MetricsLog(config, progress.iteration, active=ranks.rank == 0))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began))
-        for note in corpus.notes:
+        for note in dict.fromkeys(note for notes in gather_objects(corpus.notes) for note in notes):
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
         if notes is not None:
