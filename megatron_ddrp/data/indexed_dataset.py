@@ -5,8 +5,10 @@
     PREFIX.json  the manifest (ours): counts, the tokenizer's fingerprint, SHA-256 of both files; absent beside other
                  writers' files
 
-Neither opening nor writing takes memory that grows with the dataset. No damage makes the reader return bytes that are
-not the sequence's: it ends in one clear line instead.
+Neither opening nor writing takes memory that grows with the dataset. The reader refuses, in one clear line, a header
+that does not fit the files' sizes, and a sequence that does not lie inside `PREFIX.bin`. It does not see an id that
+became another id, nor a border that moved inside the file: only the SHA-256 in the manifest tells (`verification.py`,
+`--verify-data`).
 """
 
 from __future__ import annotations
@@ -161,12 +163,13 @@ def token_chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
             yield tokens
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while data := stream.read(1 << 20):
             digest.update(data)
+            advance(len(data))
     return digest.hexdigest()
 
 

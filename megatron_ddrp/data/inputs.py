@@ -97,14 +97,24 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     return files
 
 
-def reading_progress(paths: Sequence[str]) -> tqdm:
-    """A progress bar on stderr over the bytes of the files, compressed where they are, with the time that is left.
+def reading_progress(paths: Sequence[str], doing: str | None = None, show: bool = True) -> tqdm:
+    """Return a progress bar on stderr over the bytes of the files, compressed where they are, with the time left.
 
-    In a log file it appears for long runs only, and seldom.
+    In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent.
     """
     total = None if STANDARD_INPUT in paths else sum(os.path.getsize(path) for path in paths)
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-    return tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
+    return tqdm(
+        desc=doing,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        leave=False,
+        file=sys.stderr,
+        disable=not show,
+        **seldom,
+    )
 
 
 class OpenInput:

@@ -97,6 +97,21 @@ def test_masking_flag(parts, tiny_corpus, masking):
     assert sum(int((part != IGNORED_LABEL).sum()) for part in labels) > 32
 
 
+@pytest.mark.parametrize("objective", ["mlm", "electra"])
+def test_validation_is_masked_at_its_own_rate(tiny_corpus, objective):
+    def rows(split, **rates):
+        config = make_config(tiny_corpus, data={"data_path": str(tiny_corpus.prefix), "split": "80,20"})
+        return rows_of(config.replace(objective={"objective": objective} | rates), 0, split)
+
+    assert rows("valid", mask_prob=0.4) == rows("valid", mask_prob=0.15) == rows("valid", eval_mask_prob=0.15)
+    assert rows("train", mask_prob=0.4) != rows("train", mask_prob=0.15) == rows("train", eval_mask_prob=0.4)
+    predicted = [
+        sum(label != IGNORED_LABEL for *_, labels in rows("valid", eval_mask_prob=p) for label in labels)
+        for p in (0.15, 0.4)
+    ]
+    assert predicted[1] > 2 * predicted[0]
+
+
 def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpus):
     data = {"train_data_path": (parts["a"], parts["b"]), "valid_data_path": ("1", parts["c"], "2", parts["a"])}
     corpus = Corpus.open(make_config(tiny_corpus, data=data))
