@@ -104,7 +104,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
         if output.state and output.state["skipped"] and config.on_error == "stop":
             raise UserError(f"{folder}: this run has skipped records; go on with --on-error skip, or remove the folder")
         if output.discarded:
-            print(f"{folder}: left by another command or input; starting afresh", file=sys.stderr)
+            print(f"{folder}: damaged, or left by another command or input; starting afresh", file=sys.stderr)
         run = _Run(config, files, tokenize, output)
         try:
             return run.to_the_end()
