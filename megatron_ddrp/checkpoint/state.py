@@ -67,9 +67,10 @@ def _checked(state: Any, folder: str) -> dict[str, Any]:
     """Return the state without its sum. Raises `ValueError` or `UserError` that says what is wrong with it."""
     if not isinstance(state, dict):
         raise ValueError("expected an object")
-    written = state.pop(SUM, None)
-    if written is not None and written != (found := _sum(state)):
-        raise ValueError(f"it has the CRC-32 {found} instead of {written}")
+    if SUM in state:
+        written, found = state.pop(SUM), _sum(state)
+        if written != found:
+            raise ValueError(f"it has the CRC-32 {found} instead of {written!r:.20}")
     needed: tuple[str, ...] = _OF_OLDER_VERSIONS
     if "files" in state:
         needed = _OF_IMPORTS if state.get(WEIGHTS_ONLY) is True else _OF_TRAINING
