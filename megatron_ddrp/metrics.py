@@ -163,5 +163,5 @@ class MetricsFile:
         try:
             self._flush()
         except OSError as error:
-            self._tell(f"{self.path}: {error.strerror}; {len(self._waiting)} rows are lost")
+            self._tell(f"{self.path}: {error.strerror}; rows lost: {len(self._waiting)}")
         os.close(self._descriptor)
