@@ -29,6 +29,8 @@ _REFUSALS = {
     errno.EISDIR,
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.ESTALE,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.notes import nearest_notes, share_of_sentences
-from megatron_ddrp.config import ObjectiveConfig
+from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.data.rare_words import WordFinder
 from megatron_ddrp.data.tokenizer import build_tokenizer
@@ -86,7 +86,9 @@ def test_the_command(rare, tokenizer, dataset, tmp_path):
     tensors = note_tensors(notes_of(rare, tokenizer))
     name = f"{checkpoint.BESIDE}-00-of-01.safetensors"
     facts = write_tensors(path / name, {key: Form.of(t) for key, t in tensors.items()}, tensors.items())
-    checkpoint.write_state(path, {"iteration": 3, "files": {name: facts}})
+    counts = {"iteration": 3, "consumed_samples": 0, "consumed_tokens": 0}
+    state = {**counts, checkpoint.WEIGHTS_ONLY: True, "files": {name: facts}, "config": Config().to_dict()}
+    checkpoint.write_state(path, state)
     tokenizer.save(path.parent / checkpoint.TOKENIZER)
     checkpoint.mark_latest(path.parent, path.name)
     command = [sys.executable, str(ROOT / "tools" / "analyze.py"), "notes", "--load", str(path.parent)]
