@@ -223,9 +223,11 @@ class IndexedDatasetWriter:
         self._write_sizes(sizes)
         self._write_tokens(tokens)
 
-    def append_dataset(self, dataset: IndexedDataset, advance: Callable[[int], object] = lambda size: None) -> None:
-        """Append all documents of a sound dataset of this type or a narrower one, in chunks; `advance` is told the
-        bytes of it that were read."""
+    def append_dataset(self, dataset: IndexedDataset, read: Callable[[np.ndarray], object]) -> None:
+        """Append all documents of a sound dataset of this type or a narrower one, in chunks.
+
+        Calls `read` with the ids `[at most CHUNK_TOKENS]` of each chunk, as they stand in its .bin.
+        """
         assert np.can_cast(dataset.dtype, self.dtype)
         for begin in range(0, dataset.num_documents, CHUNK):
             self._write_documents(np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
@@ -233,7 +235,7 @@ class IndexedDatasetWriter:
             self._write_sizes(dataset.sizes[begin : begin + CHUNK])
         for tokens in dataset.chunks():
             self._write_tokens(tokens.astype(self.dtype, copy=False))
-            advance(tokens.nbytes)
+            read(tokens)
 
     def end_document(self) -> None:
         """The sequences since the last call are one document."""

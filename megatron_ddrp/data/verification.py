@@ -76,6 +76,13 @@ def verify(
     yield from _wrong_hash(bin_path, _entry(files, "bin"), digest.hexdigest)
 
 
+def wrong_sums(prefix: str | os.PathLike[str], manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
+    """Yield which of the two files differ from the SHA-256 in the manifest, as far as it holds them."""
+    files, index_path = _entry(manifest, "files"), dataset_path(prefix, ".idx")
+    yield from _wrong_hash(index_path, _entry(files, "idx"), lambda: file_sha256(index_path))
+    yield from _wrong_hash(dataset_path(prefix, ".bin"), _entry(files, "bin"), lambda: bin_sha256)
+
+
 def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] = lambda size: None) -> None:
     """Compare `PREFIX.bin` and `PREFIX.idx` with the SHA-256 in the manifest.
 

@@ -103,6 +103,18 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
     assert [ids.tolist() for ids in merge(tmp_path / "a", [a, a], overwrite=True)] == [[1], [1]]
 
 
+@pytest.mark.parametrize(("suffix", "place", "value"), [(".bin", 0, 7), (".idx", -16, 1)])
+def test_another_id_and_a_moved_border_are_refused(tmp_path, suffix, place, value):
+    sound = write(tmp_path / "a", [[[1]]], manifest=manifest("a", 1))
+    changed = write(tmp_path / "b", [[[1], [2]], [[3]]], manifest=manifest("b", 2))
+    data = bytearray(Path(f"{changed}{suffix}").read_bytes())
+    data[place] = value
+    Path(f"{changed}{suffix}").write_bytes(data)
+    with pytest.raises(UserError, match=rf"b\{suffix}: SHA-256 .* changed since then"):
+        merge(tmp_path / "all", [sound, changed])
+    assert not list(tmp_path.glob("all*"))
+
+
 def test_killed_halfway_nothing_has_the_final_name(tmp_path):
     prefixes = [write(tmp_path / name, [[[1, 2]], [[3]]]) for name in "ab"]
     program = (

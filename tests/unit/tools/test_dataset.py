@@ -48,6 +48,14 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
     assert f": {ids} …" in command("inspect", f"{tiny_corpus.prefix}.idx", "--tokens", 3)[1]
 
 
+def test_inspect_refuses_another_vocabulary(tiny_corpus, command, tmp_path):
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8").splitlines()
+    pieces[-1] = pieces[-1][::-1] + "x"
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    code, out, err = command("inspect", tiny_corpus.prefix, "--vocab-file", tmp_path / "vocab.txt")
+    assert code == 1 and "the dataset was made by tokenizer" in err and err.count("\n") == 1 and not out
+
+
 def test_inspect_draws_the_lengths(tiny_corpus, command, tmp_path):
     pytest.importorskip("matplotlib")
     assert command("inspect", tiny_corpus.prefix, "--output", tmp_path / "lengths.png")[0] == 0
