@@ -68,11 +68,10 @@ def series(rows: Rows, key: str) -> Series:
 
 
 def unigram_level(prefix: str) -> float:
-    """Entropy in nats of the pieces of a dataset, taken one by one."""
-    dataset = IndexedDataset(prefix)
+    """Return the entropy in nats of the pieces of a dataset, taken one by one."""
     counts = np.zeros(0, dtype=np.int64)
-    for index in range(len(dataset)):
-        found = np.bincount(dataset[index])
+    for tokens in IndexedDataset(prefix).chunks():
+        found = np.bincount(tokens)
         if len(found) > len(counts):
             found[: len(counts)] += counts
             counts = found
@@ -80,6 +79,17 @@ def unigram_level(prefix: str) -> float:
             counts[: len(found)] += found
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises `UserError` where it is empty or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8: damaged; make it again") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty: make it again")
+    return text
 
 
 def panels(rows: Rows) -> dict[str, list[Curve]]:
@@ -207,8 +217,8 @@ def main() -> None:
     rows = read_metrics(arguments.load)
     beside = {str(folder): read_metrics(folder) for folder in arguments.beside}
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
-    scores = (arguments.glue_dir / "table.md").read_text(encoding="utf-8") if arguments.glue_dir else None
-    commands = arguments.commands.read_text(encoding="utf-8") if arguments.commands else None
+    scores = read_text(arguments.glue_dir / "table.md") if arguments.glue_dir else None
+    commands = read_text(arguments.commands) if arguments.commands else None
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     try:
         draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)
