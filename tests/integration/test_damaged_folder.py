@@ -58,7 +58,7 @@ def test_a_damaged_latest_never_begins_afresh(content: bytes, run: Path, flags: 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"consumed_samples": 5}, "has the CRC-32"),
+        ({"consumed_samples": 5}, "CRC-32"),
         ({"config": {"model": {"num_layers": []}}}, "model setting num_layers is []: a wrong type"),
         ({"loss_scaler": 1}, "loss_scaler: expected null"),
     ],
