@@ -5,7 +5,7 @@
     DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
     DIR/iter_0001000/
         state.json                          step, counts, optimizer step, loss scale, configuration, the layout that
-                                            wrote it, and of each file its size and CRC-32
+                                            wrote it, of each file its size and CRC-32, and its own CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
         beside-00-of-01.safetensors         what training keeps beside the model, such as the notes on rare words

@@ -70,7 +70,7 @@ def _checked(state: Any, folder: str) -> dict[str, Any]:
     if SUM in state:
         written, found = state.pop(SUM), _sum(state)
         if written != found:
-            raise ValueError(f"it has the CRC-32 {found} instead of {written!r:.20}")
+            raise ValueError(f"CRC-32 {found} instead of {written!s:.20}")
     needed: tuple[str, ...] = _OF_OLDER_VERSIONS
     if "files" in state:
         needed = _OF_IMPORTS if state.get(WEIGHTS_ONLY) is True else _OF_TRAINING

@@ -1,6 +1,6 @@
 """Saving and resuming: complete or not at all, exact, and from any layout into any other.
 
-A checkpoint holds whole fp32 weights and Adam's moments by the whole model's names (`megatron_ddrp/checkpoint.py`), so
+A checkpoint holds whole fp32 weights and Adam's moments by the whole model's names (`megatron_ddrp/checkpoint/`), so
 saving gathers what ranks hold, one parameter at a time, and resuming takes each rank's part. Everything else that a run
 needs is a pure function of the step.
 """
