@@ -27,7 +27,7 @@ from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
-from megatron_ddrp.metrics import METRICS, Row, read_rows
+from megatron_ddrp.metrics import METRICS, Row, ends_in_half_a_line, read_rows
 
 PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"
@@ -59,6 +59,8 @@ def read_metrics(folder: Path) -> Rows:
     rows = read_rows(folder)
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
+    if ends_in_half_a_line(folder):
+        print(f"{path}: left out the half line at its end", file=sys.stderr)
     return rows
 
 

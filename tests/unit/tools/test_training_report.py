@@ -94,9 +94,11 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
         read_metrics(tmp_path)
 
 
-def test_metrics_are_read(tmp_path):
+def test_metrics_are_read(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert read_metrics(tmp_path) == ROWS
+    assert not capsys.readouterr().err
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 7, "lo')  # what a run has half written
     assert read_metrics(tmp_path) == ROWS
+    assert capsys.readouterr().err == f"{tmp_path / 'metrics.jsonl'}: left out the half line at its end\n"
