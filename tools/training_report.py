@@ -28,6 +28,7 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
 from megatron_ddrp.metrics import METRICS, Row, ends_in_half_a_line, read_rows
+from tasks import markdown
 
 PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"
@@ -151,8 +152,8 @@ def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path
 
 
 def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[str]:
-    """What the curves say, as a table in Markdown: first and last value of each."""
-    lines = ["| curve | first | last | at step |", "| --- | ---: | ---: | ---: |"]
+    """Return the first and last value of each curve as a table in Markdown."""
+    lines = markdown.header(["curve", "first", "last", "at step"])
     curves = {
         "masked LM, training": series(rows, "lm_loss"),
         "masked LM, validation": series(rows, "valid_lm_loss"),
@@ -162,7 +163,8 @@ def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[
     }
     for label, values in curves.items():
         if values:
-            lines.append(f"| {label} | {values[0][1]:.3f} | {values[-1][1]:.3f} | {values[-1][0]} |")
+            ends = [f"{values[0][1]:.3f}", f"{values[-1][1]:.3f}", str(values[-1][0])]
+            lines.append(markdown.row([markdown.escape(label), *ends]))
     valid = series(rows, "valid_lm_loss")
     if unigram is not None and valid:
         gap = unigram - valid[-1][1]
@@ -183,7 +185,7 @@ def report(
     note: str | None,
     commands: str | None,
 ) -> str:
-    """The text of report.md; `scores` is a table.md, of which `note` says what a reader must know."""
+    """Return the text of report.md; `scores` is a table.md, and `note` a paragraph of Markdown above it."""
     seconds = [row["step_time"] for row in rows if "step_time" in row]
     lines = ["# Report", "", "## Pre-training", "", f"![Loss curves]({FIGURE})", "", *summary(rows, beside, unigram)]
     if seconds:
@@ -193,7 +195,7 @@ def report(
         lines += ["", "## Fine-tuning", "", *([note, ""] if note else [])]
         lines += ["##" + line if line.startswith("#") else line for line in scores.strip().split("\n")]
     if commands is not None:
-        lines += ["", "## Commands", "", "```", *commands.strip().split("\n"), "```"]
+        lines += ["", "## Commands", "", *markdown.code(commands.strip().split("\n"))]
     lines += ["", "## Versions", "", "| | |", "| --- | --- |", f"| Python | {platform.python_version()} |"]
     for package in PACKAGES:
         try:
@@ -212,7 +214,7 @@ def main() -> None:
     )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
-    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores")
+    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores, in Markdown")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
     arguments = parser.parse_args()

@@ -100,7 +100,11 @@ def test_a_stopped_run_keeps_what_is_done(job, tmp_path, whole, stop):
     for number in range(5):
         folder = tmp_path / f"stopped{number}"
         process = subprocess.Popen(
-            job(folder.name, "--workers", "2"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+            job(folder.name, "--workers", "2"),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            # A shell's background job ignores Ctrl-C on purpose, and hands that down: to this test, and from it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while chunks_done(folder) < 5 and process.poll() is None:
             time.sleep(0.01)

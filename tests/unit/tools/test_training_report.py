@@ -47,6 +47,12 @@ def test_the_report_says_where_the_loss_ended():
     assert "| torch |" in text
 
 
+def test_names_and_commands_are_shown_as_they_stand():
+    text = report(ROWS, {"<script>|x": ROWS[:2]}, None, None, None, "echo '```' '<b>'\n")
+    assert r"| masked LM, validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
+    assert "\n````\necho '```' '<b>'\n````\n" in text
+
+
 def test_a_run_that_did_not_learn_is_told_so():
     assert "1.000 nats above it" in report(ROWS, {}, 5.0, None, None, None)
 
