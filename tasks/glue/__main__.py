@@ -45,6 +45,8 @@ def report_only(options: argparse.Namespace) -> int:
         if not (folder / "runs.jsonl").is_file():
             raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
         found = trusted_runs(folder)
+        if not (found.rows or found.left_out):
+            raise UserError(f"--report {folder}: its runs.jsonl holds no finished run; finish some, or copy it again")
         rows += found.rows
         left_out += found.left_out
         unchecked += found.unchecked

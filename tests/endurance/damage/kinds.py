@@ -133,8 +133,8 @@ KINDS = (
         "GLUE: predictions",
         "glue/predictions/*",
         BYTES | TEXT,
-        ("tasks.glue, resumed", "tasks.glue --report"),
-        other="glue/predictions/*-s1-*",
+        ("tasks.glue --report",),
+        other="glue/predictions/*",
         loses=True,
     ),
     Kind(
@@ -209,8 +209,9 @@ class Case(NamedTuple):
         path = generator.choice(sorted(folder.glob(self.kind.files)))
         if self.harm != SWAPPED:
             return path, self.kind.harms[self.harm](path, generator)
-        others = [other for other in sorted(sample.glob(self.kind.other or "")) if other.name != path.name]
-        return path, swap(generator.choice(others or sorted(sample.glob(self.kind.other or ""))))(path, generator)
+        own = path.relative_to(folder)
+        others = [other for other in sorted(sample.glob(self.kind.other or "")) if other.relative_to(sample) != own]
+        return path, swap(generator.choice(others))(path, generator)
 
 
 def all_cases(repeats: int) -> list[Case]:

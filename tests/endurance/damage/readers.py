@@ -85,7 +85,7 @@ READERS = {
         _glue("tasks.glue --load", "run"),
         _glue("tasks.glue --load, our export", "export"),
         _glue("tasks.glue --load, a BERT", "bert"),
-        Reader("tasks.glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/**/*",)),
+        Reader("tasks.glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/table.*",)),
         Reader(
             "tasks.glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)
         ),

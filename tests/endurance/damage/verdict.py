@@ -90,6 +90,8 @@ def _refusal(case: Case, said: Sequence[Sequence[str]], naming: Collection[str])
     others = [line for line in stderr if line not in errors and line not in naming]
     if len(errors) == 1 and not others:
         return REFUSED, errors[0]
+    if naming and not errors and not others and case.kind.loses:
+        return TOLD, _last(stderr)  # with what is left, and an exit code that says that something is missing
     return NOISE, " // ".join(stderr) or "no line on standard error"
 
 

@@ -179,6 +179,9 @@ def test_one_report_over_several_folders(glue_dir, bert_folder, tmp_path, capsys
     assert f"| {bert_folder}, random weights |" in text
     with pytest.raises(UserError, match="holds no runs"):
         main(["--report", str(tmp_path), "--output-dir", str(tmp_path / "both")])
+    (tmp_path / "2" / "runs.jsonl").write_text("")
+    with pytest.raises(UserError, match="2: its runs.jsonl holds no finished run"):
+        main(["--report", str(tmp_path / "1"), str(tmp_path / "2"), "--output-dir", str(tmp_path / "both")])
 
 
 def test_several_checkpoints_stand_side_by_side(glue_dir, bert_folder, checkpoint_folder, tmp_path):
