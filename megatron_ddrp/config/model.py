@@ -40,6 +40,12 @@ class ModelConfig:
     relative_table: str = option(
         "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
     )
+    direction_init: str = option(
+        "halves",
+        "how ddrp's D starts: halves +1, but -1 to the left in half of each head's dimensions; ones around +1; spread "
+        "around +1, widely; free at random around 0; embedding as every embedding (docs/results.md compares them)",
+        choices=("halves", "ones", "spread", "free", "embedding"),
+    )
     deberta_emd: bool | None = option(
         None, "enhanced mask decoder: absolute positions join just before the head (default: on for deberta)"
     )

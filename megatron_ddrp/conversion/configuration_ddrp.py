@@ -27,6 +27,7 @@ class DdrpConfig(PretrainedConfig):
         position_encoding: str = "ddrp",
         relative_distance: int = 64,
         relative_table: str = "shared",
+        direction_init: str = "halves",
         deberta_emd: bool = False,
         pad_token_id: int = 0,
         **kwargs: Any,
@@ -48,6 +49,7 @@ class DdrpConfig(PretrainedConfig):
         self.position_encoding = position_encoding
         self.relative_distance = relative_distance
         self.relative_table = relative_table
+        self.direction_init = direction_init
         self.deberta_emd = deberta_emd
 
     @property

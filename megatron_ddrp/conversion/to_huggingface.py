@@ -153,6 +153,7 @@ def huggingface_config(config: ModelConfig, tokenizer: Tokenizer, detects: bool 
         "position_encoding": config.position_encoding,
         "relative_distance": config.relative_distance,
         "relative_table": config.relative_table,
+        "direction_init": config.direction_init,
         "deberta_emd": config.deberta_emd,
     }
 

@@ -87,6 +87,9 @@ class PositionEncoding(nn.Module):
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters that belong to single heads → the dimension along which the heads lie; all others serve all heads."""
 
+    gains: frozenset[str] = frozenset()
+    """Parameters that are factors around 1, as a LayerNorm's weights are; weight decay does not act on them."""
+
     layer_part: type[LayerPositions] = LayerPositions
     """What each layer does to the tensors before `terms` names them."""
 
