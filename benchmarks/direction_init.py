@@ -29,8 +29,8 @@ from megatron_ddrp.model.positions import REGISTRY, ddrp
 from megatron_ddrp.train import train
 
 FLAGS = """
-    --num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --packing --objective mlm
-    --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 16 --global-batch-size 16 --train-iters 500
+    --num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 64 --packing --objective mlm
+    --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 32 --global-batch-size 32 --train-iters 800
     --lr 2e-3 --lr-warmup-fraction 0.1 --log-interval 50 --eval-interval 100000 --eval-iters 40
     --save-interval 100000 --num-threads 1"""
 """Flags of pretrain_bert.py that all runs share."""
