@@ -29,6 +29,8 @@ _REFUSALS = {
     errno.EISDIR,
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.ESTALE,
 }
 
 
@@ -54,18 +56,17 @@ def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
 
 @contextlib.contextmanager
 def refusals_as_user_errors(path: object = None) -> Iterator[None]:
-    """Raise what the operating system refuses inside (a full disk, a missing right) as a `UserError` about `path`."""
+    """Raise every `OSError` inside (a full disk, a missing right) as a `UserError` about `path`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
         raise UserError(_refusal(error, path)) from error
 
 
 def _refusal(error: OSError, path: object = None) -> str:
     where = path if error.filename is None else error.filename
-    return str(error.strerror) if where is None else f"{where}: {error.strerror}"
+    reason = error.strerror or error
+    return str(reason) if where is None else f"{where}: {reason}"
 
 
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:

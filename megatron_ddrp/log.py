@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
-
-METRICS = "metrics.jsonl"
+from megatron_ddrp.metrics import METRICS, MetricsFile
 
 
 class MetricsLog:
-    """Rows of numbers. `write` appends one; a row's `iteration` counts from 1."""
+    """Rows of numbers. `write` appends one; a row's `iteration` counts from 1.
+
+    Raises `UserError` where metrics.jsonl cannot be opened.
+    """
 
     def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
         self.config = config
         self.active = active
-        self._file: TextIO | None = None
+        self._file: MetricsFile | None = None
         self._writers: list[Any] = []
         if not active:
             return
         if config.checkpoint.save:
-            path = Path(config.checkpoint.save) / METRICS
-            drop_rows_after(path, start_iteration)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
         if config.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -41,14 +39,17 @@ class MetricsLog:
             self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row everywhere; at once, so that a killed run keeps it."""
+        """Append a row everywhere, at once, so that a killed run keeps it."""
         if not self.active:
             return
         if self._file:
-            self._file.write(json.dumps({name: finite(value) for name, value in row.items()}) + "\n")
-            self._file.flush()
+            self._file.write(row)
         for writer in self._writers:
             writer.log({k: v for k, v in row.items() if k != "iteration"}, step=row["iteration"])
+
+    def restore(self) -> list[str]:
+        """Write metrics.jsonl again where somebody deleted it, and return its name if so."""
+        return self._file.restore() if self._file else []
 
     def say(self, line: str) -> None:
         """Print a line for people."""
@@ -65,11 +66,6 @@ class MetricsLog:
             self._file.close()
         for writer in self._writers:
             writer.finish()
-
-
-def finite(value: float) -> float | None:
-    """A number as JSON has it: None for inf and nan, such as the norm of a step whose fp16 gradients overflowed."""
-    return value if math.isfinite(value) else None
 
 
 class _TensorBoard:
@@ -97,31 +93,6 @@ def check_writers(config: Config) -> None:
                 __import__(module)
             except ImportError:
                 raise UserError(f"{name} needs the package {module}: pip install {module}", exit_code=2) from None
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, also while it is being written; none where there is no file yet."""
-    try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # the half-written last line
-            break
-    return rows
-
-
-def drop_rows_after(path: Path, iteration: int) -> None:
-    """Cut metrics.jsonl back to the checkpoint that a run goes on from, so that no step stands in it twice."""
-    if not path.exists():
-        return
-    temporary = path.with_suffix(".tmp")
-    kept = [json.dumps(row) + "\n" for row in read_rows(path.parent) if row["iteration"] <= iteration]
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
 
 
 class Clock:

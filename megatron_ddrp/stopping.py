@@ -1,4 +1,4 @@
-"""Ending before the last step: signals, a time limit, and the one run that may write to a folder.
+"""Ending before the last step, by signals or a time limit, and the note of how a run ended.
 
 SIGTERM and SIGUSR1 (`scancel`, a batch system's warning, `kill`) let the step in hand finish; all ranks then save and
 exit with `ASKED_TO_STOP`, whichever of them was told.
@@ -6,20 +6,13 @@ exit with `ASKED_TO_STOP`, whichever of them was told.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import signal
-import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_ddrp.errors import UserError
-
-LOCK, EXIT_CODE = "lock", "exit_code"
+EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
 """Beyond every signal's number."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -58,32 +51,6 @@ class StopRequests:
 def describe(code: int) -> str:
     """What asked us to stop."""
     return "--exit-duration-in-mins" if code == OUT_OF_TIME else signal.Signals(code).name
-
-
-@contextlib.contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold DIR/lock, so that no second run writes there. A killed run's lock is free at once: the system held it.
-
-    Raises `UserError` naming who holds it. File systems without locks are not guarded.
-    """
-    path = folder / LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            holder = os.read(descriptor, 200).decode(errors="replace").strip()
-            raise UserError(
-                f"--save {folder} is being written by another run ({holder}): stop it, or give another --save"
-            ) from None
-        except OSError:
-            pass
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
-        yield
-        path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
 
 
 def note_exit_code(folder: Path, code: int) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megatron_ddrp import stopping
-from megatron_ddrp.checkpoint import TOKENIZER, checkpoints, refuse_folders
-from megatron_ddrp.config import Config, save_config
+from megatron_ddrp.checkpoint import last_name, refuse_folders
+from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine
@@ -28,7 +28,8 @@ from megatron_ddrp.note_files import load_notes, note_tensors
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, largest_over_ranks
-from megatron_ddrp.stopping import StopRequests, sole_writer
+from megatron_ddrp.run_folder import RunFolder
+from megatron_ddrp.stopping import StopRequests
 
 
 def train(config: Config) -> int:
@@ -55,8 +56,10 @@ def train(config: Config) -> int:
         agree(lambda: load_notes(notes, resumed.path))
 
     with ExitStack() as stack:
-        agree(lambda: open_folder(stack, folder, config, corpus, ranks))
-        log = stack.enter_context(MetricsLog(config, progress.iteration, active=ranks.rank == 0))
+        first = ranks.rank == 0
+        home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
+        agree(lambda: stack.enter_context(home or nullcontext()))
+        log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began))
         for note in corpus.notes:
             log.say(note)
@@ -80,7 +83,7 @@ def train(config: Config) -> int:
             request = largest_over_ranks(requests.code, ranks.device)
             stops = progress.iteration == config.training.train_iters or exits(progress.iteration, config) or request
             if folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                save(engine, folder, progress, config, ranks, log, notes, must=bool(stops))
+                save(engine, folder, home, progress, config, ranks, log, notes, must=bool(stops))
                 clock.pause()
             if stops:
                 break
@@ -93,21 +96,10 @@ def train(config: Config) -> int:
     return code
 
 
-def open_folder(stack: ExitStack, folder: Path | None, config: Config, corpus: Corpus, ranks: Ranks) -> None:
-    """Make the `--save` folder ours, on rank 0, and write into it what every reader of its checkpoints wants."""
-    if folder is None or ranks.rank:
-        return
-    with refusals_as_user_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(sole_writer(folder))
-        stopping.forget_exit_code(folder)
-        save_config(config, folder)
-        corpus.tokenizer.save(folder / TOKENIZER)
-
-
 def save(
     engine,
     folder: Path,
+    home: RunFolder | None,
     progress: Progress,
     config: Config,
     ranks: Ranks,
@@ -118,13 +110,23 @@ def save(
     """Save; where that fails and is no `must`, say so and go on: the checkpoints before are whole, and disks empty."""
     beside = {} if notes is None else note_tensors(notes)
     try:
+        agree(lambda: restore(home, log))
         log.say(f"saved {save_checkpoint(engine, folder, progress, config, ranks, beside)}")
     except UserError as error:
-        last = next((path.name for path in checkpoints(folder)), "none")
-        line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last}"
+        line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
         if must:
             raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
         log.say(f"{line}; going on")
+
+
+def restore(home: RunFolder | None, log: MetricsLog) -> None:
+    """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
+    if home is None:
+        return
+    with refusals_as_user_errors(home.path):
+        written = [*home.restore(), *log.restore()]
+    if written:
+        log.say(f"{home.path} lacked {', '.join(written)}: written again")
 
 
 def check_attention(config: Config, ranks: Ranks) -> None:

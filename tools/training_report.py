@@ -17,7 +17,7 @@ import sys
 from importlib import metadata
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -27,7 +27,7 @@ from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
-from megatron_ddrp.log import METRICS, read_rows
+from megatron_ddrp.metrics import METRICS, Row, read_rows
 
 PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"
@@ -37,7 +37,7 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 BESIDE = [("#009E73", "s"), ("#CC79A7", "^"), ("#56B4E9", "D"), ("#E69F00", "v"), ("#000000", "P")]
 """Colour and marker of each run that is drawn beside."""
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 """Of one run's metrics.jsonl."""
 
 Series = list[tuple[int, float]]
@@ -63,8 +63,8 @@ def read_metrics(folder: Path) -> Rows:
 
 
 def series(rows: Rows, key: str) -> Series:
-    """The values of one metric, where it was logged."""
-    return [(row["iteration"], row[key]) for row in rows if key in row]
+    """Return the values of one metric, where it was logged and finite."""
+    return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def unigram_level(prefix: str) -> float:

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ddrp.checkpoint import STATE, checkpoints, fault, load_model, none_complete, read_state
+from megatron_ddrp.checkpoint import (
+    MODEL,
+    STATE,
+    choose_checkpoint,
+    holds_run,
+    is_checkpoint,
+    read_model,
+    read_state,
+    whole_checkpoints,
+)
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -26,9 +35,9 @@ class Snapshot:
     consumed_tokens: int | None = None
 
     def load(self) -> tuple[Encoder, Tokenizer, Config]:
-        """The model on the CPU in fp32 and eval mode, its tokenizer, and its configuration."""
+        """Return the model on the CPU in fp32 and eval mode, its tokenizer, and its configuration."""
         if (self.path / STATE).is_file():
-            return load_model(self.path)
+            return read_model(self.path)
         from megatron_ddrp.conversion.from_export import load_hugging_face
 
         model, tokenizer, sizes = load_hugging_face(self.path)
@@ -36,28 +45,23 @@ class Snapshot:
 
 
 def find_snapshots(folder: Path, every: bool) -> tuple[list[Snapshot], list[str]]:
-    """The models of a `--load` folder, oldest first: all of them or the newest; and why others were passed over.
+    """Return the models of a `--load` folder, oldest first, all of them or the newest; and why others are left out.
 
-    Raises `UserError` where there is none.
+    Weights are checked by their sums. Raises `UserError` where there is none that is whole.
     """
-    if (folder / STATE).is_file():
-        return [_snapshot(_name(folder), folder)], []
-    found = checkpoints(folder)
-    if not found:
+    if not is_checkpoint(folder) and not holds_run(folder):
         if _is_hugging_face(folder):
             return [Snapshot(_name(folder), folder)], []
         raise UserError(
             f"--load {folder}: neither checkpoints nor a Hugging Face folder; expected a folder that "
             "pretrain_bert.py --save or tools/convert_checkpoint.py wrote"
         )
-    faults = {path: fault(path) for path in (found if every else found[:1])}
-    if not every and faults[found[0]]:
-        faults = {path: fault(path) for path in found}
-    whole = [path for path in faults if faults[path] is None]
-    if not whole:
-        raise none_complete(folder, [f"{path.name}: {reason}" for path, reason in faults.items()])
-    passed = [f"passed over {path}: {reason}" for path, reason in faults.items() if reason]
-    return [_snapshot(_name(folder), path) for path in sorted(whole if every else whole[:1])], passed
+    notes: list[str] = []
+    if every and not is_checkpoint(folder):
+        whole = list(whole_checkpoints(folder, (MODEL,), notes.append))
+    else:
+        whole = [choose_checkpoint(folder, (MODEL,), notes.append)]
+    return [_snapshot(_name(folder), path) for path in reversed(whole)], notes
 
 
 def find_all(folders: Sequence[Path], every: bool) -> tuple[list[Snapshot], list[str]]:

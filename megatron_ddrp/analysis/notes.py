@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ddrp.checkpoint import STATE, TOKENIZER, newest
+from megatron_ddrp.checkpoint import BESIDE, TOKENIZER, choose_checkpoint
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,11 +25,9 @@ SENTENCE_ENDS = (".", "!", "?")
 
 def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neighbours: int, documents: int) -> dict:
     """The numbers of one checkpoint's dictionary; `data_path` names the text whose sentences are looked at."""
-    path = load if (load / STATE).is_file() else newest(load)
-    if path is None:
-        raise UserError(f"--load {load} holds no checkpoint: expected a folder that pretrain_bert.py --save wrote")
+    path = choose_checkpoint(load, (BESIDE,))
     rare, met, vectors = read_notes(path)
-    tokenizer = load_tokenizer(path.parent / TOKENIZER)
+    tokenizer = load_tokenizer(path.resolve().parent / TOKENIZER)
     result: dict[str, Any] = {
         "checkpoint": str(path),
         "rare_words": len(rare),

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.models import Snapshot, find_all
 from megatron_ddrp.analysis.sentences import Sentences
-from megatron_ddrp.checkpoint import STATE, read_state
+from megatron_ddrp.checkpoint import STATE, read_config
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.blend import read_blend
@@ -138,6 +138,5 @@ def find_device(name: str | None) -> torch.device:
 
 
 def stored_configs(snapshots: Sequence[Snapshot]) -> list[Config]:
-    """The configurations of those that are checkpoints of ours."""
-    paths = [snapshot.path for snapshot in snapshots if (snapshot.path / STATE).is_file()]
-    return [Config.from_dict(read_state(path)["config"]) for path in paths]
+    """Return the configurations of those that are checkpoints of ours."""
+    return [read_config(snapshot.path) for snapshot in snapshots if (snapshot.path / STATE).is_file()]

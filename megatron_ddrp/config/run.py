@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,16 +80,21 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> Config:
-        """The inverse of `to_dict`; keys of another version of the project are refused by name."""
+        """Build the configuration that `to_dict` gave. Settings that are left out have their defaults.
+
+        Raises `UserError` for a section or setting of another version, by name, and for a value of a wrong type.
+        """
         sections = {}
+        if not isinstance(values, dict) or not all(isinstance(given, dict) for given in values.values()):
+            raise UserError(f"the configuration is not an object with the sections {', '.join(concerns())}")
+        _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
             given = values.get(concern, {})
-            known = {f.name for f in dataclasses.fields(section)}
-            unknown = sorted(set(given) - known)
-            if unknown:
-                raise UserError(
-                    f"config.json holds the unknown {concern} setting {unknown[0]!r}: another version wrote it"
-                )
+            hints = typing.get_type_hints(section)
+            _refuse_unknown(f"{concern} setting", given, hints)
+            for name, value in given.items():
+                if not _fits(value, hints[name]):
+                    raise UserError(f"the configuration's {concern} setting {name} is {value!r:.40}: a wrong type")
             sections[concern] = section(**given)
         return cls(**sections)
 
@@ -94,6 +102,23 @@ class Config:
 def concerns() -> dict[str, Any]:
     """Name of each section of `Config` → its dataclass, in the order of `--help`."""
     return {f.name: f.default_factory for f in dataclasses.fields(Config)}
+
+
+def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise UserError(f"the configuration holds the unknown {what} {unknown[0]!r}: another version wrote it")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value out of JSON is of a setting's type; whole numbers serve as floats, lists as tuples."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in options and type(value) is int:
+        return True
+    if any(typing.get_origin(option) is tuple for option in options):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return value is None or all(isinstance(item, str) for item in items)
+    return type(value) in options
 
 
 def save_config(config: Config, folder: Path) -> None:
@@ -104,8 +129,11 @@ def save_config(config: Config, folder: Path) -> None:
 
 
 def load_config(folder: Path) -> Config:
-    """Read DIR/config.json."""
+    """Read DIR/config.json. Raises `UserError` where it is missing or damaged."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path} not found: expected a folder that pretrain_bert.py --save wrote")
-    return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return Config.from_dict(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError, UserError) as error:
+        raise UserError(f"{path}: {error}") from None

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import POSITION_ENCODINGS, Config, ModelConfig
+from megatron_ddrp.config import POSITION_ENCODINGS, ModelConfig
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
@@ -84,7 +84,7 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     """
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = _find_checkpoint(load)
-    model, tokenizer, whole = checkpoint.load_model(source.resolve())
+    model, tokenizer, whole = checkpoint.read_model(source)
     detects = whole.objective.generates
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
     weights = exported_weights(dict(model.named_parameters()), config, detects)
@@ -159,16 +159,9 @@ def huggingface_config(config: ModelConfig, tokenizer: Tokenizer, detects: bool 
 
 
 def _find_checkpoint(load: Path) -> Path:
-    """The checkpoint's own folder, once its configuration says that it can be exported."""
-    path = load if (load / checkpoint.STATE).is_file() else checkpoint.newest(load)
-    if path is None:
-        raise UserError(f"--load {load}: no checkpoint in it; give a folder that pretrain_bert.py --save wrote")
-    try:
-        config = Config.from_dict(checkpoint.read_state(path)["config"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path / checkpoint.STATE} holds no configuration ({error!r}): give another checkpoint"
-        ) from None
+    """Return the checkpoint that is exported. Raises `UserError` where none is whole or its encoding is foreign."""
+    path = checkpoint.choose_checkpoint(load)
+    config = checkpoint.read_config(path)
     if config.model.position_encoding not in POSITION_ENCODINGS:
         raise UserError(
             f"{path} has {config.model.position_encoding!r} positions, which cannot be exported: "

@@ -1,6 +1,6 @@
 """Saving and resuming: complete or not at all, exact, and from any layout into any other.
 
-A checkpoint holds whole fp32 weights and Adam's moments by the whole model's names (`megatron_ddrp/checkpoint.py`), so
+A checkpoint holds whole fp32 weights and Adam's moments by the whole model's names (`megatron_ddrp/checkpoint/`), so
 saving gathers what ranks hold, one parameter at a time, and resuming takes each rank's part. Everything else that a run
 needs is a pure function of the step.
 """
@@ -47,7 +47,7 @@ class Resumed:
     progress: Progress
     path: Path
     notes: tuple[str, ...]
-    """What a user should know: damaged checkpoints passed over, another layout."""
+    """What a user should know: damaged checkpoints passed over, a damaged `latest`, another layout."""
     weights_only: bool = False
 
 
@@ -235,13 +235,16 @@ def load_checkpoint(
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
-    """The newest checkpoint whose files have the sums they were written with, and what was passed over."""
-    found = agree(lambda: files.checkpoints(folder))
+    """Return the newest checkpoint whose files have the sums they were written with, and lines on what was not taken.
+
+    Rank 0's listing counts for all, should the ranks see the folder differently.
+    """
+    found, notes = gather_objects(agree(lambda: files.candidates(folder)))[0]
     reasons: list[str] = []
     for path in found:
         reason = _fault_for_all(path, ranks)
         if reason is None:
-            return path, tuple(f"passed over {path.parent / r}" for r in reasons)
+            return path, (*notes, *(f"passed over {folder / r}" for r in reasons))
         reasons.append(f"{path.name}: {reason}")
     if found:
         raise agreed_by_all(str(files.none_complete(folder, reasons)))
@@ -249,11 +252,11 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
 
 
 def _fault_for_all(path: Path, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint, found by all ranks together: each sums up some of its files."""
+    """Return what is wrong with a checkpoint, or None. Each rank reads some of its files, and all of them agree."""
+    kinds = (files.MODEL, files.OPTIMIZER, files.BESIDE)
 
     def check() -> None:
-        names = sorted(files.read_state(path).get("files", {})) if files.fault(path) is None else []
-        reason = files.fault(path, names[ranks.rank :: ranks.world_size])
+        reason = files.fault(path, kinds, ranks.rank, ranks.world_size)
         if reason:
             raise UserError(reason)
 

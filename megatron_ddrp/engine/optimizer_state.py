@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megatron_ddrp.checkpoint.state import SCALER_FIELDS
 
-_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_whole(engine: Any, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
@@ -142,11 +142,11 @@ def get_loss_scaler(engine: Any) -> dict[str, float] | None:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not getattr(scaler, "dynamic", False):
         return None
-    return {name: getattr(scaler, name) for name in _SCALER_FIELDS}
+    return {name: getattr(scaler, name) for name in SCALER_FIELDS}
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float] | None) -> None:
     """The inverse of `get_loss_scaler`; a run in another precision than the checkpoint's keeps its own."""
     if state is not None and get_loss_scaler(engine) is not None:
-        for name in _SCALER_FIELDS:
+        for name in SCALER_FIELDS:
             setattr(engine.optimizer.loss_scaler, name, state[name])

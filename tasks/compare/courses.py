@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ddrp.checkpoint import tag
 from megatron_ddrp.config import Config, concerns
-from megatron_ddrp.log import read_rows
+from megatron_ddrp.metrics import read_rows
 from tasks.compare.corpus import CorpusFiles
 from tasks.compare.flags import Flags, merged, parse_config, words
 from tasks.compare.jobs import Job, job_name

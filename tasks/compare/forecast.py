@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_ddrp.log import duration, read_rows
+from megatron_ddrp.log import duration
+from megatron_ddrp.metrics import read_rows
 from tasks.compare.jobs import KINDS, Job
 from tasks.compare.plan import Plan
 from tasks.store import Store

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.log import read_rows
+from megatron_ddrp.metrics import read_rows
 from tasks.compare.courses import Course
 from tasks.compare.plan import Model, Plan
 from tasks.compare.statistics import BySeed

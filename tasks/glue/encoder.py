@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ddrp.checkpoint import STATE
+from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.conversion.to_huggingface import OWN_MODEL_TYPE
 from megatron_ddrp.data.batch import Batch
 from megatron_ddrp.data.tokenizer import build_tokenizer
@@ -46,7 +46,7 @@ class Encoder:
     fingerprint: str
     """Changes when any weight does."""
     origin: str
-    """Which weights were loaded, which were missing and which are left unused, for people."""
+    """Which weights were loaded, which were missing and which are left unused, and damage passed over, for people."""
     rebuild: Callable[[], nn.Module] | None = None
     """Makes the same architecture with new random weights; set where these are wanted."""
     pair_separators: int = 1
@@ -96,7 +96,7 @@ def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
         UserError: the folder is of neither kind, cannot be loaded, or its tokenizer has more pieces than its model.
     """
     path = folder / "config.json"
-    if not path.is_file() and not (folder / STATE).is_file():
+    if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
         raise UserError(
             f"--load {folder}: neither a training checkpoint nor a Hugging Face folder; expected a folder that "
             "pretrain_bert.py --save or tools/convert_checkpoint.py wrote, or a downloaded encoder"
@@ -110,10 +110,10 @@ def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
 
 
 def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Encoder:
-    from megatron_ddrp.checkpoint import load_model
     from megatron_ddrp.model import build_model
 
-    model, tokenizer, config = load_model(folder)
+    notes: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
+    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=notes.append))
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
     names = [name for name, _ in model.named_parameters()]
     unused = [name for name in names if name.startswith("head.")]
@@ -124,7 +124,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, random_init),
-        _origin(len(names) - len(unused), [], unused, random_init),
+        "; ".join((*notes, _origin(len(names) - len(unused), [], unused, random_init))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
     )
 

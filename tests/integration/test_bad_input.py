@@ -203,7 +203,7 @@ def test_two_ranks_say_it_once(changes: dict[str, Any], exit_code: int, flags: F
 def test_latest_that_names_nothing(flags: Flags, tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("iter_0000009\n", encoding="utf-8")
     arguments = flags(save=tmp_path, load=tmp_path)
-    assert_refused(start_ranks(arguments), FAILURE, "iter_0000009", "missing or incomplete")
+    assert_refused(start_ranks(arguments), FAILURE, "latest names iter_0000009, which is missing")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import StoredTensors, newest, read_state
-from megatron_ddrp.stopping import sole_writer
+from megatron_ddrp.checkpoint import StoredTensors, newest, read_state, write_state
+from megatron_ddrp.run_folder import sole_writer
 from tests.endurance.kills import kill_and_compare
 from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import start_ranks, training_rows
@@ -269,7 +268,7 @@ def test_resuming_reads_the_state_it_says(flags: Flags, tmp_path: Path) -> None:
     path = newest(tmp_path)
     assert path
     state = read_state(path)
-    (path / "state.json").write_text(json.dumps(state | {"optimizer_step": 5}), encoding="utf-8")
+    write_state(path, state | {"optimizer_step": 5})
     start_ranks(flags(save=tmp_path, load=tmp_path, train_iters=3)).check()
     again = newest(tmp_path)
     assert again and read_state(again)["optimizer_step"] == 6

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from megatron_ddrp.errors import UserError, run_command
+from megatron_ddrp.errors import UserError, refusals_as_user_errors, run_command
 
 
 def outcome(main, capsys):
@@ -24,6 +24,13 @@ def test_mistakes_are_one_line(capsys):
     assert outcome(lambda: fail(KeyboardInterrupt()), capsys) == (130, "tool: error: interrupted\n")
     full = OSError(errno.ENOSPC, "No space left on device", "out.bin")
     assert outcome(lambda: fail(full), capsys) == (1, "tool: error: out.bin: No space left on device\n")
+
+
+def test_every_refusal_of_a_file_operation_is_a_line():
+    """Also one that nobody foresaw: a rank that ended with a traceback would leave the others waiting."""
+    for number, words in ((errno.EEXIST, "File exists"), (errno.EREMOTEIO, "Remote I/O error")):
+        with pytest.raises(UserError, match=f"run/x: {words}"), refusals_as_user_errors("run/x"):
+            raise OSError(number, words)
 
 
 def test_success_and_result_become_the_exit_code(capsys):

@@ -107,7 +107,9 @@ def test_no_module_of_odds_and_ends():
     assert not [file for file in TREES if file.endswith(("utils.py", "helpers.py", "common.py", "misc.py"))]
 
 
-@pytest.mark.parametrize("module", ["megatron_ddrp.config", "megatron_ddrp.arguments", "megatron_ddrp.data.loader"])
+@pytest.mark.parametrize(
+    "module", ["megatron_ddrp.config", "megatron_ddrp.arguments", "megatron_ddrp.data.loader", "megatron_ddrp.metrics"]
+)
 def test_light_modules_start_without_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=60).returncode == 0

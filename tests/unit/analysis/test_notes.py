@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.analysis.notes import nearest_notes, share_of_sentences
-from megatron_ddrp.config import ObjectiveConfig
+from megatron_ddrp.analysis.notes import analyze_notes, nearest_notes, share_of_sentences
+from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.data.rare_words import WordFinder
 from megatron_ddrp.data.tokenizer import build_tokenizer
@@ -80,16 +80,38 @@ def test_nearest_notes_look_past_what_all_share(rare, tokenizer):
         nearest_notes("red", rare, met, notes.notes[notes.met], tokenizer, 2)
 
 
-def test_the_command(rare, tokenizer, dataset, tmp_path):
-    path = tmp_path / "run" / checkpoint.tag(3)
+def write_notes(folder, rare, tokenizer, step=3):
+    """Write a checkpoint that holds notes alone; return its file of notes."""
+    path = folder / checkpoint.tag(step)
     path.mkdir(parents=True)
     tensors = note_tensors(notes_of(rare, tokenizer))
     name = f"{checkpoint.BESIDE}-00-of-01.safetensors"
     facts = write_tensors(path / name, {key: Form.of(t) for key, t in tensors.items()}, tensors.items())
-    checkpoint.write_state(path, {"iteration": 3, "files": {name: facts}})
-    tokenizer.save(path.parent / checkpoint.TOKENIZER)
-    checkpoint.mark_latest(path.parent, path.name)
-    command = [sys.executable, str(ROOT / "tools" / "analyze.py"), "notes", "--load", str(path.parent)]
+    counts = {"iteration": step, "consumed_samples": 0, "consumed_tokens": 0}
+    state = {**counts, checkpoint.WEIGHTS_ONLY: True, "files": {name: facts}, "config": Config().to_dict()}
+    checkpoint.write_state(path, state)
+    tokenizer.save(folder / checkpoint.TOKENIZER)
+    checkpoint.mark_latest(folder, path.name)
+    return path / name
+
+
+def test_damaged_notes_are_passed_over_or_refused(rare, tokenizer, tmp_path, capsys):
+    files = [write_notes(tmp_path, rare, tokenizer, step) for step in (3, 4)]
+    for file in reversed(files):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        if file == files[1]:
+            found = analyze_notes(tmp_path, None, ["sings"], 2, 10)
+            assert found["checkpoint"] == str(files[0].parent)
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"passed over {file.parent}: {file.name} has the CRC-32 ")
+    for load in (tmp_path, files[0].parent):
+        with pytest.raises(UserError, match="has the CRC-32"):
+            analyze_notes(load, None, ["sings"], 2, 10)
+
+
+def test_the_command(rare, tokenizer, dataset, tmp_path):
+    write_notes(tmp_path / "run", rare, tokenizer)
+    command = [sys.executable, str(ROOT / "tools" / "analyze.py"), "notes", "--load", str(tmp_path / "run")]
     more = ["--data-path", dataset.prefix, "--words", "sings", "--output", str(tmp_path / "notes.json")]
     done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ddrp import checkpoint
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.from_huggingface import import_folder, model_flags
@@ -315,7 +316,10 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     again = run_tool("--from-hf", hf, "--output", run)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
     import_folder(hf, run, overwrite=True)
-    state = run / "iter_0000000" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "weights_only": False}))  # as training leaves it
+    path = run / "iter_0000000"
+    layout = {"ranks": 1, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
+    of_training = {"weights_only": False, "optimizer_step": 0, "loss_scaler": None, "layout": layout}
+    checkpoint.write_state(path, checkpoint.read_state(path) | of_training)
+    assert checkpoint.newest(run) == path
     with pytest.raises(UserError, match="no import that nothing was trained from"):
         import_folder(hf, run, overwrite=True)

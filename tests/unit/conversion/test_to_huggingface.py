@@ -190,5 +190,5 @@ def test_what_cannot_be_exported_is_named(tmp_path, tokenizer):
         export_checkpoint(load, tmp_path / "hf")
     for damaged in ("{", "{}", '{"config": 3}'):
         state_file.write_text(damaged)
-        with pytest.raises(UserError, match="state.json (is damaged|holds no configuration)"):
+        with pytest.raises(UserError, match="state.json is damaged"):
             export_checkpoint(load, tmp_path / "hf")

@@ -1,0 +1,89 @@
+"""What a `--save` folder holds, and how to read it: on one device, without DeepSpeed, running nothing that is in it.
+
+    DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row a log or evaluation
+    DIR/tokenizer/           the tokenizer of the run        DIR/latest          name of the newest checkpoint
+    DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
+    DIR/iter_0001000/
+        state.json                          step, counts, optimizer step, loss scale, configuration, the layout that
+                                            wrote it, of each file its size and CRC-32, and its own CRC-32
+        weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
+        optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
+        beside-00-of-01.safetensors         what training keeps beside the model, such as the notes on rare words
+
+Pipelines write one pair of files a stage; their union is the model. No trace of ranks, ZeRO or tensor parallelism is
+left, so every layout reads what any other wrote. A checkpoint is written under a temporary name and renamed when
+complete; `latest` is replaced last. One that was imported is iter_0000000 with weights alone (`WEIGHTS_ONLY`).
+"""
+
+from megatron_ddrp.checkpoint.choice import (
+    BESIDE,
+    MODEL,
+    OPTIMIZER,
+    choose_checkpoint,
+    fault,
+    newest,
+    none_complete,
+    whole_checkpoints,
+)
+from megatron_ddrp.checkpoint.folder import (
+    LATEST,
+    TOKENIZER,
+    WEIGHTS,
+    all_checkpoints,
+    candidates,
+    complete,
+    holds_run,
+    is_checkpoint,
+    last_name,
+    mark_latest,
+    prune,
+    refuse_folders,
+    tag,
+)
+from megatron_ddrp.checkpoint.state import STATE, WEIGHTS_ONLY, read_state, write_state
+from megatron_ddrp.checkpoint.weights import (
+    StoredTensors,
+    load_model,
+    load_weights,
+    persistent_buffers,
+    read_config,
+    read_model,
+    save_weights,
+    save_weights_only,
+)
+
+__all__ = [
+    "BESIDE",
+    "LATEST",
+    "MODEL",
+    "OPTIMIZER",
+    "STATE",
+    "StoredTensors",
+    "TOKENIZER",
+    "WEIGHTS",
+    "WEIGHTS_ONLY",
+    "all_checkpoints",
+    "candidates",
+    "choose_checkpoint",
+    "complete",
+    "fault",
+    "holds_run",
+    "is_checkpoint",
+    "last_name",
+    "load_model",
+    "load_weights",
+    "mark_latest",
+    "newest",
+    "none_complete",
+    "persistent_buffers",
+    "prune",
+    "read_config",
+    "read_model",
+    "read_state",
+    "refuse_folders",
+    "save_weights",
+    "save_weights_only",
+    "tag",
+    "whole_checkpoints",
+    "write_state",
+]

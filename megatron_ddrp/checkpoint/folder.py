@@ -1,0 +1,157 @@
+"""The names in a `--save` folder: which checkpoints are there, which of them may be taken, how a new one comes in."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ddrp.checkpoint.state import STATE, write_state
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tensor_files import sync_folder
+
+LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
+_NAME = re.compile(r"iter_[0-9]+")
+_LONGEST_LATEST = 200
+"""Bytes of `latest` that are read; more is no name."""
+
+
+def tag(iteration: int) -> str:
+    """Return the folder name of a step's checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int:
+    """Return the step of a checkpoint by its folder name."""
+    return int(name.removeprefix("iter_"))
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Return every DIR/iter_N, the highest number first, damaged ones included, whatever `latest` says."""
+    named = [path for path in folder.glob("iter_*") if _NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: (iteration_of(path.name), path.name), reverse=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is one checkpoint, as opposed to a `--save` folder with checkpoints in it."""
+    return (path / STATE).is_file() or bool(_NAME.fullmatch(path.resolve().name)) and not holds_run(path)
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a run has saved in a folder: a checkpoint or `latest` is there, in whatever condition."""
+    return bool(all_checkpoints(folder)) or os.path.lexists(folder / LATEST)
+
+
+class Candidates(NamedTuple):
+    """Checkpoints of a `--save` folder that may be taken."""
+
+    paths: list[Path]
+    """The newest first, damaged ones included."""
+    notes: tuple[str, ...]
+    """What a user should know of `latest`, one line each."""
+
+
+def candidates(folder: Path) -> Candidates:
+    """Return the checkpoints up to the one that `latest` names; all of them where `latest` is missing or damaged.
+
+    Newer ones than `latest` names are there after going back to an older checkpoint by writing its name into `latest`.
+    Raises `UserError` where `latest` is there and no checkpoint, or where it is a folder or cannot be read.
+    """
+    found, pointer = all_checkpoints(folder), folder / LATEST
+    if not os.path.lexists(pointer):
+        return Candidates(found, (f"{pointer} is missing: taking the newest whole checkpoint",) if found else ())
+    named, wrong = _named_by_latest(pointer)
+    if not wrong and folder / named not in found:
+        wrong = f"names {named}, which is missing"
+    if wrong and not found:
+        raise UserError(f"{folder} holds no checkpoint, and latest {wrong}: copy it again, or start in another --save")
+    if wrong:
+        return Candidates(found, (f"{pointer} {wrong}: taking the newest whole checkpoint",))
+    newest = found.index(folder / named)
+    newer = ", ".join(path.name for path in reversed(found[:newest]))
+    return Candidates(found[newest:], (f"{pointer} names {named}: leaving newer {newer} alone",) if newer else ())
+
+
+def last_name(folder: Path) -> str:
+    """Return the name of the newest checkpoint up to `latest`, for a message; `none` where there is none."""
+    try:
+        return next((path.name for path in candidates(folder).paths), "none")
+    except UserError:
+        return "none"
+
+
+def _named_by_latest(pointer: Path) -> tuple[str, str | None]:
+    """Return the checkpoint's name in `latest`, and what is wrong with the file, or None."""
+    if pointer.exists() and not pointer.is_file():
+        raise UserError(f"{pointer} is no file: remove it, or write the name of a checkpoint such as {tag(1000)} there")
+    try:
+        with pointer.open("rb") as stream:
+            raw = stream.read(_LONGEST_LATEST)
+    except FileNotFoundError:
+        return "", "is a link to nothing"
+    except OSError as error:
+        raise UserError(f"{pointer} cannot be read: {error.strerror}") from None
+    name = raw.decode(errors="replace").strip()
+    if not name:
+        return "", "is blank"
+    return name, None if _NAME.fullmatch(name) else f"holds {name[:20]!r}, which is no checkpoint's name"
+
+
+def mark_latest(folder: Path, name: str) -> None:
+    """Make `name` the newest checkpoint, in one step."""
+    temporary = folder / (LATEST + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(name + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(folder / LATEST)
+    sync_folder(folder)
+
+
+def complete(temporary: Path, state: dict[str, Any]) -> Path:
+    """Turn a folder DIR/iter_N.tmp whose tensors are written into the newest checkpoint, DIR/iter_N."""
+    folder, path = temporary.parent, temporary.with_suffix("")
+    write_state(temporary, state)
+    sync_folder(temporary)
+    if path.exists():  # damaged, or of a course that was given up
+        replaced = path.with_suffix(".old.tmp")
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    temporary.rename(path)
+    mark_latest(folder, path.name)
+    return path
+
+
+def refuse_folders(save: Path | None, load: Path | None) -> None:
+    """Raise `UserError` where a run would be laid over another one, or where `load` is no `--save` folder at all."""
+    if load and not candidates(load).paths:
+        if (load / STATE).is_file():
+            raise UserError(
+                f"--load {load} is one checkpoint: give its folder, --load {load.parent}; to go on from an older one, "
+                f"write its name into {load.parent / LATEST}"
+            )
+        if any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin")):
+            raise UserError(
+                f"--load {load} is a Hugging Face folder: import it, python tools/convert_checkpoint.py "
+                f"--from-hf {load} --output START, and give --load START"
+            )
+    if save and holds_run(save) and not (load and load.resolve() == save.resolve()):
+        raise UserError(f"--save {save} holds a run already: go on with it by --load {save}, or give another --save")
+
+
+def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: int | None = None) -> None:
+    """Delete all but `keep_last` checkpoints up to the newest; 0 keeps all. Leftovers of killed saves go in any case.
+
+    Steps that `milestone_interval` divides stay for ever, beside the last. Later steps than the newest's are there
+    after going back to an older checkpoint; they are not ours to delete.
+    """
+    for leftover in folder.glob("iter_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep_last:
+        limit = iteration_of(newest_name)
+        own = [path for path in all_checkpoints(folder) if iteration_of(path.name) <= limit]
+        for path in own[keep_last:]:
+            if not (milestone_interval and iteration_of(path.name) % milestone_interval == 0):
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""state.json of a checkpoint: what it may hold, and the sum that tells whether it is as it was written.
+
+The sum (`crc32`) is that of the other keys, written as JSON with sorted keys and without spaces. A state of an older
+version has no sum and is read without that check; its keys and types are checked all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.errors import UserError
+
+STATE = "state.json"
+SUM = "crc32"
+"""Key of the state's own sum."""
+WEIGHTS_ONLY = "weights_only"
+"""Key of an imported checkpoint: there is no optimizer state, and training begins at iteration 0."""
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What is kept of fp16's dynamic loss scaler."""
+
+_COUNTS = ("iteration", "consumed_samples", "consumed_tokens")
+_OF_TRAINING = (*_COUNTS, "optimizer_step", "loss_scaler", "layout", "files", "config")
+_OF_IMPORTS = (*_COUNTS, "files", "config")
+_OF_OLDER_VERSIONS = ("iteration", "config")
+_LAYOUT_SIZES = ("ranks", "tensor", "pipeline")
+_FILE_NAME = re.compile(r"model\.safetensors|(weights|optimizer|beside)-\d+-of-\d+\.safetensors")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read state.json of one checkpoint: counts, config, layout, files and their sums, without the state's own sum.
+
+    Raises `UserError` where the file cannot be read, its sum is another, or a key is missing, unknown or of a wrong
+    type.
+    """
+    file = path / STATE
+    if not file.is_file():
+        raise UserError(f"{STATE} is missing")
+    try:
+        return _checked(json.loads(file.read_bytes()), path.name)
+    except OSError as error:
+        raise UserError(f"{STATE} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError, UserError) as error:
+        raise UserError(f"{STATE} is damaged ({error})") from None
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write state.json with its own sum, on disk at return."""
+    with (path / STATE).open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps({**state, SUM: _sum(state)}, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sum(state: Mapping[str, Any]) -> str:
+    text = json.dumps(state, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _checked(state: Any, folder: str) -> dict[str, Any]:
+    """Return the state without its sum. Raises `ValueError` or `UserError` that says what is wrong with it."""
+    if not isinstance(state, dict):
+        raise ValueError("expected an object")
+    if SUM in state:
+        written, found = state.pop(SUM), _sum(state)
+        if written != found:
+            raise ValueError(f"CRC-32 {found} instead of {written!s:.20}")
+    needed: tuple[str, ...] = _OF_OLDER_VERSIONS
+    if "files" in state:
+        needed = _OF_IMPORTS if state.get(WEIGHTS_ONLY) is True else _OF_TRAINING
+    for key in needed:
+        if key not in state:
+            raise ValueError(f"{key} is missing")
+    for key, value in state.items():
+        if key not in _CHECKS:
+            raise ValueError(f"{key!r} is unknown")
+        try:
+            _CHECKS[key](value)
+        except ValueError as error:
+            raise ValueError(f"{key}: expected {error}") from None
+    number = re.fullmatch(r"iter_(\d+)", folder)
+    if number and int(number[1]) != state["iteration"]:
+        raise ValueError(f"iteration is {state['iteration']} in a folder named {folder}")
+    return state
+
+
+def _check_count(value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError("a whole number")
+
+
+def _check_flag(value: Any) -> None:
+    if type(value) is not bool:
+        raise ValueError("true or false")
+
+
+def _check_scaler(value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict) or set(value) != set(SCALER_FIELDS):
+        raise ValueError(f"null, or an object with {', '.join(SCALER_FIELDS)}")
+    if not all(type(number) in (int, float) for number in value.values()):
+        raise ValueError("numbers")
+
+
+def _check_layout(value: Any) -> None:
+    if not isinstance(value, dict) or set(value) != {*_LAYOUT_SIZES, "zero_stage", "precision"}:
+        raise ValueError(f"an object with {', '.join(_LAYOUT_SIZES)}, zero_stage and precision")
+    if not all(type(value[name]) is int and value[name] > 0 for name in _LAYOUT_SIZES):
+        raise ValueError(f"whole numbers above 0 for {', '.join(_LAYOUT_SIZES)}")
+    if value["zero_stage"] not in (0, 1, 2, 3) or value["precision"] not in ("fp32", "fp16", "bf16"):
+        raise ValueError("zero_stage 0 to 3 and precision fp32, fp16 or bf16")
+
+
+def _check_files(value: Any) -> None:
+    if not isinstance(value, dict) or not value:
+        raise ValueError("an object with the size and sum of each file")
+    for name, facts in value.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"names of checkpoint files instead of {name!r}")
+        if not isinstance(facts, dict) or set(facts) != {"bytes", SUM}:
+            raise ValueError(f"bytes and {SUM} of {name}")
+        _check_count(facts["bytes"])
+        if not isinstance(facts[SUM], str) or not re.fullmatch(r"[0-9a-f]{8}", facts[SUM]):
+            raise ValueError(f"eight hexadecimal digits as the {SUM} of {name}")
+
+
+def _check_config(value: Any) -> None:
+    Config.from_dict(value)
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    **dict.fromkeys((*_COUNTS, "optimizer_step"), _check_count),
+    WEIGHTS_ONLY: _check_flag,
+    "loss_scaler": _check_scaler,
+    "layout": _check_layout,
+    "files": _check_files,
+    "config": _check_config,
+}
+"""Key of a state → its check, which raises `ValueError` that says what was expected."""

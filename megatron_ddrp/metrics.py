@@ -1,0 +1,167 @@
+"""metrics.jsonl: one row of numbers per log or evaluation. Everything that reads or writes the file does so here.
+
+A line that is no row (damage, or the half line of a killed run) is kept in metrics.jsonl.damaged when the run resumes;
+readers leave it out and say so once. The rows after it count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ddrp.errors import refusals_as_user_errors
+
+METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
+Row = dict[str, Any]
+"""`iteration`, counted from 1, and numbers by name; None stands for a number that was not finite."""
+Tell = Callable[[str], object]
+
+
+@functools.cache
+def tell_once(line: str) -> None:
+    """Print a notice on standard error, the first time that this process has it."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def read_rows(folder: Path, tell: Tell = tell_once) -> list[Row]:
+    """Return the rows of a run's metrics.jsonl, also while it is being written; none where there is no file yet.
+
+    `tell` hears how many damaged lines were left out. Raises `UserError` where the file cannot be read.
+    """
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    with refusals_as_user_errors(path):
+        *lines, unfinished = path.read_bytes().split(b"\n")
+    rows, damaged = _sort_out(lines)
+    if damaged:
+        tell(f"{path}: left out {_count(damaged)}")
+    last = _parse(unfinished)  # whole where only its line end is missing; else the line being written
+    return [row for _, row in rows] + ([last] if last else [])
+
+
+def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, Row]], list[bytes]]:
+    """Return (lines that are rows, with these rows; lines that are none), without blank lines."""
+    filled = [line for line in lines if line.strip()]
+    parsed = [(line, _parse(line)) for line in filled]
+    return [(line, row) for line, row in parsed if row is not None], [line for line, row in parsed if row is None]
+
+
+def _parse(line: bytes) -> Row | None:
+    """Return the row that a line holds, or None."""
+    try:
+        row = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("iteration")) is not int:
+        return None
+    return row if all(value is None or _is_number(value) for value in row.values()) else None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or type(value) is float and math.isfinite(value)
+
+
+def _count(lines: list[bytes]) -> str:
+    return f"{len(lines)} damaged line{'s' * (len(lines) > 1)}"
+
+
+def finite(value: float) -> float | None:
+    """Return a number as JSON has it: None for inf and nan, such as the norm of fp16 gradients that overflowed."""
+    return value if math.isfinite(value) else None
+
+
+class MetricsFile:
+    """metrics.jsonl of the run that writes it. A row that the disk refuses waits in memory for the next one."""
+
+    def __init__(self, path: Path, last_iteration: int, tell: Tell) -> None:
+        """Cut the file back to `last_iteration`, that of the checkpoint that the run resumes from, and open it.
+
+        `tell` hears of damaged lines, now, and of rows that cannot be written, later. Raises `UserError` where the
+        system refuses.
+        """
+        self.path, self._tell = path, tell
+        self._waiting: list[bytes] = []
+        with refusals_as_user_errors(path):
+            if path.exists():
+                self._cut_back(last_iteration)
+            self._descriptor = self._open()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def _cut_back(self, last_iteration: int) -> None:
+        """Drop the rows after an iteration, so that no step stands there twice, and set damaged lines aside."""
+        before = self.path.read_bytes()
+        rows, damaged = _sort_out(before.split(b"\n"))
+        if damaged:
+            aside = self.path.with_name(DAMAGED)
+            with aside.open("ab") as stream:
+                stream.write(b"".join(line + b"\n" for line in damaged))
+            self._tell(f"{self.path}: moved {_count(damaged)} to {aside.name}")
+        kept = b"".join(line + b"\n" for line, row in rows if row["iteration"] <= last_iteration)
+        if kept != before:
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_bytes(kept)
+            temporary.replace(self.path)
+
+    def write(self, row: Row) -> None:
+        """Append a row, on its way to the disk at return, so that a killed run keeps it."""
+        waited = len(self._waiting)
+        line = json.dumps({name: finite(value) for name, value in row.items()}) + "\n"
+        self._waiting.append(line.encode())
+        try:
+            self._flush()
+        except OSError as error:
+            if not waited:
+                self._tell(f"{self.path}: {error.strerror}; its rows wait in memory and training goes on")
+            return
+        if waited:
+            self._tell(f"{self.path}: written again, with the {waited} rows that had to wait")
+
+    def _flush(self) -> None:
+        """Write the waiting rows, all of them or none: half a line would spoil the next one."""
+        end = os.fstat(self._descriptor).st_size
+        data = b"".join(self._waiting)
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, end)
+            raise
+        self._waiting.clear()
+
+    def restore(self) -> list[str]:
+        """Give the file its name and rows again where somebody deleted it; return its name if so, else nothing."""
+        if self.path.exists():
+            return []
+        try:
+            with open(self._descriptor, "rb", closefd=False) as deleted:
+                deleted.seek(0)
+                content = deleted.read()
+        except OSError:  # a network file system has forgotten it
+            content = b""
+        self.path.write_bytes(content)
+        os.close(self._descriptor)
+        self._descriptor = self._open()
+        return [METRICS if content else f"{METRICS} without its earlier rows"]
+
+    def close(self) -> None:
+        """Write what waits, or say that it is lost, and close the file."""
+        try:
+            self._flush()
+        except OSError as error:
+            self._tell(f"{self.path}: {error.strerror}; rows lost: {len(self._waiting)}")
+        os.close(self._descriptor)

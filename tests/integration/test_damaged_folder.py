@@ -1,0 +1,136 @@
+"""A `--save` folder that is damaged before a run or during it: the run resumes beside the damage, in one line each."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.checkpoint import all_checkpoints, load_model, mark_latest, newest, read_state, write_state
+from megatron_ddrp.config import load_config
+from tests.integration.launch import start_ranks, training_rows
+from tests.integration.test_bad_input import assert_refused, contents
+from tests.integration.test_faults import at_step, lines
+
+Flags = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def three_steps(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of its steps 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("three")
+    start_ranks(flags(save=folder, train_iters=3, save_interval=1)).check()
+    return folder
+
+
+@pytest.fixture
+def run(three_steps: Path, tmp_path: Path) -> Path:
+    """A copy of that run to damage."""
+    return Path(shutil.copytree(three_steps, tmp_path / "run"))
+
+
+def told(stdout: str) -> list[str]:
+    """The notices before the first step."""
+    return [line for line in stdout.splitlines() if " latest" in line or "/latest" in line or "passed over" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\n", b"best\n"], ids=["empty", "not-utf8", "unknown"])
+def test_a_damaged_latest_never_begins_afresh(content: bytes, run: Path, flags: Flags) -> None:
+    (run / "latest").write_bytes(content)
+    before = contents(run)
+    assert_refused(start_ranks(flags(save=run, train_iters=4)), 1, "holds a run already")
+    assert contents(run) == before
+    rows = training_rows(run)
+    result = start_ranks(flags(save=run, load=run, train_iters=4, keep_last=2), world_size=2).check()
+    (line,) = told(result.stdout[0])
+    assert "taking the newest whole checkpoint" in line
+    assert f"resumed from {run} at step 3" in result.stdout[0]
+    assert training_rows(run)[:3] == rows and len(training_rows(run)) == 4
+    assert [path.name for path in all_checkpoints(run)] == ["iter_0000004", "iter_0000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"consumed_samples": 5}, "CRC-32"),
+        ({"config": {"model": {"num_layers": []}}}, "model setting num_layers is []: a wrong type"),
+        ({"loss_scaler": 1}, "loss_scaler: expected null"),
+    ],
+    ids=["edited", "config", "scaler"],
+)
+def test_two_ranks_pass_a_damaged_state_over_together(
+    changes: dict[str, object], reason: str, run: Path, flags: Flags
+) -> None:
+    """By its sum, or, where an older version wrote none, by its keys and types."""
+    path = run / "iter_0000003" / "state.json"
+    state = json.loads(path.read_text(encoding="utf-8")) | changes
+    if "CRC-32" not in reason:
+        del state["crc32"]
+    path.write_text(json.dumps(state), encoding="utf-8")
+    result = start_ranks(flags(save=run, load=run, train_iters=4), world_size=2).check()
+    (line,) = told(result.stdout[0])
+    assert line.startswith(f"passed over {run / 'iter_0000003'}: state.json is damaged (") and reason in line
+    assert "at step 2" in result.stdout[0] and [lines(stderr) for stderr in result.stderr] == [[], []]
+
+
+def test_a_damaged_row_does_not_take_the_others_with_it(run: Path, flags: Flags) -> None:
+    file = run / "metrics.jsonl"
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + b"\xff\xfe{\n" + b"".join(others))
+    rows = [json.loads(line) for line in (first, *others)]
+    result = start_ranks(flags(save=run, load=run, train_iters=4)).check()
+    assert "metrics.jsonl: moved 1 damaged line to metrics.jsonl.damaged\n" in result.stdout[0]
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][:3] == rows
+    assert (run / "metrics.jsonl.damaged").read_bytes() == b"\xff\xfe{\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_deleted_on_the_way_is_made_whole_again(ranks: int, flags: Flags, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    delete = functools.partial(at_step, 3, 0, functools.partial(shutil.rmtree, folder))
+    result = start_ranks(flags(save=folder, save_interval=2), ranks, before=delete).check()
+    (line,) = [line for line in result.stdout[0].splitlines() if "lacked" in line]
+    assert line == f"{folder} lacked lock, config.json, tokenizer, metrics.jsonl: written again"
+    assert [path.name for path in all_checkpoints(folder)] == ["iter_0000005", "iter_0000004"]
+    assert [row["iteration"] for row in training_rows(folder)] == [1, 2, 3, 4, 5]
+    assert load_model(folder)[2].model == load_config(folder).model
+    assert not (folder / "lock").exists() and (folder / "exit_code").read_text() == "0\n"
+
+
+def replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_again_ends_the_run_with_a_line(flags: Flags, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    replace = functools.partial(at_step, 3, 0, functools.partial(replace_by_a_file, folder))
+    result = start_ranks(flags(save=folder, save_interval=4), 2, before=replace)
+    assert result.exit_codes == [1, 1]
+    assert f"step 4 not saved: {folder}: File exists; the last checkpoint is none; going on" in result.stdout[0]
+    (line,) = lines(result.stderr[0])
+    assert f"step 5 not saved: {folder}: File exists" in line and lines(result.stderr[1]) == []
+
+
+@pytest.mark.slow
+def test_resuming_passes_step_ten_million(run: Path, flags: Flags) -> None:
+    """`iter_10000000` comes after `iter_9999999`, though its text does not."""
+    path = run / "iter_0000003"
+    state = read_state(path)
+    path.rename(run / "iter_9999999")
+    write_state(run / "iter_9999999", state | {"iteration": 9_999_999})
+    mark_latest(run, "iter_9999999")
+    command = flags(save=run, load=run, train_iters=10_000_001, save_interval=1, keep_last=2, exit_interval=10_000_000)
+    start_ranks(command).check()
+    assert [path.name for path in all_checkpoints(run)] == ["iter_10000000", "iter_9999999"]
+    assert newest(run) == run / "iter_10000000"
+    start_ranks(flags(save=run, load=run, train_iters=10_000_001, keep_last=2)).check()
+    assert [path.name for path in all_checkpoints(run)] == ["iter_10000001", "iter_10000000"]

@@ -1,0 +1,286 @@
+"""Which checkpoint is taken where something in a `--save` folder is damaged; no reader takes damage silently."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.analysis.models import find_snapshots
+from megatron_ddrp.checkpoint import choose_checkpoint, fault, load_model, read_state, write_state
+from megatron_ddrp.config import Config, save_config
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import build_model
+from megatron_ddrp.tensor_files import Form, write_tensors
+from tasks.glue.encoder import load_encoder
+
+STEPS = (2, 4, 6)
+FILE = "weights-00-of-01.safetensors"
+SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "relative_distance": 4}
+LAYOUT = {"ranks": 1, "tensor": 1, "pipeline": 1, "zero_stage": 1, "precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_corpus, tmp_path_factory):
+    """A `--save` folder with three checkpoints of random weights and with sums, as training writes them."""
+    folder = tmp_path_factory.mktemp("whole")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+    config = Config().replace(model={**SIZES, "vocab_size": tokenizer.vocab_size})
+    for step in STEPS:
+        path = folder / checkpoint.tag(step)
+        path.mkdir()
+        torch.manual_seed(step)
+        weights = dict(build_model(config.model, objective=config.objective).named_parameters())
+        facts = write_tensors(path / FILE, {n: Form.of(w) for n, w in weights.items()}, weights.items())
+        counts = {"iteration": step, "consumed_samples": 8 * step, "consumed_tokens": 99 * step, "optimizer_step": step}
+        more = {"loss_scaler": None, "layout": LAYOUT, "files": {FILE: facts}, "config": config.to_dict()}
+        write_state(path, counts | more)
+    checkpoint.mark_latest(folder, checkpoint.tag(STEPS[-1]))
+    save_config(config, folder)
+    tokenizer.save(folder / checkpoint.TOKENIZER)
+    return folder
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    """A copy of that folder to damage."""
+    return shutil.copytree(whole_run, tmp_path / "run")
+
+
+def flip(path, place=-50):
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def chosen(folder, kinds=(checkpoint.MODEL,)):
+    """Return (name of the checkpoint that readers take, the lines they tell)."""
+    told = []
+    return choose_checkpoint(folder, kinds, told.append).name, told
+
+
+def link_to_nothing(pointer):
+    pointer.unlink()
+    pointer.symlink_to("nowhere")
+
+
+LATEST_DAMAGES = {
+    "empty": lambda pointer: pointer.write_bytes(b""),
+    "blank": lambda pointer: pointer.write_bytes(b" \n\n"),
+    "not-utf8": lambda pointer: pointer.write_bytes(b"\xff\xfeiter_0000006\n"),
+    "zeros": lambda pointer: pointer.write_bytes(b"\0" * 13),
+    "unknown": lambda pointer: pointer.write_bytes(b"best\n"),
+    "outside": lambda pointer: pointer.write_bytes(b"../x\n"),
+    "long": lambda pointer: pointer.write_bytes(b"iter_0000006" * 1000),
+    "newer-missing": lambda pointer: pointer.write_bytes(b"iter_0000009\n"),
+    "older-missing": lambda pointer: pointer.write_bytes(b"iter_0000003\n"),
+    "link": link_to_nothing,
+}
+
+
+@pytest.mark.parametrize("damage", [*LATEST_DAMAGES.values(), Path.unlink], ids=[*LATEST_DAMAGES, "missing"])
+def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint(damage, run):
+    pointer = run / checkpoint.LATEST
+    damage(pointer)
+    name, (line,) = chosen(run)
+    assert name == "iter_0000006" and line.startswith(f"{pointer} ") and "taking the newest whole checkpoint" in line
+    with pytest.raises(UserError, match="holds a run already"):
+        checkpoint.refuse_folders(run, None)
+    checkpoint.refuse_folders(run, run)
+    flip(run / "iter_0000006" / FILE)
+    name, told = chosen(run)
+    assert name == "iter_0000004" and len(told) == 2 and "passed over" in told[1]
+
+
+@pytest.mark.parametrize("damage", LATEST_DAMAGES.values(), ids=LATEST_DAMAGES)
+def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
+    (tmp_path / checkpoint.LATEST).touch()
+    damage(tmp_path / checkpoint.LATEST)
+    for save, load in ((tmp_path, tmp_path), (None, tmp_path), (tmp_path, None)):
+        with pytest.raises(UserError, match=r"holds no checkpoint, and latest|holds a run already"):
+            checkpoint.refuse_folders(save, load)
+
+
+def test_a_folder_named_latest_is_refused_with_the_remedy(run):
+    (run / checkpoint.LATEST).unlink()
+    (run / checkpoint.LATEST).mkdir()
+    with pytest.raises(UserError, match="latest is no file: remove it"):
+        choose_checkpoint(run)
+
+
+def test_going_back_to_an_older_checkpoint_is_told(run):
+    checkpoint.mark_latest(run, "iter_0000002")
+    name, (line,) = chosen(run)
+    assert name == "iter_0000002" and "leaving newer iter_0000004, iter_0000006 alone" in line
+    assert checkpoint.last_name(run) == "iter_0000002"
+
+
+def test_names_sort_by_number(run):
+    for name, step in (("iter_9999999", 9_999_999), ("iter_10000000", 10_000_000)):
+        path = shutil.copytree(run / "iter_0000006", run / name)
+        write_state(path, read_state(run / "iter_0000006") | {"iteration": step})
+        checkpoint.mark_latest(run, name)
+    names = ["iter_10000000", "iter_9999999", "iter_0000006", "iter_0000004", "iter_0000002"]
+    assert [path.name for path in checkpoint.candidates(run).paths] == names
+    assert chosen(run) == ("iter_10000000", [])
+    snapshots, _ = find_snapshots(run, every=True)
+    assert [snapshot.iteration for snapshot in snapshots] == [2, 4, 6, 9_999_999, 10_000_000]
+    checkpoint.prune(run, 2, "iter_10000000", milestone_interval=4)
+    assert [path.name for path in checkpoint.all_checkpoints(run)] == [*names[:2], "iter_0000004"]
+    checkpoint.mark_latest(run, "iter_9999999")
+    assert [path.name for path in checkpoint.candidates(run).paths] == ["iter_9999999", "iter_0000004"]
+
+
+def test_pruning_deletes_checkpoints_alone(run):
+    (run / "iter_0000001_of_mine").mkdir()
+    (run / "iter_0000007.tmp").mkdir()
+    checkpoint.prune(run, 1, "iter_0000004")
+    assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000001_of_mine", "iter_0000004", "iter_0000006"]
+
+
+def changed_state(path, **changes):
+    """Edit state.json as a person would, which leaves its sum as it was."""
+    state = json.loads((path / checkpoint.STATE).read_text())
+    (path / checkpoint.STATE).write_text(json.dumps(state | changes))
+
+
+def without(path, *keys):
+    """Take keys out of state.json."""
+    state = json.loads((path / checkpoint.STATE).read_text())
+    (path / checkpoint.STATE).write_text(json.dumps({key: state[key] for key in state if key not in keys}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "state.json").unlink(),
+        lambda path: (path / "state.json").write_bytes(b""),
+        lambda path: (path / "state.json").write_bytes(b"\xff{}"),
+        lambda path: (path / "state.json").write_text("[" * 100_000),
+        lambda path: (path / "state.json").write_text("3"),
+        lambda path: changed_state(path, iteration=5),
+        lambda path: changed_state(path, consumed_samples=1),
+        lambda path: changed_state(path, crc32=None),
+        lambda path: changed_state(path, crc32="00000000"),
+        lambda path: without(path, "optimizer_step"),
+    ],
+)
+def test_a_damaged_state_is_passed_over(damage, run):
+    damage(run / "iter_0000006")
+    name, (line,) = chosen(run)
+    assert name == "iter_0000004"
+    assert line.startswith(f"passed over {run / 'iter_0000006'}: state.json is ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"iteration": 5}, "iteration is 5 in a folder named iter_0000006"),
+        ({"iteration": "6"}, "iteration: expected a whole number"),
+        ({"consumed_samples": -1}, "consumed_samples: expected a whole number"),
+        ({"consumed_tokens": 1.5}, "consumed_tokens: expected a whole number"),
+        ({"optimizer_step": True}, "optimizer_step: expected a whole number"),
+        ({"weights_only": "no"}, "weights_only: expected true or false"),
+        ({"loss_scaler": {"cur_scale": 1}}, "loss_scaler: expected null, or an object with"),
+        ({"layout": None}, "layout: expected an object"),
+        ({"layout": LAYOUT | {"tensor": 0}}, "layout: expected whole numbers above 0"),
+        ({"layout": LAYOUT | {"precision": "fp8"}}, "layout: expected zero_stage"),
+        ({"files": {}}, "files: expected an object"),
+        ({"files": {"../../x.safetensors": {"bytes": 1, "crc32": "00000000"}}}, "files: expected names"),
+        ({"files": {FILE: {"bytes": 1}}}, "files: expected bytes and crc32"),
+        ({"files": {FILE: {"bytes": "1", "crc32": "00000000"}}}, "files: expected a whole number"),
+        ({"files": {FILE: {"bytes": 1, "crc32": 7}}}, "files: expected eight hexadecimal digits"),
+        ({"config": 3}, "the configuration is not an object"),
+        ({"config": {"model": 3}}, "the configuration is not an object"),
+        ({"config": {"modle": {}}}, "unknown section 'modle'"),
+        ({"config": {"model": {"num_layers": "two"}}}, "model setting num_layers is 'two': a wrong type"),
+        ({"config": {"model": {"num_layers": 0}}}, "--num-layers is 0"),
+        ({"consumed_sample": 3}, "'consumed_sample' is unknown"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_state_without_a_sum_has_its_keys_and_types_checked(changes, reason, run):
+    """As an older version wrote it; a wrong value must not become a traceback on one rank of a resumed run."""
+    path = run / "iter_0000006"
+    without(path, "crc32")
+    assert fault(path) is None
+    changed_state(path, **changes)
+    assert reason in (fault(path) or "")
+
+
+def test_no_flipped_bit_of_a_state_is_taken(run):
+    path = run / "iter_0000006"
+    file, before = path / checkpoint.STATE, read_state(path)
+    content = file.read_bytes()
+    for place in range(0, len(content), 7):
+        flip(file, place)
+        assert fault(path) is not None or read_state(path) == before, content[place - 20 : place + 20]
+        file.write_bytes(content)
+    assert fault(path) is None
+
+
+def glue(folder):
+    return load_encoder(folder).origin
+
+
+def analysis(folder):
+    return "\n".join(find_snapshots(folder, every=False)[1])
+
+
+def analysis_of_all(folder):
+    snapshots, notes = find_snapshots(folder, every=True)
+    assert snapshots[-1].iteration == 4
+    return "\n".join(notes)
+
+
+READERS = {
+    "load_model": lambda folder: load_model(folder) and "",
+    "convert": lambda folder: export_checkpoint(folder, folder.parent / "hf") and "",
+    "glue": glue,
+    "analyze": analysis,
+    "analyze-all": analysis_of_all,
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys):
+    flip(run / "iter_0000006" / FILE)
+    told = reader(run) + capsys.readouterr().err
+    assert told.count(f"passed over {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_every_reader_refuses_in_one_line_where_nothing_is_whole(reader, run, capsys):
+    for path in checkpoint.all_checkpoints(run):
+        flip(path / FILE)
+    with pytest.raises(UserError, match=r"holds no complete checkpoint \(iter_0000006: .*iter_0000002: "):
+        reader(run)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("reader", [READERS[name] for name in ("load_model", "convert", "glue", "analyze")])
+def test_a_damaged_checkpoint_that_was_named_is_refused(reader, run):
+    for damage in (lambda: flip(run / "iter_0000006" / FILE), (run / "iter_0000006" / "state.json").unlink):
+        damage()
+        with pytest.raises(UserError, match=re.escape(f"--load {run / 'iter_0000006'}: ")):
+            reader(run / "iter_0000006")
+
+
+def test_weights_come_from_the_checkpoint_before(run, whole_run):
+    flip(run / "iter_0000006" / FILE)
+    (ours, _, _), (theirs, _, _) = load_model(run), load_model(whole_run / "iter_0000004")
+    assert all(torch.equal(w, theirs.get_parameter(name)) for name, w in ours.named_parameters())
+
+
+def test_ranks_share_the_reading_of_the_sums(run):
+    path = run / "iter_0000006"
+    flip(path / FILE)
+    faults = [fault(path, (checkpoint.MODEL,), part, 2) for part in (0, 1)]
+    assert faults[0] and "CRC-32" in faults[0] and faults[1] is None
+    assert fault(path, (checkpoint.OPTIMIZER,)) is None

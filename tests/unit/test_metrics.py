@@ -1,0 +1,151 @@
+"""metrics.jsonl: damaged lines are kept aside and told, rows after them count, and a full disk loses none."""
+
+import json
+import resource
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.metrics import DAMAGED, METRICS, MetricsFile, read_rows
+
+BAD_LINES = {
+    "not-json": b'{"iteration": 2, "lo',
+    "not-utf8": b'{"iteration": 2, "l\xffss": 1.0}',
+    "no-object": b"[2]",
+    "no-iteration": b'{"loss": 1.0}',
+    "text-iteration": b'{"iteration": "2"}',
+    "text": b'{"iteration": 2, "loss": "low"}',
+    "nan": b'{"iteration": 2, "loss": NaN}',
+    "too-large": b'{"iteration": 2, "loss": 1e999}',
+    "deep": b"[" * 100_000,
+    "zeros": b"\0" * 40,
+}
+
+
+def row(step):
+    return {"iteration": step, "loss": 1.0 / step}
+
+
+def write(folder, *lines):
+    """Write metrics.jsonl of rows and raw lines."""
+    content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    (folder / METRICS).write_bytes(b"".join(line + b"\n" for line in content))
+
+
+def steps(folder):
+    """Return the steps of the rows that readers see, who must not be told of damage."""
+    return [row["iteration"] for row in read_rows(folder, pytest.fail)]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+def test_readers_leave_a_damaged_line_out_and_say_so(bad, tmp_path):
+    write(tmp_path, row(1), bad, row(3))
+    told = []
+    assert read_rows(tmp_path, told.append) == [row(1), row(3)]
+    assert told == [f"{tmp_path / METRICS}: left out 1 damaged line"]
+
+
+def test_a_notice_comes_once_however_often_the_file_is_read(tmp_path, capsys):
+    write(tmp_path, b"x", row(1), b"y")
+    assert read_rows(tmp_path) == read_rows(tmp_path) == [row(1)]
+    assert capsys.readouterr().err == f"{tmp_path / METRICS}: left out 2 damaged lines\n"
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+def test_resuming_keeps_a_damaged_line_aside_and_every_row_up_to_the_checkpoint(bad, tmp_path):
+    write(tmp_path, row(1), bad, row(3), row(4))
+    told = []
+    log = MetricsFile(tmp_path / METRICS, 3, told.append)
+    log.write(row(4))
+    log.close()
+    assert steps(tmp_path) == [1, 3, 4]
+    assert (tmp_path / DAMAGED).read_bytes() == bad + b"\n"
+    assert told == [f"{tmp_path / METRICS}: moved 1 damaged line to {DAMAGED}"]
+    MetricsFile(tmp_path / METRICS, 4, pytest.fail).close()
+    assert steps(tmp_path) == [1, 3, 4]
+
+
+def test_the_line_being_written_is_no_damage_to_a_reader(tmp_path):
+    write(tmp_path, row(1), row(2))
+    with (tmp_path / METRICS).open("ab") as stream:
+        stream.write(b'{"iteration": 3, "lo')
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_row_whose_line_end_is_missing_counts(tmp_path):
+    write(tmp_path, row(1), row(2))
+    content = (tmp_path / METRICS).read_bytes()
+    (tmp_path / METRICS).write_bytes(content[:-1])
+    assert steps(tmp_path) == [1, 2]
+    MetricsFile(tmp_path / METRICS, 2, pytest.fail).close()
+    assert (tmp_path / METRICS).read_bytes() == content
+
+
+def test_a_line_separator_of_unicode_is_no_line_end(tmp_path):
+    write(tmp_path, '{"iteration": 1, "a\u2028b": 2}'.encode(), row(2))
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
+    assert steps(tmp_path) == []
+    (tmp_path / METRICS).mkdir()
+    for use in (lambda: read_rows(tmp_path), lambda: MetricsFile(tmp_path / METRICS, 0, pytest.fail)):
+        with pytest.raises(UserError, match="Is a directory"):
+            use()
+
+
+@pytest.fixture
+def disk_of():
+    """`disk_of(n)`: from here on no file of this process grows beyond n bytes; without n, the limit is off."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size=before[0]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    limit()
+
+
+def test_rows_wait_for_a_full_disk(tmp_path, disk_of):
+    told = []
+    log = MetricsFile(tmp_path / METRICS, 0, told.append)
+    log.write(row(1))
+    size = (tmp_path / METRICS).stat().st_size
+    disk_of(size + 10)  # so that a part of the next row would fit
+    log.write(row(2))
+    log.write(row(3))
+    assert (tmp_path / METRICS).stat().st_size == size, "half a line was left"
+    disk_of()
+    assert told == [f"{tmp_path / METRICS}: File too large; its rows wait in memory and training goes on"]
+    log.write(row(4))
+    log.close()
+    assert told[1:] == [f"{tmp_path / METRICS}: written again, with the 2 rows that had to wait"]
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_rows_that_waited_in_vain_are_told(tmp_path, disk_of):
+    told = []
+    log = MetricsFile(tmp_path / METRICS, 0, told.append)
+    disk_of(10)
+    log.write(row(1))
+    log.close()
+    assert told[1:] == [f"{tmp_path / METRICS}: File too large; rows lost: 1"]
+
+
+def test_a_deleted_file_gets_its_rows_back(tmp_path):
+    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
+    log.write(row(1))
+    assert log.restore() == []
+    (tmp_path / METRICS).unlink()
+    log.write(row(2))
+    assert log.restore() == [METRICS]
+    log.write(row(3))
+    log.close()
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_number_that_is_not_finite_is_none(tmp_path):
+    log = MetricsFile(tmp_path / METRICS, 0, pytest.fail)
+    log.write({"iteration": 1, "grad_norm": float("inf")})
+    log.close()
+    assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]

@@ -1,0 +1,58 @@
+"""The `--save` folder while a run holds it: one writer, and what was deleted is written again."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ddrp.config import Config, load_config
+from megatron_ddrp.data.tokenizer import build_tokenizer, load_tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run_folder import LOCK, RunFolder
+
+
+@pytest.fixture
+def home(tiny_corpus, tmp_path):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file)
+    config = Config().replace(model={"vocab_size": tokenizer.vocab_size})
+    with RunFolder(tmp_path / "run", config, tokenizer) as home:
+        yield home
+
+
+@pytest.mark.parametrize(
+    ("deleted", "written"),
+    [
+        ((), []),
+        (("lock",), ["lock"]),
+        (("config.json",), ["config.json"]),
+        (("tokenizer",), ["tokenizer"]),
+        (("tokenizer/vocab.txt", "config.json"), ["config.json", "tokenizer"]),
+        ((".",), ["lock", "config.json", "tokenizer"]),
+    ],
+    ids=str,
+)
+def test_what_was_deleted_is_written_again(deleted, written, home):
+    for name in deleted:
+        path = home.path / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert home.restore() == written
+    assert home.restore() == []
+    assert load_tokenizer(home.path / "tokenizer").vocab_size == load_config(home.path).model.vocab_size
+    assert (home.path / LOCK).is_file()
+
+
+HOLD = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(home):
+    (home.path / LOCK).unlink()
+    (home.path / "config.json").unlink()
+    command = [sys.executable, "-c", HOLD, str(home.path / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        for _ in range(2):
+            with pytest.raises(UserError, match="is being written by another run"):
+                home.restore()
+        assert not (home.path / "config.json").exists()
+    assert home.restore() == ["lock", "config.json"]
