@@ -60,12 +60,12 @@ EXTRA = {
 }
 """Starts that were tried and are no choice of `--direction-init`."""
 
-ARMS = (*ddrp.DIRECTION_INITS, *EXTRA, "bert-r")
+ddrp.DIRECTION_INITS |= EXTRA
+ARMS = (*ddrp.DIRECTION_INITS, "bert-r")
 
 
 def train_arm(arm: str, words: list[str]) -> int:
     """Train one arm in this process; returns its exit code."""
-    ddrp.DIRECTION_INITS.update(EXTRA)
     config = parse_arguments(words).config
     changed = {"position_encoding": arm} if arm in REGISTRY else {"direction_init": arm}
     return train(config.replace(model=changed))
