@@ -49,6 +49,7 @@ check: $(STAMP) ## lint, format, types and the fast tests
 	$(BIN)/python -m mypy
 	$(PYTEST) -m 'not slow'
 
-endurance: $(STAMP) ## hours: fifty kills, and every layout against one process, into docs/parallelism.md
+endurance: $(STAMP) ## hours: fifty kills, a thousand damaged files, every layout against one process; writes tables in docs/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.damage --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,13 +12,17 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.blend import Blend, BlendWords, read_blend
+from megatron_ddrp.data.dataset_index import dataset_path
 from megatron_ddrp.data.index_cache import cached_totals
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.inputs import reading_progress
 from megatron_ddrp.data.loader import BatchLoader
 from megatron_ddrp.data.masking import Masker
 from megatron_ddrp.data.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, sample_totals, split_documents
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.verification import check_sums
+from megatron_ddrp.data.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.data.word_counts import open_rare_words
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -55,10 +60,11 @@ class Corpus:
             raise UserError(
                 "--data-path is missing: give the prefix that tools/preprocess_data.py wrote", WRONG_ARGUMENTS
             )
-        blends = [blend_words(config, split) for split in ("train", "valid") if has_split(config, split)]
+        prefixes = dataset_prefixes(config)
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
-        sources, notes = {}, []
-        for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
+        warning = warn_of_impossible(tokenizer)
+        sources, notes = {}, [warning] if warning else []
+        for prefix in prefixes:
             dataset = open_dataset(prefix, tokenizer)
             if keep_indices:
                 totals, note = cached_totals(dataset, config.model.seq_length, data.index_cache_dir)
@@ -86,14 +92,17 @@ class Corpus:
         return split_documents(num_documents, self.config.data.split)[split]
 
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
-        """Masked micro-batches of a split for one data-parallel rank."""
+        """Return the masked micro-batches of a split for one data-parallel rank.
+
+        `--mask-prob` is the training split's rate alone; the others are masked at `--eval-mask-prob`.
+        """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
         masker = Masker(
             tokenizer.word_starts,
             tokenizer.special_ids,
             tokenizer.mask_id,
             tokenizer.vocab_size,
-            objective.mask_prob,
+            objective.mask_prob if split == "train" else objective.eval_mask_prob,
             training.seed,
             masking=objective.masking,
             unk_id=tokenizer.unk_id,
@@ -147,6 +156,30 @@ class Corpus:
 def has_split(config: Config, split: str) -> bool:
     """Whether the flags name data for `train` or `valid`."""
     return config.data.data_path is not None or getattr(config.data, f"{split}_data_path") is not None
+
+
+def dataset_prefixes(config: Config) -> list[str]:
+    """Return the prefix of every dataset that the flags name, each once."""
+    blends = [blend_words(config, split) for split in ("train", "valid") if has_split(config, split)]
+    return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
+
+
+def verify_data(
+    config: Config, here: bool = True, agreed: Callable[[Callable[[], None]], None] = lambda check: check()
+) -> tuple[str, ...]:
+    """Compare every dataset with its manifest's sums where `--verify-data` asks for it; return a line for the log.
+
+    Several ranks call this together: `here` is true on those that read the files, and `agreed` raises the error of one
+    rank on all of them, dataset by dataset. Raises `UserError` for the first file that differs.
+    """
+    if not config.data.verify_data:
+        return ()
+    prefixes = dataset_prefixes(config)
+    paths = [path for prefix in prefixes for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))]
+    with reading_progress([os.fspath(p) for p in paths if p.is_file()], "verifying the data", show=here) as progress:
+        for prefix in prefixes:
+            agreed(partial(check_sums, prefix, progress.update) if here else lambda: None)
+    return (f"data verified: {', '.join(prefixes)} as in the manifest{'s' * (len(prefixes) > 1)}",)
 
 
 def blend_words(config: Config, split: str) -> BlendWords:

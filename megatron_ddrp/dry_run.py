@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.config import Config, flag
-from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.loader import count_micro_batches
 from megatron_ddrp.data.rare_words import RareWords
 from megatron_ddrp.data.tokenizer import build_tokenizer
@@ -48,7 +48,9 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     notes = 0
     data = config.data
     if any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
+        data_lines += verify_data(config)
         corpus = Corpus.open(config, keep_indices=False)
+        data_lines += corpus.notes
         config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
         samples = corpus.samples("train")
         consumed = config.training.train_iters * config.training.global_batch_size

@@ -27,6 +27,7 @@ class MetricsLog:
             return
         if config.checkpoint.save:
             self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
+            self._tell_of_missing_rows(start_iteration)
         if config.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -37,6 +38,15 @@ class MetricsLog:
             import wandb
 
             self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
+
+    def _tell_of_missing_rows(self, start_iteration: int) -> None:
+        """Say so where a run that resumes in its own folder finds fewer rows than it has logged there."""
+        save, load = self.config.checkpoint.save, self.config.checkpoint.load
+        if not (self._file and save and load and start_iteration and Path(save).resolve() == Path(load).resolve()):
+            return
+        logged = start_iteration - start_iteration % self.config.logging.log_interval or 1
+        if self._file.last_row < logged:
+            self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row everywhere, at once, so that a killed run keeps it."""

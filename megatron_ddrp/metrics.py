@@ -47,6 +47,13 @@ def read_rows(folder: Path, tell: Tell = tell_once) -> list[Row]:
     return [row for _, row in rows] + ([last] if last else [])
 
 
+def ends_in_half_a_line(folder: Path) -> bool:
+    """Return whether the file ends in the beginning of a row: it is being written, or was cut off."""
+    with refusals_as_user_errors(folder / METRICS):
+        last = (folder / METRICS).read_bytes().rpartition(b"\n")[2]
+    return bool(last) and _parse(last) is None
+
+
 def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, Row]], list[bytes]]:
     """Return (lines that are rows, with these rows; lines that are none), without blank lines."""
     filled = [line for line in lines if line.strip()]
@@ -92,6 +99,8 @@ class MetricsFile:
         system refuses.
         """
         self.path, self._tell = path, tell
+        self.last_row = 0
+        """Iteration of the last row that the file had when it was opened; 0 without a row."""
         self._waiting: list[bytes] = []
         with refusals_as_user_errors(path):
             if path.exists():
@@ -110,7 +119,9 @@ class MetricsFile:
             with aside.open("ab") as stream:
                 stream.write(b"".join(line + b"\n" for line in damaged))
             self._tell(f"{self.path}: moved {_count(damaged)} to {aside.name}")
-        kept = b"".join(line + b"\n" for line, row in rows if row["iteration"] <= last_iteration)
+        rows = [(line, row) for line, row in rows if row["iteration"] <= last_iteration]
+        self.last_row = max((row["iteration"] for _, row in rows), default=0)
+        kept = b"".join(line + b"\n" for line, _ in rows)
         if kept != before:
             temporary = self.path.with_suffix(".tmp")
             temporary.write_bytes(kept)

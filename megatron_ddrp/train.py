@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp import stopping
 from megatron_ddrp.checkpoint import last_name, refuse_folders
 from megatron_ddrp.config import Config
-from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
@@ -27,7 +27,7 @@ from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.note_files import load_notes, note_tensors
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import Ranks, agree, largest_over_ranks
+from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
 from megatron_ddrp.run_folder import RunFolder
 from megatron_ddrp.stopping import StopRequests
 
@@ -43,6 +43,7 @@ def train(config: Config) -> int:
     check_attention(config, ranks)
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
+    verified = verify_data(config, is_first_on_host(), agree)
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
@@ -61,7 +62,7 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began))
-        for note in corpus.notes:
+        for note in dict.fromkeys(note for notes in gather_objects((*verified, *corpus.notes)) for note in notes):
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
         if notes is not None:

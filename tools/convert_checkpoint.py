@@ -71,7 +71,10 @@ def main() -> None:
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
 
-        print(import_folder(arguments.from_hf, arguments.output, arguments.overwrite).summary())
+        imported = import_folder(arguments.from_hf, arguments.output, arguments.overwrite)
+        print(imported.summary(), flush=True)
+        if imported.warning:
+            print(f"convert_checkpoint.py: warning: {imported.warning}", file=sys.stderr)
     else:
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 

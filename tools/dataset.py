@@ -24,6 +24,7 @@ from megatron_ddrp.data.indexed_dataset import IndexedDataset, read_manifest
 from megatron_ddrp.data.inputs import reading_progress
 from megatron_ddrp.data.inspection import DatasetSummary, first_documents, summarize
 from megatron_ddrp.data.merging import merge
+from megatron_ddrp.data.samples import check_tokenizer
 from megatron_ddrp.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_ddrp.data.verification import verify
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
@@ -120,6 +121,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < 0:
             raise UserError(f"--{name} {getattr(arguments, name)}: expected 0 or more", WRONG_ARGUMENTS)
     dataset, tokenizer = IndexedDataset(arguments.prefix), given_tokenizer(arguments)
+    if tokenizer is not None:
+        check_tokenizer(dataset.prefix, tokenizer)
     summary = summarize(dataset)
     print(dataset.prefix)
     for line in summary.lines():

@@ -27,7 +27,8 @@ from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
-from megatron_ddrp.metrics import METRICS, Row, read_rows
+from megatron_ddrp.metrics import METRICS, Row, ends_in_half_a_line, read_rows
+from tasks import markdown
 
 PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"
@@ -59,6 +60,8 @@ def read_metrics(folder: Path) -> Rows:
     rows = read_rows(folder)
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
+    if ends_in_half_a_line(folder):
+        print(f"{path}: left out the half line at its end", file=sys.stderr)
     return rows
 
 
@@ -68,11 +71,10 @@ def series(rows: Rows, key: str) -> Series:
 
 
 def unigram_level(prefix: str) -> float:
-    """Entropy in nats of the pieces of a dataset, taken one by one."""
-    dataset = IndexedDataset(prefix)
+    """Return the entropy in nats of the pieces of a dataset, taken one by one."""
     counts = np.zeros(0, dtype=np.int64)
-    for index in range(len(dataset)):
-        found = np.bincount(dataset[index])
+    for tokens in IndexedDataset(prefix).chunks():
+        found = np.bincount(tokens)
         if len(found) > len(counts):
             found[: len(counts)] += counts
             counts = found
@@ -80,6 +82,17 @@ def unigram_level(prefix: str) -> float:
             counts[: len(found)] += found
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises `UserError` where it is empty or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8: damaged; make it again") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty: make it again")
+    return text
 
 
 def panels(rows: Rows) -> dict[str, list[Curve]]:
@@ -139,8 +152,8 @@ def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path
 
 
 def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[str]:
-    """What the curves say, as a table in Markdown: first and last value of each."""
-    lines = ["| curve | first | last | at step |", "| --- | ---: | ---: | ---: |"]
+    """Return the first and last value of each curve as a table in Markdown."""
+    lines = markdown.header(["curve", "first", "last", "at step"])
     curves = {
         "masked LM, training": series(rows, "lm_loss"),
         "masked LM, validation": series(rows, "valid_lm_loss"),
@@ -150,7 +163,8 @@ def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[
     }
     for label, values in curves.items():
         if values:
-            lines.append(f"| {label} | {values[0][1]:.3f} | {values[-1][1]:.3f} | {values[-1][0]} |")
+            ends = [f"{values[0][1]:.3f}", f"{values[-1][1]:.3f}", str(values[-1][0])]
+            lines.append(markdown.row([markdown.escape(label), *ends]))
     valid = series(rows, "valid_lm_loss")
     if unigram is not None and valid:
         gap = unigram - valid[-1][1]
@@ -171,7 +185,7 @@ def report(
     note: str | None,
     commands: str | None,
 ) -> str:
-    """The text of report.md; `scores` is a table.md, of which `note` says what a reader must know."""
+    """Return the text of report.md; `scores` is a table.md, and `note` a paragraph of Markdown above it."""
     seconds = [row["step_time"] for row in rows if "step_time" in row]
     lines = ["# Report", "", "## Pre-training", "", f"![Loss curves]({FIGURE})", "", *summary(rows, beside, unigram)]
     if seconds:
@@ -181,7 +195,7 @@ def report(
         lines += ["", "## Fine-tuning", "", *([note, ""] if note else [])]
         lines += ["##" + line if line.startswith("#") else line for line in scores.strip().split("\n")]
     if commands is not None:
-        lines += ["", "## Commands", "", "```", *commands.strip().split("\n"), "```"]
+        lines += ["", "## Commands", "", *markdown.code(commands.strip().split("\n"))]
     lines += ["", "## Versions", "", "| | |", "| --- | --- |", f"| Python | {platform.python_version()} |"]
     for package in PACKAGES:
         try:
@@ -200,15 +214,15 @@ def main() -> None:
     )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
-    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores")
+    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores, in Markdown")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
     arguments = parser.parse_args()
     rows = read_metrics(arguments.load)
     beside = {str(folder): read_metrics(folder) for folder in arguments.beside}
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
-    scores = (arguments.glue_dir / "table.md").read_text(encoding="utf-8") if arguments.glue_dir else None
-    commands = arguments.commands.read_text(encoding="utf-8") if arguments.commands else None
+    scores = read_text(arguments.glue_dir / "table.md") if arguments.glue_dir else None
+    commands = read_text(arguments.commands) if arguments.commands else None
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     try:
         draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_ddrp.checkpoint import (
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder
 
 
@@ -86,7 +86,5 @@ def _name(folder: Path) -> str:
 
 
 def _is_hugging_face(folder: Path) -> bool:
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    path = folder / "config.json"
+    return path.is_file() and "model_type" in read_object(path)

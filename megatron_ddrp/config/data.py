@@ -40,6 +40,10 @@ class DataConfig:
         "read-only)",
         metavar="DIR",
     )
+    verify_data: bool = option(
+        False,
+        "before the first step, read every dataset whole and compare its files with the SHA-256 in its manifest",
+    )
     packing: bool = option(
         False, "lay several documents into one row, each attending to itself alone: same losses, less padding"
     )

@@ -23,7 +23,10 @@ class ObjectiveConfig:
     hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)")
     tcd_tokens: int = option(50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form")
     hcd_heads: int = option(2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form")
-    mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted")
+    mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted in training")
+    eval_mask_prob: float = option(
+        0.15, "the same in validation, whatever --mask-prob is, so that runs of different rates can be compared"
+    )
     masking: str = option(
         "whole-word",
         "what is masked together: whole words, single tokens, or n-grams of up to three words, p(n) falling as 1/n",
@@ -46,8 +49,9 @@ class ObjectiveConfig:
         for name in ("tcd_tokens", "hcd_heads"):
             if getattr(self, name) < 0 or getattr(self, name) == 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
-        if not 0 < self.mask_prob < 1:
-            refuse(f"--mask-prob is {self.mask_prob}: it must lie between 0 and 1")
+        for name in ("mask_prob", "eval_mask_prob"):
+            if not 0 < getattr(self, name) < 1:
+                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie between 0 and 1")
         if not 0 < self.generator_size <= 1:
             refuse(f"--generator-size is {self.generator_size}: it must lie in (0, 1], the whole being the model's own")
         if not 1 <= self.notes_min_count <= self.notes_max_count:

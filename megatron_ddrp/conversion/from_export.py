@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.from_huggingface import find_tokenizer, read_folder
-from megatron_ddrp.conversion.huggingface_weights import Weights, fill, read_weights
-from megatron_ddrp.conversion.to_huggingface import OWN_MODEL_TYPE
+from megatron_ddrp.conversion.foreign_config import (
+    OWN_MODEL_TYPE,
+    finite_number,
+    one_of,
+    read_config_file,
+    whole_number,
+)
+from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS, find_tokenizer, read_folder
+from megatron_ddrp.conversion.huggingface_layouts import checked
+from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weights, fill, read_weights, refuse_sizes
 from megatron_ddrp.conversion.weight_names import own_name
 from megatron_ddrp.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
@@ -33,30 +41,54 @@ SIZES = {
 
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
-    """(model on the CPU in fp32 and eval mode, tokenizer, sizes) of an export of ours, a BERT or a DeBERTa v1.
+    """Return (model on the CPU in fp32 and eval mode, tokenizer, sizes) of an export of ours, a BERT or a DeBERTa v1.
 
-    Raises `UserError` where the folder is none of them, or lacks a weight or its tokenizer.
+    Raises `UserError` where the folder is none of them, lacks a weight or its tokenizer, or has another's tokenizer.
     """
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    values = read_config_file(folder)
     if values.get("model_type") == OWN_MODEL_TYPE:
         model, tokenizer = _own(folder, values), _tokenizer(folder)
     else:
         read = read_folder(folder)
         model, tokenizer = read.model, _tokenizer(folder) if read.tokenizer else None
+        if tokenizer and read.embedded_pieces - tokenizer.vocab_size > PADDED_ROWS:
+            raise UserError(
+                f"{folder}: its tokenizer has {tokenizer.vocab_size} pieces and its model embeds "
+                f"{read.embedded_pieces}; put the vocabulary there that the model was trained with"
+            )
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
     return model.eval(), tokenizer, model.config
 
 
+def own_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    """Return the sizes of an export of ours. Raises `UserError` where one is missing or is no size."""
+    path = folder / "config.json"
+    if missing := [key for key in SIZES if key not in values]:
+        raise UserError(f"{path}: no {missing[0]}; export the checkpoint again")
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    settings: dict[str, Any] = {}
+    for key, name in SIZES.items():
+        choices = (True, False) if name == "deberta_emd" else fields[name].metadata.get("choices")
+        if choices:
+            settings[name] = one_of(path, values, key, choices)
+        elif name == "layernorm_epsilon":
+            settings[name] = finite_number(path, values, key)
+        else:
+            settings[name] = whole_number(path, values, key)
+    return checked(path, settings)
+
+
 def _own(folder: Path, values: dict) -> Encoder:
-    missing = [key for key in SIZES if key not in values]
-    if missing:
-        raise UserError(f"{folder / 'config.json'}: no {missing[0]}; export the checkpoint again")
-    config = ModelConfig(**{field: values[key] for key, field in SIZES.items()})
-    model, stored = build_model(config), read_weights(folder)
+    config, stored = own_config(folder, values), read_weights(folder)
+    refuse_sizes(config, stored, folder)
+    rows = len(stored.get(own_name(TOKEN_EMBEDDING), ()))
+    if rows != config.vocab_size:
+        raise UserError(
+            f"{folder}: config.json says {config.vocab_size} pieces and the weights embed {rows}: they do not match; "
+            "export the checkpoint again"
+        )
+    model = build_model(config)
     names = {name: own_name(name) for name, _ in model.named_parameters()}
     ours = {name: stored[there] for name, there in names.items() if there in stored}
     fill(model, Weights(ours), config.vocab_size, folder)

@@ -8,25 +8,37 @@ enhanced mask decoder is no part of such folders and stays off.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, save_config
+from megatron_ddrp.conversion.foreign_config import one_of, refuse_code
 from megatron_ddrp.conversion.huggingface_layouts import model_config, read_config
-from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weights, fill, read_weights, rename
+from megatron_ddrp.conversion.huggingface_weights import (
+    TOKEN_EMBEDDING,
+    Weights,
+    fill,
+    read_weights,
+    refuse_sizes,
+    rename,
+)
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
-from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer, read_bytes
+from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder, build_model, on_meta_device
 
 SEED = 1234
 """Of what a folder lacks, and of the rows that pad the vocabulary."""
+
+PADDED_ROWS = 255
+"""Rows that a model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""
 
 NO_TOKENIZER = (
     "none, for lack of vocab.txt and tokenizer.json: give the model's own to pretrain_bert.py (transformers writes it: "
@@ -46,8 +58,20 @@ class Import:
     """Rows of the folder's word embedding; those beyond the tokenizer's vocabulary are left out."""
     tokenizer: Tokenizer | None
 
+    @property
+    def warning(self) -> str | None:
+        """One sentence where the tokenizer is hardly the model's own, else None."""
+        spare = self.embedded_pieces - self.config.vocab_size
+        if self.tokenizer is None or spare <= PADDED_ROWS:
+            return None
+        return (
+            f"{self.source}: its model embeds {self.embedded_pieces:,} pieces and its tokenizer has only "
+            f"{self.config.vocab_size:,}: is it the tokenizer that the model was trained with? The other {spare:,} "
+            "rows are left out"
+        )
+
     def summary(self) -> str:
-        """A few lines: what was loaded, left out and initialised, and the flags to go on with."""
+        """Return a few lines: what was loaded, left out and initialised, and the flags to resume with."""
         model, tokenizer, loaded = self.config, self.tokenizer, self.weights.ours.values()
         groups = Counter(name.rpartition(".")[0] or name for name in self.weights.left_out)
         left_out = [f"{group} ({count})" for group, count in groups.items()]
@@ -89,15 +113,19 @@ class ReadFolder:
 
 def read_folder(source: Path) -> ReadFolder:
     """Read a folder of a BERT or a DeBERTa v1. Raises `UserError` as `import_folder` does."""
-    config = model_config(source, read_config(source))
+    # Every size is held against the weights before anything of that size is allocated.
+    config, tensors = model_config(source, read_config(source)), read_weights(source)
+    refuse_sizes(config, tensors, source)
     wanted = dict(on_meta_device(config).named_parameters())
-    weights = rename(read_weights(source), config.num_attention_heads, wanted, source)
+    weights = rename(tensors, config.num_attention_heads, wanted, source)
     if TOKEN_EMBEDDING not in weights.ours:
         raise UserError(f"{source}: no word embedding among its weights; give a folder with a whole encoder")
     tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
     pieces = tokenizer.vocab_size if tokenizer else rows
     if pieces > rows:
         raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
+    if not pieces:
+        raise UserError(f"{source}: its word embedding has no rows; copy the folder again")
     config = dataclasses.replace(config, vocab_size=pieces)
     torch.manual_seed(SEED)
     model = build_model(config)
@@ -125,18 +153,26 @@ def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """BERT's vocab.txt where its rules are the usual ones, else tokenizer.json, else None."""
-    settings_file, vocab = folder / "tokenizer_config.json", folder / "vocab.txt"
-    try:
-        settings = json.loads(read_bytes(settings_file)) if settings_file.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{settings_file}: not JSON ({error})") from None
-    lower = settings.get("do_lower_case", True)
+    """Return a folder's tokenizer: from vocab.txt if BERT's usual rules apply, else from tokenizer.json, else None."""
+    vocab, settings = folder / "vocab.txt", tokenizer_settings(folder)
+    lower = settings["do_lower_case"]
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
     has_rules = (folder / "tokenizer.json").is_file()
     if vocab.is_file() and (usual or not has_rules):
         return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
     return build_tokenizer("HuggingFace", tokenizer_model=folder) if has_rules else None
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json with `do_lower_case`, which is true by default.
+
+    Raises `UserError` where it cannot be read, or where the tokenizer is another's code.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
+    refuse_code(path, settings)
+    one_of(path, settings, "do_lower_case", (True, False))
+    return settings
 
 
 def model_flags(config: ModelConfig) -> list[str]:

@@ -5,11 +5,19 @@ Absent keys have the values that transformers gives them.
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.foreign_config import (
+    LARGEST_SIZE,
+    OWN_MODEL_TYPE,
+    finite_number,
+    read_config_file,
+    shown,
+    whole_number,
+)
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import NUM_SEGMENTS
 
@@ -42,37 +50,28 @@ SECOND_LAYOUT = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder whose model can be imported."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
-        raise UserError(f"{path}: {reason}; give a folder with a Hugging Face model") from None
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    """Return config.json of a folder whose model can be imported, absent keys filled in."""
+    path, values = folder / "config.json", read_config_file(folder)
+    kind = values.get("model_type")
     if kind == "deberta-v2" or (kind == "deberta" and _second_layout(values)):
         missing = ", ".join(_second_layout(values)) or "other projections of the relative table"
         raise UserError(
             f"{path}: a DeBERTa of the v2/v3 layout; missing here: {missing}. Give one of the v1 layout, or a BERT"
         )
-    if kind == "megatron_ddrp":
+    if kind == OWN_MODEL_TYPE:
         raise UserError(f"{path}: exported from a checkpoint of ours: go on from that one, pretrain_bert.py --load")
-    if kind not in DEFAULTS:
-        raise UserError(f"{path}: model_type is {kind!r}; expected {' or '.join(DEFAULTS)}")
+    if not isinstance(kind, str) or kind not in DEFAULTS:
+        raise UserError(f"{path}: model_type is {shown(kind)}; expected {' or '.join(DEFAULTS)}")
     _refuse_unknown_parts(path, values, kind)
     return SHARED_DEFAULTS | DEFAULTS[kind] | values
 
 
 def model_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
-    """Our settings for what `read_config` gave."""
-
-    def number(key: str, kind: type = int) -> Any:
-        if isinstance(values[key], bool) or not isinstance(values[key], (kind, int)):
-            raise UserError(f"{folder / 'config.json'}: {key} is {values[key]!r}, expected a number")
-        return values[key]
-
-    hidden_size, ffn_size = number("hidden_size"), number("intermediate_size")
-    longest, furthest = number("max_position_embeddings"), number("max_relative_positions")
+    """Return our settings for what `read_config` gave. Raises `UserError` for a size that no model has."""
+    path = folder / "config.json"
+    size, number = partial(whole_number, path, values), partial(finite_number, path, values)
+    hidden_size, ffn_size = size("hidden_size"), size("intermediate_size")
+    longest, furthest = size("max_position_embeddings"), size("max_relative_positions", least=-LARGEST_SIZE)
     is_deberta = values["model_type"] == "deberta"
     settings: dict[str, Any] = {"position_encoding": "absolute"}
     if is_deberta:
@@ -81,23 +80,31 @@ def model_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
             "relative_distance": furthest if furthest > 0 else longest,
             "deberta_emd": False,
         }
-    return ModelConfig(
-        num_layers=number("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_attention_heads=number("num_attention_heads"),
-        ffn_hidden_size=None if ffn_size == 4 * hidden_size else ffn_size,
-        seq_length=longest,
-        hidden_dropout=number("hidden_dropout_prob", float),
-        attention_dropout=number("attention_probs_dropout_prob", float),
-        layernorm_epsilon=number("layer_norm_eps", float),
-        init_method_std=number("initializer_range", float),
-        vocab_size=number("vocab_size"),
-        **settings,
-    )
+    settings |= {
+        "num_layers": size("num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "num_attention_heads": size("num_attention_heads"),
+        "ffn_hidden_size": None if ffn_size == 4 * hidden_size else ffn_size,
+        "seq_length": longest,
+        "hidden_dropout": number("hidden_dropout_prob"),
+        "attention_dropout": number("attention_probs_dropout_prob"),
+        "layernorm_epsilon": number("layer_norm_eps"),
+        "init_method_std": number("initializer_range"),
+        "vocab_size": size("vocab_size"),
+    }
+    return checked(path, settings)
+
+
+def checked(path: Path, settings: dict[str, Any]) -> ModelConfig:
+    """Return the settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
+    try:
+        return ModelConfig(**settings)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _second_layout(values: dict[str, Any]) -> list[str]:
-    """What a DeBERTa has that v1 has not."""
+    """Return the parts that a DeBERTa has and v1 has not."""
     on = {
         key: value not in (None, False, "none", "") and not (isinstance(value, int) and value < 1)
         for key, value in values.items()
@@ -127,9 +134,11 @@ def _refuse_unknown_parts(path: Path, values: dict[str, Any], kind: str) -> None
         }
         terms = values.get("pos_att_type") or []
         terms = terms.split("|") if isinstance(terms, str) else terms
-        if {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
-            raise UserError(f"{path}: pos_att_type is {values.get('pos_att_type')!r}, expected c2p and p2c, no others")
+        if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
+            given = shown(values.get("pos_att_type"))
+            raise UserError(f"{path}: pos_att_type is {given}, expected c2p and p2c, no others")
     for key, (default, allowed) in required.items():
         if values.get(key, default) not in allowed:
             expected = " or ".join(map(repr, allowed))
-            raise UserError(f"{path}: {key} is {values.get(key, default)!r}, which is not built here: need {expected}")
+            given = shown(values.get(key, default))
+            raise UserError(f"{path}: {key} is {given}, which is not built here: need {expected}")

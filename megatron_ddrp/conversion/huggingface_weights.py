@@ -6,20 +6,23 @@ of 0, which DeBERTa leaves out. Both models tie the output matrix to the word em
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.weight_names import our_name
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import on_meta_device
 
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
+SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
+NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
+"""The reason told for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 KEY_BIAS = ".attention.key.bias"
 
@@ -37,22 +40,34 @@ class Weights:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, else of pytorch_model.bin, which is unpickled as tensors alone."""
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    """Return the tensors of model.safetensors, else of pytorch_model.bin, which is unpickled as tensors alone.
+
+    Raises `UserError` where there is neither, where it cannot be read without running its code, and for a tensor with a
+    number that is not finite.
+    """
+    safe, pickled = folder / SAFE_WEIGHTS, folder / PICKLED_WEIGHTS
     path = safe if safe.is_file() else pickled
     if not path.is_file():
         raise UserError(f"{folder}: neither {safe.name} nor {pickled.name} in it; save the model as one of them")
     try:
         loaded = load_file(str(safe)) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+    except Exception as error:  # a damaged file may raise anything
+        reason = str(error).split("\n")[0] if path == safe else NOT_TENSORS
+        raise UserError(f"{path} cannot be read: {reason}") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds a {type(loaded).__name__}; expected named tensors")
-    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.is_complex() or not torch.isfinite(tensor.float()).all():
+            raise UserError(f"{path}: {name} holds what is no finite number; copy the folder again")
+    return tensors
 
 
 def rename(tensors: dict[str, Tensor], num_heads: int, wanted: Collection[str], source: Path) -> Weights:
-    """Bring a folder's tensors under our names; all but the `wanted` are left out."""
+    """Bring a folder's tensors under our names; all but the `wanted` are left out.
+
+    Raises `UserError` for a tensor that is there twice with different values, and for an output matrix of its own.
+    """
     weights = Weights({})
     for name, tensor in split_projections(tensors, num_heads).items():
         ours = our_name(name)
@@ -76,7 +91,7 @@ def split_projections(tensors: dict[str, Tensor], num_heads: int) -> dict[str, T
         layer, _, kind = name.rpartition("attention.self.")
         if kind == "in_proj.weight":
             if len(tensor) % (3 * num_heads):
-                raise UserError(f"{name} has {len(tensor)} rows, not three times as many for each of {num_heads} heads")
+                raise UserError(f"{name} has {len(tensor)} rows: no query, key and value for each of {num_heads} heads")
             parts = tensor.unflatten(0, (num_heads, 3, -1))  # [heads, 3, d, hidden]
             for number, part in enumerate(("query", "key", "value")):
                 split[f"{layer}attention.self.{part}.weight"] = parts[:, number].flatten(0, 1)
@@ -86,6 +101,20 @@ def split_projections(tensors: dict[str, Tensor], num_heads: int) -> dict[str, T
         else:
             split[name] = tensor
     return split
+
+
+def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Raise `UserError`, before a model is built, where a configuration needs far more weights than a folder has."""
+    held, needed = sum(tensor.numel() for tensor in tensors.values()), 0
+    if config.num_layers <= len(tensors):
+        may_lack = ("head.", TOKEN_EMBEDDING, SEGMENT_EMBEDDING)
+        shapes = on_meta_device(config).named_parameters()
+        needed = sum(p.numel() for name, p in shapes if not name.startswith(may_lack) and not name.endswith(KEY_BIAS))
+    if config.num_layers > len(tensors) or needed > 2 * held:  # a smaller difference is told by the tensor's name
+        raise UserError(
+            f"{source}: config.json says {config.num_layers} layers x {config.hidden_size}, and the weights are "
+            f"{len(tensors)} tensors of {held:,} numbers: they do not match; copy the folder again"
+        )
 
 
 def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> None:

@@ -18,15 +18,16 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import POSITION_ENCODINGS, ModelConfig
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model.embeddings import NUM_SEGMENTS
 
 MODEL_CODE = ("configuration_ddrp.py", "modeling_positions.py", "modeling_ddrp.py")
-OWN_MODEL_TYPE = "megatron_ddrp"
 AUTO_MAP = {
     "AutoConfig": "configuration_ddrp.DdrpConfig",
     "AutoModel": "modeling_ddrp.DdrpModel",
@@ -172,8 +173,8 @@ def _find_checkpoint(load: Path) -> Path:
 
 def _is_hugging_face(folder: Path) -> bool:
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return "model_type" in read_object(folder / "config.json")
+    except UserError:
         return False
 
 

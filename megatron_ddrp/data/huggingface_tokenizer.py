@@ -12,6 +12,10 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.tokenizer import Tokenizer, find_specials, missing_specials, read_bytes
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
+
+SPARE_IDS = 2**16
+"""Ids without a piece that a vocabulary may have."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -32,7 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             layout = json.loads(content)
             self._backend = RustTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises bare Exception, and Python's reader RecursionError
             raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({error})") from None
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -43,6 +47,8 @@ class HuggingFaceTokenizer(Tokenizer):
         specials = find_specials(ids, named or _named_specials(file.parent))
         if missing := missing_specials(specials):
             raise UserError(f"{file}: lacks {missing}; add them to the tokenizer or use another one")
+        if max(ids.values()) >= len(ids) + SPARE_IDS:
+            raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
         pieces = [""] * (max(ids.values()) + 1)
         for piece, i in ids.items():
             pieces[i] = piece
@@ -79,10 +85,7 @@ def _named_specials(folder: Path) -> dict[str, str]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
         if path.exists():
-            try:
-                config = json.loads(read_bytes(path))
-            except ValueError as error:
-                raise UserError(f"{path}: not JSON ({error})") from None
+            config = read_object(path)
             for role in ("cls", "sep", "pad", "mask", "unk"):
                 token = config.get(f"{role}_token")
                 token = token.get("content") if isinstance(token, dict) else token

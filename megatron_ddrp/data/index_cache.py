@@ -2,14 +2,15 @@
 
 The file's name carries a fingerprint of the dataset's index and of the sequence length, and its content follows from
 these alone. So there is nothing to wait for: ranks, runs and nodes that find no file each compute the same bytes, write
-them under a name of their own and rename; whoever is last replaces a file by its equal. Files of datasets that are
-gone may be deleted at any time.
+them under a name of their own and rename; whoever is last replaces a file by its equal. Each file ends in a sum
+(sealed.py); a damaged one is made again. Files of datasets that are gone may be deleted at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.samples import BLOCK, MIN_DOCUMENT_TOKENS, num_blocks, sample_totals
+from megatron_ddrp.data.sealed import BrokenSealError, check_seal, seal
 from megatron_ddrp.errors import UserError
 
 SUFFIX = ".samples.npy"
@@ -29,15 +31,20 @@ _PROBES, _PROBE_BYTES = 64, 4096
 def cached_totals(
     dataset: IndexedDataset, seq_length: int, folder: str | os.PathLike[str] | None = None
 ) -> tuple[NDArray[np.int64], str | None]:
-    """`sample_totals(dataset, seq_length)`, mapped from a file in `folder` (default: beside the data), which it makes.
+    """Return (`sample_totals(dataset, seq_length)`, a line for the user or None).
 
-    Where the data's own folder cannot be written to, the totals stay in memory, and the second result says so in one
-    line. Raises `UserError` where a `folder` that was named cannot.
+    The totals are mapped from a file in `folder` (default: beside the data). Where the file is missing or damaged, it
+    is made. Where the data's own folder cannot be written to, the totals stay in memory. The line tells of a damaged
+    file or of a folder that cannot be written to. Raises `UserError` where a `folder` that was named cannot.
     """
     path = cache_path(dataset, seq_length, folder)
-    totals = _read(path, num_blocks(dataset.num_documents))
-    if totals is not None:
-        return totals, None
+    note = None
+    try:
+        return _read(path, num_blocks(dataset.num_documents)), None
+    except OSError:  # no file yet, or a folder that cannot be made, which writing will tell
+        pass
+    except BrokenSealError:
+        note = f"{path}: damaged, or of an earlier version; the sample index is made again"
     totals = sample_totals(dataset, seq_length)
     try:
         _write(path, totals, mode=dataset_path(dataset.prefix, ".idx").stat().st_mode & 0o666)
@@ -50,11 +57,11 @@ def cached_totals(
             f"{path.parent} cannot be written ({error.strerror}): the sample index of {dataset.prefix} stays in "
             "memory; --index-cache-dir DIR keeps it elsewhere"
         )
-    return totals, None
+    return totals, note
 
 
 def cache_path(dataset: IndexedDataset, seq_length: int, folder: str | os.PathLike[str] | None = None) -> Path:
-    """`FOLDER/NAME.FINGERPRINT.samples.npy`; the fingerprint covers all that the totals depend on.
+    """Return `FOLDER/NAME.FINGERPRINT.samples.npy`; the fingerprint covers all that the totals depend on.
 
     Of the index it takes the sizes of both files, the time of the last change and 64 pages spread over it, since
     reading all of it would take as long as making the totals.
@@ -71,23 +78,24 @@ def cache_path(dataset: IndexedDataset, seq_length: int, folder: str | os.PathLi
     return Path(folder or index.parent) / f"{index.stem}.{digest.hexdigest()}{SUFFIX}"
 
 
-def _read(path: Path, blocks: int) -> NDArray[np.int64] | None:
-    """The totals in a file, or None where it is not there or is damaged."""
-    try:
-        totals = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    fits = totals.dtype == np.int64 and totals.shape == (blocks + 1, 3) and not totals[0].any()
-    return np.asarray(totals) if fits else None
+def _read(path: Path, blocks: int) -> NDArray[np.int64]:
+    """Map the totals in a file. Raises `OSError` where there is none, `BrokenSealError` for damage."""
+    check_seal(path)
+    totals = np.load(path, mmap_mode="r", allow_pickle=False)
+    if totals.dtype != np.int64 or totals.shape != (blocks + 1, 3):
+        raise BrokenSealError(path)
+    return np.asarray(totals)
 
 
 def _write(path: Path, totals: NDArray[np.int64], mode: int) -> None:
-    """Put a file under its name, whole, for any number of writers at once."""
+    """Write the totals to a sealed file, whole or not at all, beside any number of other writers."""
+    content = io.BytesIO()
+    np.save(content, totals, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            np.save(stream, totals, allow_pickle=False)
+            stream.write(seal(path.name, content.getvalue()))
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, mode)  # for the same users as the data; mkstemp gives it to one

@@ -5,8 +5,10 @@
     PREFIX.json  the manifest (ours): counts, the tokenizer's fingerprint, SHA-256 of both files; absent beside other
                  writers' files
 
-Neither opening nor writing takes memory that grows with the dataset. No damage makes the reader return bytes that are
-not the sequence's: it ends in one clear line instead.
+Neither opening nor writing takes memory that grows with the dataset. The reader refuses, in one clear line, a header
+that does not fit the files' sizes, and a sequence that does not lie inside `PREFIX.bin`. It does not see an id that
+became another id, nor a border that moved inside the file: only the SHA-256 in the manifest tells (`verification.py`,
+`--verify-data`).
 """
 
 from __future__ import annotations
@@ -161,12 +163,13 @@ def token_chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
             yield tokens
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while data := stream.read(1 << 20):
             digest.update(data)
+            advance(len(data))
     return digest.hexdigest()
 
 
@@ -220,9 +223,11 @@ class IndexedDatasetWriter:
         self._write_sizes(sizes)
         self._write_tokens(tokens)
 
-    def append_dataset(self, dataset: IndexedDataset, advance: Callable[[int], object] = lambda size: None) -> None:
-        """Append all documents of a sound dataset of this type or a narrower one, in chunks; `advance` is told the
-        bytes of it that were read."""
+    def append_dataset(self, dataset: IndexedDataset, read: Callable[[np.ndarray], object]) -> None:
+        """Append all documents of a sound dataset of this type or a narrower one, in chunks.
+
+        Calls `read` with the ids `[at most CHUNK_TOKENS]` of each chunk, as they stand in its .bin.
+        """
         assert np.can_cast(dataset.dtype, self.dtype)
         for begin in range(0, dataset.num_documents, CHUNK):
             self._write_documents(np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
@@ -230,7 +235,7 @@ class IndexedDatasetWriter:
             self._write_sizes(dataset.sizes[begin : begin + CHUNK])
         for tokens in dataset.chunks():
             self._write_tokens(tokens.astype(self.dtype, copy=False))
-            advance(tokens.nbytes)
+            read(tokens)
 
     def end_document(self) -> None:
         """The sequences since the last call are one document."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import numpy as np
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset_index import dataset_path
+from megatron_ddrp.data.dataset_index import MEND, dataset_path
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.verification import describe_tokenizer
+from megatron_ddrp.data.verification import describe_tokenizer, wrong_sums
 from megatron_ddrp.errors import UserError
 
-COUNTS = ("empty_documents", "skipped")
-"""Manifest entries that add up and that the datasets themselves do not show."""
+COUNTS = ("empty_documents", "skipped", "unknown_tokens")
+"""Manifest entries that add up and that the datasets themselves do not show; left out where a manifest lacks one."""
 
 
 def merge(
@@ -27,7 +28,8 @@ def merge(
     """Write the documents of all inputs, one input after another, as one dataset; it appears when it is complete.
 
     Where every input has a manifest the output has one too. `advance` is told the bytes of .bin that were read. Raises
-    `UserError` for damaged inputs, for inputs of different tokenizers, and for an output that exists.
+    `UserError` for damaged inputs, also for those that differ from the SHA-256 in their manifest, for inputs of
+    different tokenizers, and for an output that exists.
     """
     if not overwrite:
         for suffix in (".bin", ".idx", ".json"):
@@ -42,11 +44,26 @@ def merge(
         dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
     with IndexedDatasetWriter(output_prefix, dtype) as writer:
-        for dataset in datasets:
-            writer.append_dataset(dataset, advance)
+        for dataset, manifest in zip(datasets, manifests, strict=True):
+            _append(writer, dataset, manifest or {}, advance)
         known = [manifest for manifest in manifests if manifest is not None]
         writer.finalize(merged_manifest(known, datasets, dtype) if len(known) == len(datasets) else None)
     return IndexedDataset(output_prefix)
+
+
+def _append(
+    writer: IndexedDatasetWriter, dataset: IndexedDataset, manifest: dict[str, Any], advance: Callable[[int], object]
+) -> None:
+    """Append a dataset. Raises `UserError` where it is not what its manifest says: the sum would bless the damage."""
+    digest = hashlib.sha256()
+
+    def read(tokens: np.ndarray) -> None:
+        digest.update(tokens.data)
+        advance(tokens.nbytes)
+
+    writer.append_dataset(dataset, read)
+    for fault in wrong_sums(dataset.prefix, manifest, digest.hexdigest()):
+        raise UserError(f"{fault}; {MEND}, and see where by tools/dataset.py verify")
 
 
 def merged_manifest(
@@ -56,7 +73,8 @@ def merged_manifest(
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     for key in COUNTS:
-        merged[key] = sum(int(manifest.get(key) or 0) for manifest in manifests)
+        if all(isinstance(manifest.get(key), int) for manifest in manifests):
+            merged[key] = sum(manifest[key] for manifest in manifests)
     merged["documents"] = sum(dataset.num_documents for dataset in datasets)
     merged["sequences"] = sum(map(len, datasets))
     merged["tokens"] = sum(dataset.num_tokens for dataset in datasets)

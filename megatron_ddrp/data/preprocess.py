@@ -23,14 +23,17 @@ import megatron_ddrp
 from megatron_ddrp.data.chunk_tokenizer import ChunkTokenizer, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.dataset_index import dataset_path
 from megatron_ddrp.data.documents import FaultCounter, iter_chunks
-from megatron_ddrp.data.inputs import BLOCK_BYTES, STANDARD_INPUT, InputFile, OpenInput, find_inputs, reading_progress
+from megatron_ddrp.data.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream, reading_progress
 from megatron_ddrp.data.records import Chunk
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.data.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.vocabulary_fit import describe_unknown, warn_of_impossible, warn_of_unknown
 from megatron_ddrp.data.workers import map_in_order
 from megatron_ddrp.errors import UserError
 
 CHUNK_BYTES = BLOCK_BYTES
+TEXT_RULES = 2
+"""Goes up when a file gives other texts than before, so that no run resumes what an earlier version began."""
 CHECKPOINT_SECONDS = 15.0
 """A killed run loses at most this much work."""
 
@@ -42,6 +45,7 @@ class KeyCounts:
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
+    unknown_tokens: int = 0
     empty_documents: int = 0
 
 
@@ -74,20 +78,28 @@ class PreprocessResult:
         return sum(counts.tokens for counts in self.by_key)
 
     def summary(self) -> str:
-        """One line: documents, tokens, speed, files."""
+        """Return one line: documents, tokens, unknown pieces, speed, files."""
         speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
         empty = sum(counts.empty_documents for counts in self.by_key)
         left_out = f", {empty:,} empty documents left out" if empty else ""
         if self.skipped:
             left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {speed:.1f} MB/s → {files}"
+        unknown = describe_unknown(sum(counts.unknown_tokens for counts in self.by_key), self.tokens)
+        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each dataset with many unknown pieces."""
+        for prefix, counts in zip(self.prefixes, self.by_key, strict=True):
+            if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens):
+                yield warning
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
     """Write one dataset for each JSON key; what an interrupted run of the same command has done is not done again.
 
-    Raises `UserError` when it is not possible. No dataset appears under its name before it is complete.
+    No dataset appears under its name before it is complete. Signs of a vocabulary that does not fit are written to
+    standard error. Raises `UserError` when it is not possible.
     """
     local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
     files = find_inputs(config.input, leave_out=local)
@@ -95,6 +107,8 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     if existing and not os.path.exists(config.unfinished_folder):
         raise UserError(existing)
     tokenize = ChunkTokenizer(config)
+    if warning := warn_of_impossible(tokenize.tokenizer):
+        print(warning, file=sys.stderr)
     job = _job(config, files, tokenize)
     folder = config.unfinished_folder
     with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job) as output:
@@ -104,10 +118,13 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
         if output.state and output.state["skipped"] and config.on_error == "stop":
             raise UserError(f"{folder}: this run has skipped records; go on with --on-error skip, or remove the folder")
         if output.discarded:
-            print(f"{folder}: left by another command or input; starting afresh", file=sys.stderr)
+            print(f"{folder}: damaged, or left by another command, input or version; starting afresh", file=sys.stderr)
         run = _Run(config, files, tokenize, output)
         try:
-            return run.to_the_end()
+            result = run.to_the_end()
+            for warning in result.warnings():
+                print(warning, file=sys.stderr)
+            return result
         except OSError as error:
             where = error.filename or folder
             hint = "make room or choose another --output-prefix"
@@ -151,7 +168,7 @@ class _Run:
         self, config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
     ):
         self._config, self._files, self._tokenize, self._output = config, files, tokenize, output
-        self._resumable = all(file.path != STANDARD_INPUT for file in files)
+        self._resumable = not any(is_stream(file.path) for file in files)
         self._described: list[dict[str, Any]] = []
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
         if output.state is not None:
@@ -176,7 +193,7 @@ class _Run:
         return self.result
 
     def keep(self) -> bool:
-        """From here the same command can go on; not where there is nothing to keep, or standard input is read."""
+        """Make the work done so far safe to resume; return False where there is none, or where a stream is read."""
         sensible = self._resumable and self.result.chunks > 0 and not self._output.published
         if sensible:
             self._output.checkpoint(asdict(self.result))
@@ -212,6 +229,7 @@ class _Run:
             counts.documents += len(documents.documents)
             counts.sequences += len(documents.sizes)
             counts.tokens += len(documents.ids) // self._tokenize.tokenizer.dtype.itemsize
+            counts.unknown_tokens += documents.unknown
             counts.empty_documents += documents.empty
         result.skipped += len(reasons)
         result.first_skipped = result.first_skipped or next(iter(reasons), "")
@@ -264,10 +282,10 @@ def _existing(prefixes: list[str]) -> str | None:
 
 
 def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """What makes the output's bytes what they are; standard input is never the same again."""
+    """Return all that decides the output's bytes; standard input and pipes are never the same again."""
     inputs: list[Any] = []
     for file in files:
-        if file.path == STANDARD_INPUT:
+        if is_stream(file.path):
             inputs.append([file.path, os.getpid(), time.time()])
         else:
             status = os.stat(file.path)
@@ -279,5 +297,6 @@ def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokeni
         "append_eod": config.append_eod,
         "sentence_splitter": tokenize.splitter_name,
         "chunk_bytes": CHUNK_BYTES,
+        "text_rules": TEXT_RULES,
         "version": megatron_ddrp.__version__,
     }

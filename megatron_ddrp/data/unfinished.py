@@ -1,10 +1,11 @@
 """Datasets being written: a folder that a killed run leaves behind and the same command takes up again.
 
 PREFIX.unfinished/ holds one set of growing files a dataset (ids, sizes, documents) and job.json: which command this is,
-and up to where the growing files are known to be on the disk. Taking up cuts the files back to that point; another
-command's leftovers are thrown away, never added to. When all is written, the index and the manifest are made in the
-same folder, and only then are the three files of each dataset renamed to where they belong, the index last: a kill at
-any moment leaves either no dataset or the whole one, and the same command finishes the renaming.
+and the length and CRC-32 of the part of each growing file that is known to be on the disk. Taking up cuts the files
+back to that point; another command's leftovers and damaged ones are thrown away, never added to. When all is written,
+the index and the manifest are made in the same folder, and only then are the three files of each dataset renamed to
+where they belong, the index last: a kill at any moment leaves either no dataset or the whole one, and the same command
+finishes the renaming.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +29,31 @@ from megatron_ddrp.errors import UserError
 
 PARTS = ("ids", "sizes", "documents")
 """What grows: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+
+SUM = "crc32"
+"""Key of job.json's own sum."""
+
+
+class _GrowingFile:
+    """A file that bytes are appended to; `crc` is the sum of all that it holds."""
+
+    def __init__(self, path: Path, length: int, crc: int):
+        """Open `path` and cut it back to its first `length` bytes, whose sum is `crc`."""
+        self.stream: BinaryIO = open(path, "ab", buffering=1 << 20)  # noqa: SIM115
+        self.stream.truncate(length)
+        self.stream.seek(0, os.SEEK_END)
+        self.crc = crc
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self.stream.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+
+    def sync(self) -> list[int]:
+        """Bring everything to the disk; return the file's length and sum."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        return [self.stream.tell(), self.crc]
 
 
 class UnfinishedDatasets:
@@ -48,31 +75,25 @@ class UnfinishedDatasets:
         saved = self._read_job()
         if saved is not None:
             self.state, self._published = saved["state"], saved["published"]
-        self._files: list[list[BinaryIO]] = [] if self._published else self._open_files(saved)
+        self._files: list[list[_GrowingFile]] = [] if self._published else self._open_files(saved)
 
     def append(self, number: int, ids: bytes, sizes: np.ndarray, documents: np.ndarray) -> None:
         """Add documents to dataset `number`: ids end to end; int32 sizes `[sequences]`; int32 `[documents]`."""
-        for stream, data in zip(self._files[number], (ids, sizes.tobytes(), documents.tobytes()), strict=True):
-            stream.write(data)
+        for file, data in zip(self._files[number], (ids, sizes.tobytes(), documents.tobytes()), strict=True):
+            file.write(data)
 
     def checkpoint(self, state: dict[str, Any]) -> None:
         """From here a killed run goes on: everything appended is on the disk, and `state` beside it."""
-        lengths = []
-        for streams in self._files:
-            for stream in streams:
-                stream.flush()
-                os.fsync(stream.fileno())
-            lengths.append([stream.tell() for stream in streams])
+        written = [[file.sync() for file in files] for files in self._files]
         self.state = state
-        self._write_job(lengths, published=False)
+        self._write_job(written, published=False)
 
     def publish(self, manifests: Sequence[dict[str, Any]]) -> None:
         """Give every dataset its name, with its manifest."""
         if not self._published:
             for number, manifest in enumerate(manifests):
-                for stream in self._files[number]:
-                    stream.flush()
-                os.fsync(self._files[number][0].fileno())
+                for growing in self._files[number]:
+                    growing.sync()
                 ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
                 with AtomicFile(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
                     write_index(file, self._dtype, lengths, counts)
@@ -105,7 +126,7 @@ class UnfinishedDatasets:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for stream in [stream for streams in self._files for stream in streams] + [self._lock]:
+        for stream in [file.stream for files in self._files for file in files] + [self._lock]:
             with contextlib.suppress(OSError):  # a full disk refuses the last flush too
                 stream.close()
 
@@ -133,38 +154,55 @@ class UnfinishedDatasets:
         return lock
 
     def _read_job(self) -> dict[str, Any] | None:
-        """job.json of a run of this same command whose files are all there; any other leftovers are removed."""
+        """Return job.json of a run of this same command whose files are whole; remove any other leftovers."""
         found = [path for path in self.folder.iterdir() if path.name != "lock"]
         try:
             saved = json.loads((self.folder / "job.json").read_bytes())
-            usable = saved["job"] == json.loads(json.dumps(self._job))
-            for number, lengths in enumerate(saved["lengths"]):
-                for part, length in zip(PARTS, lengths, strict=True):
-                    usable = usable and self._path(number, part).stat().st_size >= length
-        except (OSError, ValueError, KeyError, TypeError):
+            usable = saved.pop(SUM) == _sum_of(saved) and saved["job"] == json.loads(json.dumps(self._job))
+            for number, files in enumerate(saved["written"]):
+                for part, (length, crc) in zip(PARTS, files, strict=True):
+                    usable = usable and _crc_of(self._path(number, part), length) == crc
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             usable = False
         if usable:
             return saved
         self.discarded = any(path.name == "job.json" for path in found)
         for path in found:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         return None
 
-    def _open_files(self, saved: dict[str, Any] | None) -> list[list[BinaryIO]]:
-        files = []
-        for number in range(len(self._prefixes)):
-            paths = [self._path(number, part) for part in PARTS]
-            streams: list[BinaryIO] = [open(path, "ab", buffering=1 << 20) for path in paths]  # noqa: SIM115
-            for place, stream in enumerate(streams):
-                stream.truncate(saved["lengths"][number][place] if saved else 0)
-                stream.seek(0, os.SEEK_END)
-            files.append(streams)
-        return files
+    def _open_files(self, saved: dict[str, Any] | None) -> list[list[_GrowingFile]]:
+        nothing = [[0, 0]] * len(PARTS)
+        return [
+            [
+                _GrowingFile(self._path(number, part), *written)
+                for part, written in zip(PARTS, saved["written"][number] if saved else nothing, strict=True)
+            ]
+            for number in range(len(self._prefixes))
+        ]
 
-    def _write_job(self, lengths: list[list[int]], published: bool) -> None:
-        content = {"job": self._job, "state": self.state, "lengths": lengths, "published": published}
+    def _write_job(self, written: list[list[list[int]]], published: bool) -> None:
+        content = {"job": self._job, "state": self.state, "written": written, "published": published}
+        content = json.loads(json.dumps(content))  # as it will be read
         with AtomicFile(self.folder / "job.json") as stream:
-            stream.write(json.dumps(content).encode())
+            stream.write(json.dumps({**content, SUM: _sum_of(content)}).encode())
+
+
+def _sum_of(content: dict[str, Any]) -> int:
+    """Return the CRC-32 of JSON values."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _crc_of(path: Path, length: int) -> int | None:
+    """Return the CRC-32 of the first `length` bytes of a file; None if it is shorter."""
+    crc = 0
+    with open(path, "rb") as stream:
+        while length > 0:
+            data = stream.read(min(length, 1 << 20))
+            if not data:
+                return None
+            crc, length = zlib.crc32(data, crc), length - len(data)
+    return crc
 
 
 def _sync_folder(path: Path) -> None:

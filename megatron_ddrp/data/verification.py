@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.dataset_index import DatasetIndex, dataset_path, file_size, read_header
+from megatron_ddrp.data.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
 from megatron_ddrp.data.index_faults import FaultList, index_faults
 from megatron_ddrp.data.indexed_dataset import file_sha256, read_manifest, token_chunks
 from megatron_ddrp.data.tokenizer import Tokenizer
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def verify(
@@ -74,6 +74,42 @@ def verify(
     digest = hashlib.sha256()
     yield from (f"{bin_path}: {fault}" for fault in _foreign_ids(index, bin_path, pieces, digest.update, advance))
     yield from _wrong_hash(bin_path, _entry(files, "bin"), digest.hexdigest)
+
+
+def wrong_sums(prefix: str | os.PathLike[str], manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
+    """Yield which of the two files differ from the SHA-256 in the manifest, as far as it holds them."""
+    files, index_path = _entry(manifest, "files"), dataset_path(prefix, ".idx")
+    yield from _wrong_hash(index_path, _entry(files, "idx"), lambda: file_sha256(index_path))
+    yield from _wrong_hash(dataset_path(prefix, ".bin"), _entry(files, "bin"), lambda: bin_sha256)
+
+
+def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] = lambda size: None) -> None:
+    """Compare `PREFIX.bin` and `PREFIX.idx` with the SHA-256 in the manifest.
+
+    Raises `UserError` for the first that differs, and with exit code 2 where the manifest is missing or holds no sums.
+    Calls `advance` with the bytes that were read since the last call.
+    """
+    manifest, manifest_path = read_manifest(prefix), dataset_path(prefix, ".json")
+    files = _entry(manifest or {}, "files")
+    recorded = {suffix: _entry(files, suffix).get("sha256") for suffix in ("bin", "idx")}
+    if None in recorded.values():
+        reason = "there is no such file" if manifest is None else "it holds no SHA-256"
+        raise UserError(
+            f"--verify-data needs the sums in {manifest_path}, but {reason}; leave the flag out, or preprocess again",
+            WRONG_ARGUMENTS,
+        )
+    for suffix, expected in recorded.items():
+        path = dataset_path(prefix, f".{suffix}")
+        file_size(path)
+        try:
+            found = file_sha256(path, advance)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}; {MEND}") from None
+        if found != expected:
+            raise UserError(
+                f"{path}: SHA-256 {found[:12]}…, but {manifest_path} says {str(expected)[:12]}…: damaged, or "
+                f"changed since preprocessing; {MEND}, and see where by tools/dataset.py verify"
+            )
 
 
 def describe_tokenizer(made_by: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The counting pass of Taking Notes on the Fly: how often each word stands in the training text, cached beside it.
 
 A pass over the token ids in memory-mapped chunks: about 40 bytes a different word are held, however long the text. The
-result is stored under a fingerprint of the data, the tokenizer and the bounds; the first process that needs it counts,
-under a lock, while others wait for its file.
+result is stored with a sum (sealed.py) under a fingerprint of the data, the tokenizer and the bounds; the first process
+that needs it counts, under a lock, while others wait for its file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.data.rare_words import RareWords, WordFinder
+from megatron_ddrp.data.sealed import BrokenSealError, check_seal, seal
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -131,32 +133,47 @@ def open_rare_words(
     folder: str | Path | None = None,
     keep: bool = True,
 ) -> tuple[RareWords, str]:
-    """(the rare words of a corpus, one line on where they are kept): from the cache, else counted and put there.
+    """Return (the rare words of a corpus, one line on where they are kept): from the cache, else counted and put there.
 
-    The cache lies in `folder`, by default beside the first dataset; where that cannot be written the words are counted
-    at every start. Without `keep` nothing is written. Raises `UserError` where a `folder` that was named cannot, and
-    where no word lies in the bounds.
+    The cache lies in `folder`, by default beside the first dataset; where that cannot be written, the words are counted
+    at every start. A damaged cache is counted again, with a line on standard error. Without `keep` nothing is written.
+    Raises `UserError` where a `folder` that was named cannot be written, and where no word lies in the bounds.
     """
     path = cache_path(parts, tokenizer, bounds, folder)
     with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
-        if path.is_file():
-            words, kept = read_rare_words(path), f"as counted in {path}"
-        elif not keep:
+        words, kept = _cached_words(path), f"as counted in {path}"
+        if words is None:
             words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {path}"
-        else:
-            words, kept = _count_with_bar(parts, tokenizer, bounds), f"counted into {path}"
-            try:
-                write_rare_words(words, path)
-            except UserError as error:
-                if folder is not None:
-                    raise UserError(f"--index-cache-dir {folder}: {error}; give a folder that can be written") from None
-                kept = f"counted at every start, as {path.parent} cannot be written; --index-cache-dir DIR keeps them"
+            if keep:
+                kept = _keep(words, path, folder)
     if not len(words):
         raise UserError(
             f"--notes-min-count {bounds[0]} and --notes-max-count {bounds[1]}: the training text holds no word so "
             "often; choose wider bounds, or leave --notes out"
         )
     return words, f"{len(words):,} words that stand {bounds[0]:,} to {bounds[1]:,} times in the training text, {kept}"
+
+
+def _cached_words(path: Path) -> RareWords | None:
+    """Return the words in the cache, or None where there is none that can be used."""
+    try:
+        return read_rare_words(path)
+    except OSError:  # no file yet, or a folder that cannot be made, which writing will tell
+        pass
+    except BrokenSealError:
+        print(f"{path}: damaged, or of an earlier version; the words are counted again", file=sys.stderr)
+    return None
+
+
+def _keep(words: RareWords, path: Path, folder: str | Path | None) -> str:
+    """Write the words to the cache, and return a phrase that says where they are kept."""
+    try:
+        write_rare_words(words, path)
+    except (OSError, UserError) as error:
+        if folder is not None:
+            raise UserError(f"--index-cache-dir {folder}: {error}; give a folder that can be written") from None
+        return f"counted at every start, as {path.parent} cannot be written; --index-cache-dir DIR keeps them"
+    return f"counted into {path}"
 
 
 def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None) -> Path:
@@ -190,18 +207,18 @@ def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[i
 
 
 def write_rare_words(words: RareWords, path: Path) -> None:
-    """Store them whole or not at all."""
+    """Write the words to a sealed file, whole or not at all."""
+    content = io.BytesIO()
+    np.savez(content, hashes=words.hashes, counts=words.counts, pieces=words.pieces, ends=words.ends)
     with AtomicFile(path) as file:
-        np.savez(file.stream, hashes=words.hashes, counts=words.counts, pieces=words.pieces, ends=words.ends)
+        file.write(seal(path.name, content.getvalue()))
 
 
 def read_rare_words(path: Path) -> RareWords:
-    """The inverse of `write_rare_words`."""
-    try:
-        with np.load(path) as arrays:
-            return RareWords(arrays["hashes"], arrays["counts"], arrays["pieces"], arrays["ends"])
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read ({error}): remove it, and the words are counted again") from None
+    """Read what `write_rare_words` wrote. Raises `OSError` where there is none, `BrokenSealError` for damage."""
+    check_seal(path)
+    with np.load(path) as arrays:
+        return RareWords(arrays["hashes"], arrays["counts"], arrays["pieces"], arrays["ends"])
 
 
 @contextlib.contextmanager

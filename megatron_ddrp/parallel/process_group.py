@@ -149,6 +149,11 @@ def lost_rank_in_one_line() -> Iterator[None]:
         ) from error
 
 
+def is_first_on_host() -> bool:
+    """Tell whether this rank does what is to be done once per host, such as reading local files."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 def stop() -> None:
     """Leave together: without the barrier a fast rank's exit can abort a slow one."""
     if dist.is_initialized():

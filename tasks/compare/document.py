@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.markdown import code, escape, header, row
+
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --muted: #57606a; --page: #ffffff; --soft: #f3f5f7;
   --line: #d0d7de; }
@@ -47,21 +49,21 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; *stars* emphasise."""
+    """A paragraph; *stars* emphasise, `backticks` mark code, and everything else is shown as it stands."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list."""
+    """A list of paragraphs, each marked up as `Text` is."""
 
     items: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; `wordy` columns hold sentences. Tables of the paper's numbers look different."""
+    """Cells shown as they stand; `wordy` columns hold sentences. Tables of the paper's numbers look different."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -90,33 +92,44 @@ Block = Heading | Text | Bullets | Table | Figure | Code
 
 
 def markdown(blocks: Sequence[Block], folder: Path) -> str:
-    """The page as Markdown; figures are links relative to `folder`."""
+    """Return the page as Markdown; figures are links relative to `folder`."""
     return "\n\n".join(_markdown(block, folder) for block in blocks) + "\n"
 
 
 def _markdown(block: Block, folder: Path) -> str:
     if isinstance(block, Heading):
-        return f"{'#' * block.level} {block.text}"
+        return f"{'#' * block.level} {escape(block.text)}"
     if isinstance(block, Text):
-        return block.text
+        return _escaped(block.text)
     if isinstance(block, Bullets):
-        return "\n".join(f"- {item}" for item in block.items)
+        return "\n".join(f"- {_escaped(item)}" for item in block.items)
     if isinstance(block, Figure):
-        return f"![{block.caption}]({block.path.relative_to(folder).as_posix()})\n\n{block.caption}"
+        caption = _escaped(block.caption)
+        return f"![{caption}]({block.path.relative_to(folder).as_posix()})\n\n{caption}"
     if isinstance(block, Code):
-        return "\n".join([f"{block.summary}:", "", "```", *block.lines, "```"])
-    lines = [block.header, ["---"] + ["---" if n in block.wordy else "---:" for n in range(1, len(block.header))]]
+        return "\n".join([f"{_escaped(block.summary)}:", "", *code(block.lines)])
     emphasis = "*" if block.is_paper else ""
-    lines += [[f"{emphasis}{_cell(cell)}{emphasis}" if cell else "" for cell in row] for row in block.rows]
-    return "\n".join([block.caption, "", *("| " + " | ".join(line) + " |" for line in lines)])
+    lines = header([escape(name) for name in block.header], left=(0, *block.wordy))
+    for cells in block.rows:
+        lines.append(row(f"{emphasis}{escape(cell)}{emphasis}" if cell else "" for cell in cells))
+    return "\n".join([_escaped(block.caption), "", *lines])
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+_MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
+"""Code, or the inside of an emphasis."""
+
+
+def _escaped(text: str) -> str:
+    """Return a marked-up paragraph as Markdown."""
+    done, at = "", 0
+    for found in _MARKUP.finditer(text):
+        done += escape(text[at : found.start()]) + (found[1] or f"*{escape(found[2])}*")
+        at = found.end()
+    return done + escape(text[at:])
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """The page as one HTML file: styles and figures inside, nothing fetched, no script."""
+    """Return the page as one HTML file: styles and figures inside, nothing fetched, no script."""
     title = next((block.text for block in blocks if isinstance(block, Heading)), "Comparison")
     body = "\n".join(_html(block) for block in blocks)
     return (
@@ -147,13 +160,13 @@ def _html(block: Block) -> str:
 
 
 def _html_table(block: Table) -> str:
-    def cells(kind: str, row: Sequence[str]) -> str:
+    def cells(kind: str, texts: Sequence[str]) -> str:
         return "".join(
-            f"<{kind}{' class=words' * (number in block.wordy)}>{_inline(cell)}</{kind}>"
-            for number, cell in enumerate(row)
+            f"<{kind}{' class=words' * (number in block.wordy)}>{html.escape(text, quote=False)}</{kind}>"
+            for number, text in enumerate(texts)
         )
 
-    rows = "".join(f"<tr>{cells('td', row)}</tr>\n" for row in block.rows)
+    rows = "".join(f"<tr>{cells('td', texts)}</tr>\n" for texts in block.rows)
     return (
         f"<figure><figcaption>{_inline(block.caption)}</figcaption>"
         f'<div class="scroll" tabindex="0"><table{" class=paper" * block.is_paper}>'
@@ -162,6 +175,9 @@ def _html_table(block: Table) -> str:
 
 
 def _inline(text: str) -> str:
-    escaped = html.escape(text, quote=False)
-    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
-    return re.sub(r"(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])", r"<em>\1</em>", escaped)
+    """Return a marked-up paragraph as HTML."""
+
+    def tagged(found: re.Match[str]) -> str:
+        return f"<code>{found[1][1:-1]}</code>" if found[1] else f"<em>{found[2]}</em>"
+
+    return _MARKUP.sub(tagged, html.escape(text, quote=False))

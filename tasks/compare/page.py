@@ -197,7 +197,7 @@ def _threads(row: dict[str, Any]) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Every number of the page for programs: arm → measure → seed → value."""
+    """Return every number of the page for programs: arm → measure → seed → value; arm → task → undefined runs."""
     arms: dict[str, Any] = {}
     for measure, by_arm in results.values.items():
         for arm, by_seed in by_arm.items():
@@ -206,4 +206,8 @@ def as_json(results: Results) -> dict[str, Any]:
     for measure, by_arm_curves in results.curves.items():
         for arm, by_seed_curves in by_arm_curves.items():
             curves.setdefault(arm.label, {})[measure] = {str(seed): c for seed, c in by_seed_curves.items()}
-    return {"values": arms, "curves": curves, "averaged": results.averaged}
+    undefined: dict[str, dict[str, int]] = {}
+    for task, by_count in results.collapsed.items():
+        for arm, count in by_count.items():
+            undefined.setdefault(arm.label, {})[task] = count
+    return {"values": arms, "curves": curves, "averaged": results.averaged, "undefined": undefined}

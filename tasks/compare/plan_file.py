@@ -79,10 +79,10 @@ def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
         if value is None:
             continue
         key, _, inner = path.partition(".")
-        if not inner:
-            values[key] = value
-        elif value is REMOVED:
+        if value is REMOVED:
             values.pop(key, None)
+        elif not inner:
+            values[key] = value
         else:
             within = dict(values[key]) if isinstance(values.get(key), Mapping) else {}
             values[key] = within | {inner: value}

@@ -1,9 +1,10 @@
-"""Reading a YAML mapping with checks: whatever is wrong is one line with the file, the key and what is allowed."""
+"""Reading a YAML mapping with checks: whatever is wrong gives one line with the file, the key and what is allowed."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,10 @@ Check = Callable[[Any], Value]
 """Returns the value as it is used, or raises ValueError that says what is expected."""
 REQUIRED = object()
 
+SHOWN = reprlib.Repr()
+"""Shows a value in an error, cut where it is long or deep: a few bytes of YAML may stand for gigabytes."""
+SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
+
 
 class Section:
     """One mapping of a plan; `take` hands out its checked values."""
@@ -25,7 +30,7 @@ class Section:
         """`where` is its dotted key, empty for the file itself. Raises `UserError` for a key that is not `allowed`."""
         self.file, self.where = file, where
         if not isinstance(value, Mapping):
-            raise self.error("", f"{value!r}: expected keys among {', '.join(allowed)}")
+            raise self.error("", f"{SHOWN.repr(value)}: expected keys among {', '.join(allowed)}")
         self._values = dict(value)
         for key in self._values:
             if key not in allowed:
@@ -46,7 +51,7 @@ class Section:
         try:
             return check(value)
         except ValueError as error:
-            raise self.error(key, f"{value!r}: expected {error}") from None
+            raise self.error(key, f"{SHOWN.repr(value)}: expected {error}") from None
 
     def section(self, key: str, allowed: Sequence[str]) -> Section:
         """A mapping inside this one; an empty one where it is not given."""
@@ -63,13 +68,15 @@ class Section:
 
 
 def read_mapping(file: Path) -> Any:
-    """What a YAML file holds. Raises `UserError` where it is missing or not YAML."""
+    """Return the content of a YAML file. Raises `UserError` where it is missing or not YAML."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; give a plan such as examples/compare/cpu-hours.yaml", 2) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{file}: not YAML: {error}", WRONG_ARGUMENTS) from None
+    except RecursionError:
+        raise UserError(f"{file}: nested too deeply; expected a plan such as examples/compare/*.yaml", 2) from None
 
 
 def at_least(least: int) -> Check[int]:

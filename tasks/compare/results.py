@@ -39,8 +39,8 @@ class Arm:
 
 Curve = list[tuple[float, float]]
 """(step, value) pairs."""
-Scores = dict[str, float | None]
-"""Task → score, None where undefined."""
+Scores = dict[str, float]
+"""Task → score; an undefined one counts as 0."""
 
 
 class Results:
@@ -60,6 +60,8 @@ class Results:
             if analysis.job.name in work.store:
                 self._read_analysis(analysis.course, analysis.job.kind, analysis.job.output)
         self.scores: dict[Arm, dict[int, dict[int, Scores]]] = defaultdict(lambda: defaultdict(dict))
+        self.collapsed: dict[str, dict[Arm, int]] = defaultdict(lambda: defaultdict(int))
+        """Task → arm → fine-tuning runs of the last checkpoints whose score is undefined."""
         self.facts: dict[str, dict[str, Any]] = {}
         """Task → one of its lines in runs.jsonl, for the sizes of the data."""
         for score in work.scores():
@@ -73,13 +75,12 @@ class Results:
         return list(dict.fromkeys(arm_of(course) for course in sorted(self.courses, key=self._order)))
 
     def of(self, measure: str, arm: Arm) -> BySeed:
-        """Seed → value; empty where nothing is there."""
+        """Return seed → value; empty where nothing is measured."""
         return dict(self.values.get(measure, {}).get(arm, {}))
 
-    def undefined(self, task: str, arm: Arm) -> int:
-        """Seeds whose last checkpoint has a score of a task that is undefined; 0 for every other measure."""
-        last = (at[max(at)] for at in self.scores.get(arm, {}).values())
-        return sum(task in scores and scores[task] is None for scores in last)
+    def undefined(self, measure: str, arm: Arm) -> int:
+        """Return how many fine-tuning runs behind an arm's score of a task are undefined; 0 for other measures."""
+        return self.collapsed.get(measure, {}).get(arm, 0)
 
     def _order(self, course: Course) -> tuple[int, bool]:
         return self.plan.rows.index(course.model), course.half
@@ -118,23 +119,25 @@ class Results:
         rows = [row for row in RunStore(folder / "runs.jsonl") if row["task"] in self.plan.glue.tasks]
         for cells in best_cells(rows).values():  # one encoder a folder
             self.scores[arm_of(course)][course.seed][step] = {task: cell.median for task, cell in cells.items()}
+            if step == course.steps:
+                for task, cell in cells.items():
+                    self.collapsed[task][arm_of(course)] += cell.undefined
             self.facts |= {task: cell.rows[0] for task, cell in cells.items()}
 
     def _average_scores(self) -> None:
-        """Averages over the tasks that are defined wherever they are averaged, so that all are of the same tasks."""
+        """Average over the tasks that every averaged checkpoint has a score of, so that all are of the same tasks."""
         last = {(arm, seed): at[max(at)] for arm, by_seed in self.scores.items() for seed, at in by_seed.items()}
         last = {key: scores for key, scores in last.items() if self._is_last(*key)}
-        self.averaged = self._defined(list(last.values()))
+        self.averaged = self._common(list(last.values()))
         for (arm, seed), scores in last.items():
             for task, score in scores.items():
-                if score is not None:
-                    self.values[task][arm][seed] = score
+                self.values[task][arm][seed] = score
             if self.averaged:
                 self.values[GLUE][arm][seed] = _mean(scores, self.averaged)
         curves = {
             (arm, seed): at for arm, by_seed in self.scores.items() for seed, at in by_seed.items() if len(at) > 1
         }
-        self.averaged_on_the_way = self._defined([scores for at in curves.values() for scores in at.values()])
+        self.averaged_on_the_way = self._common([scores for at in curves.values() for scores in at.values()])
         for (arm, seed), at in curves.items():
             if self.averaged_on_the_way:
                 points = [(float(step), _mean(at[step], self.averaged_on_the_way)) for step in sorted(at)]
@@ -144,9 +147,9 @@ class Results:
         course = next(c for c in self.courses if arm_of(c) == arm and c.seed == seed)
         return course.steps in self.scores[arm][seed]
 
-    def _defined(self, scores: list[Scores]) -> list[str]:
+    def _common(self, scores: list[Scores]) -> list[str]:
         tasks = self.plan.glue.tasks if self.plan.glue else ()
-        return [task for task in tasks if scores and all(found.get(task) is not None for found in scores)]
+        return [task for task in tasks if scores and all(task in found for found in scores)]
 
 
 def arm_of(course: Course) -> Arm:
@@ -155,4 +158,4 @@ def arm_of(course: Course) -> Arm:
 
 
 def _mean(scores: Scores, tasks: list[str]) -> float:
-    return statistics.fmean(float(scores[task] or 0.0) for task in tasks)
+    return statistics.fmean(scores[task] for task in tasks)

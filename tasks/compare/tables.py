@@ -23,10 +23,10 @@ from tasks.glue.tasks import PAPER_TASKS
 
 
 def cell(results: Results, measure: str, arm: Arm) -> str:
-    """Mean ± standard deviation over the seeds; empty where nothing is there."""
+    """Return mean ± standard deviation over the seeds, with the number of undefined runs that count as 0 in them."""
     found, undefined = spread(results.of(measure, arm)), results.undefined(measure, arm)
     if found is None:
-        return "undefined" if undefined else ""
+        return ""
     mean = number(measure, found.mean)
     shown = mean if found.deviation is None else f"{mean} ± {number(measure, found.deviation)}"
     return f"{shown} ({undefined} undefined)" if undefined else shown
@@ -174,4 +174,4 @@ def _tasks_note(results: Results) -> str:
     left_out = [task for task in results.plan.glue.tasks if task not in results.averaged] if results.plan.glue else []
     if not results.averaged or not left_out:
         return ""
-    return f"; the average leaves out {', '.join(left_out)}, which some run has no defined score of"
+    return f"; the average leaves out {', '.join(left_out)}, which some course has no score of"

@@ -6,29 +6,29 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_ddrp.errors import UserError, run_command
+from megatron_ddrp.errors import FAILURE, UserError, run_command
 from megatron_ddrp.launch import first_rank_speaks, launched_rank, launched_world_size
 from tasks.glue.arguments import parse_arguments
 from tasks.glue.data import TaskData, read_task, read_test
 from tasks.glue.report import write_report
-from tasks.glue.runs import RunStore
 from tasks.glue.tasks import TASKS
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read and check everything, then run what is missing, then report."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read and check everything, then run what is missing, then report. Return 1 where a report leaves runs out."""
     with first_rank_speaks():
         options = parse_arguments(arguments)
     if options.report is not None:
-        report_only(options)
-    elif launched_world_size() > 1:
+        return report_only(options)
+    if launched_world_size() > 1:
         run_on_ranks(options)
     else:
         run_here(options)
+    return 0
 
 
 def read_data(options: argparse.Namespace) -> dict[str, TaskData]:
-    """All files of the tasks, checked; also the test sets where they will be needed."""
+    """Read and check all files of the tasks, and the test sets where they will be needed."""
     tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
     if options.predict_test:
         for task in tasks:
@@ -36,18 +36,29 @@ def read_data(options: argparse.Namespace) -> dict[str, TaskData]:
     return {task.name: read_task(task, options.data_dir) for task in tasks}
 
 
-def report_only(options: argparse.Namespace) -> None:
-    """One table over several output folders."""
-    rows = []
+def report_only(options: argparse.Namespace) -> int:
+    """Write one table over several output folders; return 1 where damaged runs had to be left out."""
+    from tasks.glue.recheck import trusted_runs
+
+    rows, left_out, unchecked = [], [], []
     for folder in options.report:
         if not (folder / "runs.jsonl").is_file():
             raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
-        rows += RunStore(folder / "runs.jsonl").rows
-    print(write_report(rows, options.output_dir))
+        found = trusted_runs(folder)
+        if not (found.rows or found.left_out):
+            raise UserError(f"--report {folder}: its runs.jsonl holds no finished run; finish some, or copy it again")
+        rows += found.rows
+        left_out += found.left_out
+        unchecked += found.unchecked
+    print(write_report(rows, options.output_dir, [*left_out, *unchecked]))
+    sys.stdout.flush()
+    for sentence in [*left_out, *unchecked]:
+        print(f"tasks.glue: warning: {sentence}", file=sys.stderr)
+    return FAILURE if left_out else 0
 
 
 def run_here(options: argparse.Namespace) -> None:
-    """In this process, or in the worker processes that it starts."""
+    """Do the sweep in this process, or in the worker processes that it starts."""
     data = read_data(options)
     from tasks.glue.plan import Progress, describe
     from tasks.glue.queue import drain
@@ -62,7 +73,7 @@ def run_here(options: argparse.Namespace) -> None:
         return
     progress = Progress(sweep, store, workers)
     if workers > 1:
-        share_out(options, workers, store, progress.tell)
+        share_out(options, workers, sweep.runs, store, progress.tell)
     else:
         drain(sweep.runs, store, open_claims(options), sweep.perform, progress.tell)
     if options.predict_test:
@@ -71,7 +82,7 @@ def run_here(options: argparse.Namespace) -> None:
 
 
 def run_on_ranks(options: argparse.Namespace) -> None:
-    """Every run data-parallel over the ranks of a launcher."""
+    """Do every run data-parallel over the ranks of a launcher."""
     from megatron_ddrp.config import ParallelConfig
     from megatron_ddrp.parallel import process_group
 
@@ -105,10 +116,10 @@ def run_on_ranks(options: argparse.Namespace) -> None:
             process_group.stop()
 
 
-def main_of_rank() -> None:
-    """`main`, with an error that every rank raises alike told once, by rank 0."""
+def main_of_rank() -> int:
+    """Call `main`; of an error that every rank raises alike, rank 0 alone prints the line."""
     try:
-        main()
+        return main()
     except UserError as error:
         if launched_rank() == 0 or not error.agreed:
             raise

@@ -22,10 +22,9 @@ def draw(encoders: dict[str, Cells], path: Path) -> None:
         colour = f"C{number % 10}"
         for task, cell in cells.items():
             place = tasks.index(task) + shift
-            scores = [100 * score for score in cell.scores if score is not None]
+            scores = [100 * score for score in cell.scores]
             axes.plot([place] * len(scores), scores, "o", color=colour, alpha=0.45, markersize=4)
-            if cell.median is not None:
-                axes.plot(place, 100 * cell.median, "_", color=colour, markersize=18, markeredgewidth=2)
+            axes.plot(place, 100 * cell.median, "_", color=colour, markersize=18, markeredgewidth=2)
         axes.plot([], [], "o", color=colour, label=name)
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("development score x 100")

@@ -69,7 +69,7 @@ class RunResult:
     scores: dict[str, list[float | None]]
     """Development file → its score after each epoch; None where it is undefined."""
     predictions: dict[str, np.ndarray]
-    """Development file → the last epoch's predictions `[examples]`: class numbers, or numbers."""
+    """Development file → the last epoch's predictions as `FineTuning.predict` returns them."""
     steps: int
     seconds: float
 
@@ -139,19 +139,23 @@ class FineTuning:
 
     @torch.inference_mode()
     def predict(self, encoded: Encoded) -> np.ndarray:
-        """Predictions `[examples]` in the file's order: class numbers, or numbers of a regression."""
+        """Return float64 predictions `[examples]` in the file's order: class numbers, or numbers of a regression.
+
+        A row whose logits are not all finite has no prediction: it gets nan.
+        """
         self.model.eval()
         outputs = np.zeros(len(encoded), dtype=np.float64)
         times_scored = np.zeros(len(encoded), dtype=np.float64)
         for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
             logits = self._logits(encoded, rows)  # [batch, num_outputs]
-            outputs[rows] = (logits[:, 0] if self.task.is_regression else logits.argmax(dim=-1)).cpu().numpy()
+            predicted = logits[:, 0] if self.task.is_regression else logits.argmax(dim=-1).float()
+            outputs[rows] = torch.where(logits.isfinite().all(dim=-1), predicted, math.nan).cpu().numpy()
             times_scored[rows] += 1
         if self.world_size > 1:
             both = torch.from_numpy(np.stack([outputs, times_scored])).to(self.device)  # [2, examples]
             outputs, times_scored = sum_over_ranks(both).cpu().numpy()
         assert (times_scored == 1).all(), "every example is scored exactly once"
-        return outputs if self.task.is_regression else outputs.astype(np.int64)
+        return outputs
 
     def _logits(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
         batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))

@@ -1,7 +1,8 @@
 """The three scores of the paper's tables, from scikit-learn and scipy, as fractions (1.0 is perfect).
 
-A score that is undefined is None and stays so: Matthews' correlation where the predictions or the labels are all of
-one class (0/0; scikit-learn would say 0), Pearson's where either side is constant or not finite.
+A metric returns None where it is undefined: any metric where a prediction is not finite (training diverged), Matthews'
+correlation where the predictions or the labels are all of one class, Pearson's where either side is constant. A run
+counts such a score as 0, as scikit-learn scores a constant guess, and marks it as undefined (`runs.py`).
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ import numpy as np
 
 
 def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Share of equal entries. Arguments: class numbers `[examples]`."""
+    """Return the share of equal entries. Arguments: class numbers `[examples]`."""
     from sklearn.metrics import accuracy_score
 
+    if not np.isfinite(predictions).all():
+        return None
     return float(accuracy_score(labels, predictions))
 
 
 def matthews(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Matthews' correlation coefficient. Arguments: class numbers `[examples]`."""
+    """Return Matthews' correlation coefficient. Arguments: class numbers `[examples]`."""
     from sklearn.metrics import matthews_corrcoef
 
-    if len(np.unique(labels)) < 2 or len(np.unique(predictions)) < 2:
+    if not np.isfinite(predictions).all() or len(np.unique(labels)) < 2 or len(np.unique(predictions)) < 2:
         return None
     return float(matthews_corrcoef(labels, predictions))
 
 
 def pearson(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Pearson's correlation coefficient. Arguments: numbers `[examples]`."""
+    """Return Pearson's correlation coefficient. Arguments: numbers `[examples]`."""
     from scipy.stats import pearsonr
 
     if len(labels) < 2 or not np.isfinite(predictions).all() or np.ptp(labels) == 0 or np.ptp(predictions) == 0:

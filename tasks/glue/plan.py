@@ -1,7 +1,7 @@
-"""What a sweep costs, said before it starts, and how far it is, said after each run.
+"""The expected cost of a sweep, printed before it starts, and its progress, printed after each run.
 
 A run's work is its epochs times the characters that it trains on (forward and backward, 3) and scores (1). Seconds per
-unit of work come from an encoder's finished runs, or before the first one from a probe: some training steps timed.
+unit of work come from an encoder's finished runs, or before the first one from a probe: some timed training steps.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from dataclasses import replace
 
 from megatron_ddrp.log import duration
 from tasks.glue.data import Example
@@ -35,11 +36,11 @@ class Forecast:
         self.source = ""
 
     def work(self, run: Run) -> float:
-        """Of a run, in characters; comparable for one encoder."""
+        """Return the length of a run's text in characters; comparable between runs of one encoder."""
         return run.epochs * float(sum(self._work[run.task]))
 
     def seconds(self, run: Run) -> float:
-        """Expected time of a run; probes its encoder if none of its runs has finished."""
+        """Return the expected time of a run; time a few steps of its encoder if none of its runs has finished."""
         known = set(self.sweep.runs)
         rates = []
         for row in reversed(self.store.rows):
@@ -56,12 +57,13 @@ class Forecast:
         return self._probed[run.encoder] * self.work(run)
 
     def total(self, runs: list[Run]) -> float:
-        """Of several runs, one after the other."""
+        """Return the expected time of several runs, one after the other."""
         each = {run.encoder: self.seconds(run) / self.work(run) for run in {r.encoder: r for r in runs}.values()}
         return sum(each[run.encoder] * self.work(run) for run in runs)
 
     def _probe(self, run: Run) -> float:
         encoder = self.sweep.encoders[run.encoder]
+        run = replace(run, epochs=2)  # one epoch may be a single step, and the probe makes one more than its rows
         train = self.sweep.encode(run, self.sweep.data[run.task].train[: run.batch_size * _PROBE_STEPS])
         tuning = FineTuning(run, encoder.fresh(run.seed, self.sweep.device), encoder.hidden_size, train)
         order = tuning.order(0)
@@ -76,7 +78,7 @@ class Forecast:
 
 
 def describe(sweep: Sweep, store: RunStore, workers: int) -> str:
-    """The plan, some lines."""
+    """Return the plan as some lines of text."""
     missing = [run for run in sweep.runs if run not in store]
     options = sweep.options
     lines = [
@@ -103,7 +105,7 @@ def describe(sweep: Sweep, store: RunStore, workers: int) -> str:
 
 
 class Progress:
-    """One line a finished run, whoever did it."""
+    """One printed line per finished run, whichever process did it."""
 
     def __init__(self, sweep: Sweep, store: RunStore, workers: int):
         self.sweep, self.store, self.workers = sweep, store, workers
@@ -123,9 +125,10 @@ class Progress:
             self.number += 1
             left = [other for other in self.sweep.runs if other not in self.store]
             eta = duration(self.forecast.total(left) / self.workers) if left else "0s"
+            undefined = " (undefined, counts as 0)" if row["undefined"] else ""
             print(
                 f"[{self.number}/{self.total}] {run.task} batch {run.batch_size} lr {run.lr:g} epochs {run.epochs} "
-                f"seed {run.seed}: {row['metric']} {percent(row['score'])} (best epoch "
+                f"seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
                 f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {eta}",
                 flush=True,
             )

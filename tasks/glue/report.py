@@ -1,10 +1,10 @@
-"""table.md, table.json and table.png: per task the median over the seeds at the best grid point, one row an encoder.
+"""table.md, table.json and table.png: per task the median over the seeds at the best grid point, one row per encoder.
 
 A grid point is all that decides a run but its seed; the best one has the highest median of the last epoch's scores
-among those with the most seeds. An undefined score stays undefined: it takes no part in a median, and the table says
-how many there were. An average stands there only where all of its tasks do: of 8 columns, as the paper prints it, with
-MNLI as one number (the matched set), and of 9, matched and mismatched apart. The paper's rows stand below where a
-development set is the official one.
+among those with the most seeds. An undefined score counts as 0 (`runs.count_undefined`), and the table marks how many
+there were. An average is shown only where all of its tasks are: of 8 columns, as the paper prints it, with MNLI as one
+number (the matched set), and of 9, matched and mismatched apart. The paper's rows stand below where a development set
+is the official one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from tasks import markdown
 from tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from tasks.glue.runs import Run
 from tasks.glue.tasks import PAPER_TASKS, TASKS
@@ -31,17 +32,22 @@ class Cell:
 
     task: str
     rows: list[dict[str, Any]]
-    """Lines of runs.jsonl, one a seed."""
+    """Lines of runs.jsonl as `RunStore` reads them, one per seed."""
 
     @property
-    def scores(self) -> list[float | None]:
-        """Of the last epoch, as fractions, None where undefined; one a seed."""
+    def scores(self) -> list[float]:
+        """The last epoch's scores as fractions, one per seed."""
         return [row["score"] for row in self.rows]
 
     @property
-    def median(self) -> float | None:
-        """Of the defined scores."""
-        return median(self.scores)
+    def median(self) -> float:
+        """Median of the scores."""
+        return statistics.median(self.scores)
+
+    @property
+    def undefined(self) -> int:
+        """Number of scores that are undefined and count as 0."""
+        return sum(row["undefined"] for row in self.rows)
 
     @property
     def is_official(self) -> bool:
@@ -49,22 +55,20 @@ class Cell:
         return self.rows[0]["dev_examples"] == TASKS[self.task].dev_examples
 
     @property
-    def others(self) -> dict[str, list[float | None]]:
+    def others(self) -> dict[str, list[float]]:
         """Scores of further development files (MNLI's mismatched one)."""
         return {name: [row["other_scores"][name] for row in self.rows] for name in self.rows[0].get("other_scores", {})}
+
+    def other_undefined(self, file: str) -> int:
+        """Return how many scores of a further development file are undefined."""
+        return sum(file in row["other_undefined"] for row in self.rows)
 
 
 Cells = dict[str, Cell]
 
 
-def median(scores: Iterable[float | None]) -> float | None:
-    """Median of the defined scores; None where there is none."""
-    defined = [score for score in scores if score is not None]
-    return statistics.median(defined) if defined else None
-
-
 def best_cells(rows: Iterable[dict[str, Any]]) -> dict[str, Cells]:
-    """Encoder's name → task → its cell at the best grid point, tasks in the table's order."""
+    """Return encoder's name → task → its cell at the best grid point, tasks in the table's order."""
     known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
     names: dict[str, set[str]] = {}
     # Scores on other data, at another length or from fewer rows than the newest run's have no place in one median.
@@ -86,24 +90,22 @@ def _conditions(run: Run) -> tuple[Any, ...]:
 
 
 def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:
-    def rank(point: Run) -> tuple[int, bool, float]:
-        value = median(row["score"] for row in points[point])
-        return len(points[point]), value is not None, value or 0.0
+    def rank(point: Run) -> tuple[int, float, int]:
+        cell = Cell(task, points[point])
+        return len(cell.rows), cell.median, -cell.undefined
 
     point = max(sorted(points, key=lambda run: (run.point, run.name)), key=rank)
     return Cell(task, sorted(points[point], key=lambda row: row["seed"]))
 
 
 def averages(cells: Cells) -> dict[str, float | None]:
-    """The two averages over the paper's tasks, each None unless every one of its columns is there and defined."""
-    eight = [cells[task].median if task in cells else None for task in PAPER_TASKS]
-    mismatched = median(cells["MNLI"].others.get(MISMATCHED, ())) if "MNLI" in cells else None
-    return {"average of 8": _mean(eight), "average of 9": _mean([*eight, mismatched])}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    defined = [value for value in values if value is not None]
-    return statistics.fmean(defined) if defined and len(defined) == len(values) else None
+    """Return the two averages over the paper's tasks, each None unless every one of its columns is there."""
+    if not cells.keys() >= set(PAPER_TASKS):
+        return {"average of 8": None, "average of 9": None}
+    eight = [cells[task].median for task in PAPER_TASKS]
+    mismatched = cells["MNLI"].others.get(MISMATCHED)
+    nine = None if mismatched is None else statistics.fmean([*eight, statistics.median(mismatched)])
+    return {"average of 8": statistics.fmean(eight), "average of 9": nine}
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Difference:
 
 
 def differences(encoders: dict[str, Cells]) -> list[Difference]:
-    """Of every two encoders with common tasks, at least two common seeds and no undefined score among them."""
+    """Return the difference of every two encoders with common tasks and at least two common seeds."""
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second]]
@@ -140,15 +142,14 @@ def differences(encoders: dict[str, Cells]) -> list[Difference]:
 
 
 def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
-    """Seed → mean over `tasks`, where every one has a defined score."""
+    """Return seed → mean over `tasks`, for the seeds that every task has."""
     scores = {task: {row["seed"]: row["score"] for row in cells[task].rows} for task in tasks}
     seeds = set.intersection(*(set(by_seed) for by_seed in scores.values())) if scores else set()
-    means = {seed: _mean([scores[task][seed] for task in tasks]) for seed in seeds}
-    return {seed: mean for seed, mean in means.items() if mean is not None}
+    return {seed: statistics.fmean(scores[task][seed] for task in tasks) for seed in seeds}
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of at least two values."""
+    """Return the 95 % interval of the mean of at least two values."""
     from scipy.stats import t
 
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
@@ -156,11 +157,16 @@ def student_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def write_report(rows: Iterable[dict[str, Any]], folder: Path) -> str:
-    """Write table.md, table.json and, with matplotlib, table.png into `folder`; returns the text to show."""
+def write_report(rows: Iterable[dict[str, Any]], folder: Path, damage: Sequence[str] = ()) -> str:
+    """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
+
+    `damage` are sentences about runs that are left out or could not be checked; table.md ends with them.
+    """
     encoders = best_cells(rows)
     folder.mkdir(parents=True, exist_ok=True)
     text = table(encoders)
+    if damage:
+        text += "\n".join(["", "## Damage found", "", *(f"- {markdown.escape(sentence)}" for sentence in damage), ""])
     (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "table.json").write_text(json.dumps(summary(encoders), indent=2) + "\n", encoding="utf-8")
     try:
@@ -172,7 +178,7 @@ def write_report(rows: Iterable[dict[str, Any]], folder: Path) -> str:
 
 
 def summary(encoders: dict[str, Cells]) -> dict[str, Any]:
-    """table.json: the table's numbers as fractions, null where undefined."""
+    """Return the content of table.json: the table's numbers as fractions, an average null where a task is missing."""
     result: dict[str, Any] = {"encoders": {}, "differences": []}
     for name, cells in encoders.items():
         tasks = {
@@ -180,9 +186,10 @@ def summary(encoders: dict[str, Cells]) -> dict[str, Any]:
                 "metric": TASKS[task].metric,
                 "median": cell.median,
                 "scores": cell.scores,
+                "undefined": cell.undefined,
                 "seeds": [row["seed"] for row in cell.rows],
-                "best_epoch_median": median(row["best_epoch_score"] for row in cell.rows),
-                "other_medians": {file: median(scores) for file, scores in cell.others.items()},
+                "best_epoch_median": statistics.median(row["best_epoch_score"] for row in cell.rows),
+                "other_medians": {file: statistics.median(scores) for file, scores in cell.others.items()},
                 "point": {key: cell.rows[0][key] for key in ("batch_size", "lr", "epochs")},
                 "dev_examples": cell.rows[0]["dev_examples"],
             }
@@ -196,27 +203,27 @@ def summary(encoders: dict[str, Cells]) -> dict[str, Any]:
 
 
 def table(encoders: dict[str, Cells]) -> str:
-    """The text of table.md."""
+    """Return the text of table.md."""
     tasks = [name for name in TASKS if any(name in cells for cells in encoders.values())]
     lines = [
         "# GLUE development scores",
         "",
         "Median over seeds of the last epoch's score at the best grid point, x 100. Matthews' correlation for CoLA, "
-        "Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is the paper's.",
+        "Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is the paper's. A score "
+        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked.",
         "",
     ]
     means = {name: averages(cells) for name, cells in encoders.items()}
     shown = [
         kind for kind in ("average of 8", "average of 9") if any(mean[kind] is not None for mean in means.values())
     ]
-    lines += _header(["encoder", *tasks, *shown])
+    lines += markdown.header(["encoder", *tasks, *shown])
     for name, cells in encoders.items():
-        scores = [percent(cells[task].median) if task in cells else "" for task in tasks]
-        lines.append(
-            _row([name, *scores, *("" if means[name][kind] is None else percent(means[name][kind]) for kind in shown)])
-        )
+        scores = [_score(cells[task]) if task in cells else "" for task in tasks]
+        shown_means = ["" if mean is None else percent(mean) for mean in (means[name][kind] for kind in shown)]
+        lines.append(markdown.row([markdown.escape(name), *scores, *shown_means]))
     lines += ["", "## Runs behind each score", ""]
-    lines += _header(
+    lines += markdown.header(
         ["encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"]
         + ["batch", "lr", "epochs", "train examples", "dev examples"]
     )
@@ -231,54 +238,47 @@ def table(encoders: dict[str, Cells]) -> str:
             "Mean over the common tasks, paired by seed, with Student's 95 % interval.",
             "",
         ]
-        lines += _header(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"])
+        lines += markdown.header(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"])
         for pair in pairs:
             counts = [str(len(pair.tasks)), str(len(pair.by_seed))]
             interval = f"{percent(pair.low)} to {percent(pair.high)}"
-            lines.append(_row([pair.first, pair.second, *counts, percent(pair.mean), interval]))
+            names = [markdown.escape(pair.first), markdown.escape(pair.second)]
+            lines.append(markdown.row([*names, *counts, percent(pair.mean), interval]))
     if any(task in PAPER_TASKS and cell.is_official for cells in encoders.values() for task, cell in cells.items()):
         lines += ["", "## The paper's scores, not ours", "", "Base size, Tables 1 to 3 of the paper.", ""]
-        lines += _header(["the paper's encoder", *PAPER_TASKS, "average of 8"])
+        lines += markdown.header(["the paper's encoder", *PAPER_TASKS, "average of 8"])
         for name, scores_there in PAPER_SCORES.items():
             cells_there = [f"{scores_there[task]:.2f}" for task in PAPER_TASKS]
-            lines.append(_row([f"{name} (paper)", *cells_there, f"{PAPER_AVERAGES[name]:.2f}"]))
+            lines.append(markdown.row([f"{name} (paper)", *cells_there, f"{PAPER_AVERAGES[name]:.2f}"]))
     return "\n".join(lines) + "\n"
 
 
+def _score(cell: Cell) -> str:
+    return percent(cell.median) + (f" ({cell.undefined} undefined)" if cell.undefined else "")
+
+
 def _details(name: str, cell: Cell) -> list[str]:
-    best_epoch = percent(median(row["best_epoch_score"] for row in cell.rows))
-    first = cell.rows[0]
-    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"])]
-    lines = [_detail(name, cell.task, cell.scores, best_epoch, point, first)]
+    best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
+    lines = [_detail(name, cell, cell.task, cell.scores, best_epoch, str(cell.undefined))]
     for file, scores in cell.others.items():
-        lines.append(_detail(name, f"{cell.task} ({file})", scores, "", point, first))
+        lines.append(_detail(name, cell, f"{cell.task} ({file})", scores, "", str(cell.other_undefined(file))))
     if MISMATCHED in cell.others:
-        both = [_mean(pair) for pair in zip(cell.scores, cell.others[MISMATCHED], strict=True)]
-        lines.append(_detail(name, f"{cell.task} (mean of both)", both, "", point, first))
+        both = [statistics.fmean(pair) for pair in zip(cell.scores, cell.others[MISMATCHED], strict=True)]
+        lines.append(_detail(name, cell, f"{cell.task} (mean of both)", both, "", ""))
     return lines
 
 
-def _detail(
-    name: str, task: str, scores: list[float | None], best_epoch: str, point: list[str], first: dict[str, Any]
-) -> str:
-    defined = [score for score in scores if score is not None]
-    spread = f"{percent(min(defined))} to {percent(max(defined))}" if defined else ""
-    counts = [str(len(scores)), str(len(scores) - len(defined))]
-    official = TASKS[first["task"]].dev_examples
-    told = f"{first['dev_examples']}" + (f" (official: {official})" if first["dev_examples"] != official else "")
-    examples = [str(first["train_examples"]), told if best_epoch else ""]
-    metric = TASKS[first["task"]].metric
-    return _row([name, task, metric, percent(median(scores)), spread, best_epoch, *counts, *point, *examples])
+def _detail(name: str, cell: Cell, label: str, scores: list[float], best_epoch: str, undefined: str) -> str:
+    first, task = cell.rows[0], TASKS[cell.task]
+    spread = f"{percent(min(scores))} to {percent(max(scores))}"
+    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"])]
+    official = "" if cell.is_official else f" (official: {task.dev_examples})"
+    examples = [str(first["train_examples"]), f"{first['dev_examples']}{official}" if best_epoch else ""]
+    middle = percent(statistics.median(scores))
+    names = [markdown.escape(name), markdown.escape(label), task.metric]
+    return markdown.row([*names, middle, spread, best_epoch, str(len(scores)), undefined, *point, *examples])
 
 
-def percent(score: float | None) -> str:
-    """A fraction times 100 with two decimals, or the word for what is none."""
-    return "undefined" if score is None else f"{100 * score:.2f}"
-
-
-def _header(names: list[str]) -> list[str]:
-    return [_row(names), _row(["---"] + ["---:"] * (len(names) - 1))]
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def percent(score: float) -> str:
+    """Return a fraction times 100 with two decimals."""
+    return f"{100 * score:.2f}"

@@ -27,8 +27,7 @@ def write_submissions(sweep: Sweep, store: RunStore) -> None:
     jobs: list[tuple[Path, Run]] = []
     for tasks in cells.values():
         for cell in tasks.values():
-            defined = [row for row in cell.rows if row["score"] is not None]
-            run = Run.of_row(max(defined or cell.rows, key=lambda row: row["score"] or 0.0))
+            run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
             name = "submission" if len(cells) == 1 else f"submission-{run.encoder}"
             jobs.append((sweep.options.output_dir / name, run))
     todo = [(folder, run) for folder, run in jobs if not _is_there(folder, run)]  # before anybody writes
@@ -41,7 +40,7 @@ def write_submissions(sweep: Sweep, store: RunStore) -> None:
             continue
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
-        score = result.scores[next(iter(dev))][-1]
+        score = result.scores[next(iter(dev))][-1] or 0.0  # 0 where it is undefined
         _marker(folder, run).write_text(json.dumps({"run": run.name, "dev_score": score}) + "\n", encoding="utf-8")
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
     for folder in dict.fromkeys(folder for folder, _ in jobs) if speaks else ():
@@ -55,5 +54,7 @@ def _marker(folder: Path, run: Run) -> Path:
 
 
 def _is_there(folder: Path, run: Run) -> bool:
-    path = _marker(folder, run)
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["run"] == run.name
+    try:
+        return json.loads(_marker(folder, run).read_text(encoding="utf-8"))["run"] == run.name
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False

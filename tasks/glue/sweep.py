@@ -19,7 +19,7 @@ from tasks.glue.data import Encoded, Example, TaskData, encode
 from tasks.glue.encoder import Encoder, load_encoder
 from tasks.glue.finetune import RunResult, finetune
 from tasks.glue.predictions import write_predictions
-from tasks.glue.runs import Point, Run
+from tasks.glue.runs import Point, Run, count_undefined
 from tasks.glue.tasks import TASKS
 
 _SUBSET_SEED = 0
@@ -62,33 +62,30 @@ class Sweep:
         return self.options.output_dir / "predictions"
 
     def perform(self, run: Run) -> dict[str, Any]:
-        """Do a run, write its predictions, and return its row."""
+        """Do a run, write its predictions (on rank 0), and return its row."""
         train, dev = self.encoded(run)
         result = self.finetune(run, train, dev)
         path = self.predictions_dir / f"{run.name}.tsv"
+        checksum = None
         if self.ranks is None or self.ranks.rank == 0:
             scored = {name: (encoded.targets, result.predictions[name]) for name, encoded in dev.items()}
-            write_predictions(path, TASKS[run.task], scored)
+            checksum = write_predictions(path, TASKS[run.task], scored)
         scoring, *others = dev
-        scores = result.scores[scoring]
-        defined = [score for score in scores if score is not None]
-        best = max(defined, default=None)
         row = asdict(run) | {
             "load": self.encoders[run.encoder].name,
             "metric": TASKS[run.task].metric,
-            "score": scores[-1],
-            "best_epoch_score": best,
-            "best_epoch": None if best is None else scores.index(best) + 1,
-            "epoch_scores": scores,
+            "score": result.scores[scoring][-1],
+            "epoch_scores": result.scores[scoring],
             "train_examples": len(train),
             "dev_examples": len(dev[scoring]),
             "predictions": str(path.relative_to(self.options.output_dir)),
+            "predictions_crc32": checksum,
             "steps": result.steps,
             "seconds": round(result.seconds, 3),
         }
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
-        return row
+        return count_undefined(row)
 
     def finetune(
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None

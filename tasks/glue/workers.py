@@ -1,4 +1,4 @@
-"""Who does the runs: this process, several worker processes on one machine, or all ranks together, a run at a time."""
+"""Ways to do the runs: several worker processes on one machine, or all ranks together, one run at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,29 +23,33 @@ from tasks.glue.tasks import TASKS
 
 
 def open_store(options: argparse.Namespace) -> RunStore:
-    """runs.jsonl of --output-dir."""
+    """Open runs.jsonl of --output-dir."""
     return RunStore(options.output_dir / "runs.jsonl")
 
 
 def open_claims(options: argparse.Namespace) -> Claims:
-    """The claims on its runs."""
+    """Open the claims on the runs of --output-dir."""
     return Claims(options.output_dir / "claims.lock")
 
 
 def device_of(worker: int) -> torch.device:
-    """GPUs in turn, or the CPU."""
+    """Return the device of a worker: the GPUs in turn, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", worker % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def default_workers() -> int:
-    """One a GPU."""
+    """Return one worker per GPU, at least 1."""
     return max(1, torch.cuda.device_count())
 
 
-def share_out(options: argparse.Namespace, count: int, store: RunStore, tell: Callable[[], None]) -> None:
-    """Start `count` workers and return when they have done all runs; `tell` after each look at the store.
+def share_out(
+    options: argparse.Namespace, count: int, runs: Sequence[Run], store: RunStore, tell: Callable[[], None]
+) -> None:
+    """Start `count` workers and return when the store holds all `runs`; call `tell` after each look at the store.
+
+    A worker that was killed does no harm where the others have done its runs.
 
     Raises:
         UserError: all workers have ended and runs are missing. A worker's own message is above it.
@@ -66,10 +70,13 @@ def share_out(options: argparse.Namespace, count: int, store: RunStore, tell: Ca
         for worker in workers:
             worker.kill()
             worker.join()
-    if failed := [worker for worker in workers if worker.exitcode]:
+    store.refresh()
+    tell()
+    if missing := sum(run not in store for run in runs):
+        lost = next((worker for worker in workers if worker.exitcode), workers[0])
         raise UserError(
-            f"{failed[0].name} of {count} ended with exit code {failed[0].exitcode}; finished runs are kept, the same "
-            "command goes on with the others"
+            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(runs)} runs are "
+            "missing; finished runs are kept, the same command does the others"
         )
 
 

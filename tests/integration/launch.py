@@ -95,10 +95,10 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def fork_server() -> Any:
+def fork_server(preloaded: Sequence[str] = PRELOADED) -> Any:
     """Where ranks are forked from, with the slow imports done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(preloaded))
     with mock.patch.dict(os.environ, environment(), clear=True):  # its children see what it was started with
         multiprocessing.forkserver.ensure_running()
     return context
@@ -107,9 +107,7 @@ def fork_server() -> Any:
 def _rank(
     rank: int, world_size: int, port: int, words: list[str], folder: str, before: Callable[[], None] | None
 ) -> None:
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{folder}/{stream}{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    redirect_streams(Path(folder) / f"stdout{rank}", Path(folder) / f"stderr{rank}")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -119,6 +117,13 @@ def _rank(
         before()
     sys.argv = [str(SCRIPT), *words]
     runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def redirect_streams(stdout: Path, stderr: Path) -> None:
+    """Send what this process writes, C++ libraries included, into two files."""
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
 
 
 def run_command(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:

@@ -102,6 +102,21 @@ def test_damaged_dataset(suffix: str, damage: str, tiny_corpus: TinyCorpus, flag
     refuse(flags, tmp_path, {"data_path": prefix}, FAILURE, str(path))
 
 
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_verified_data(world_size: int, tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    prefix = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx", ".json")
+    arguments = flags(data_path=prefix, verify_data=True, train_iters=1, eval_interval=0)
+    assert f"data verified: {prefix} as in the manifest" in start_ranks(arguments, world_size).check().stdout[0]
+    path = Path(f"{prefix}.bin")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1  # another id of the vocabulary
+    path.write_bytes(data)
+    assert_refused(start_ranks(arguments, world_size), FAILURE, f"{path}: SHA-256", "changed since", "preprocess again")
+    Path(f"{prefix}.json").unlink()
+    words = ("--verify-data", f"{prefix}.json", "no such file")
+    assert_refused(start_ranks(arguments, world_size), WRONG_ARGUMENTS, *words)
+
+
 def test_yaml_with_an_unknown_key(flags: Flags, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("num-layer: 3\n", encoding="utf-8")

@@ -56,7 +56,8 @@ def rows(out: Path) -> list[dict]:
     """Lines of runs.jsonl by name, without what depends on the clock."""
     found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
     return sorted(
-        ({k: v for k, v in row.items() if k != "seconds"} for row in found), key=lambda row: row["predictions"]
+        ({k: v for k, v in row.items() if k not in ("seconds", "crc32")} for row in found),
+        key=lambda row: row["predictions"],
     )
 
 
@@ -97,6 +98,28 @@ def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
     assert rows(folder / "workers") == rows(alone)
 
 
+def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """Process ids of a command's workers."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alone):
+    out = folder / "one killed"
+    words = [sys.executable, *command(folder, out, "--workers", "2")]
+    surroundings = environment() | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while len(workers := workers_of(process)) < 2:
+        assert process.poll() is None, "it ended before both workers were seen"
+        time.sleep(0.01)
+    os.kill(workers[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said.decode()
+    assert rows(out) == rows(alone)
+    assert (out / "table.md").is_file()
+
+
 def test_killed_commands_end_as_one_undisturbed(folder, alone):
     """Workers must go with a killed parent, and what they had claimed must be free."""
     out = folder / "killed"
@@ -128,6 +151,14 @@ def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
     assert result.returncode != 0
     assert result.stderr.count("label '7', expected one of 0, 1") == 1
     assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):
+    words = command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    run([*launcher, sys.executable, *words])
+    (row,) = rows(folder / "few")
+    assert (row["train_examples"], row["steps"]) == (3, 1)
 
 
 OFFICIAL = {"CoLA": 1043, "SST-2": 872, "MRPC": 408, "STS-B": 1500, "RTE": 277}

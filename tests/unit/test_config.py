@@ -65,6 +65,7 @@ REFUSED = [
     ("objective", {"hcd_heads": -1}, "--hcd-heads is -1"),
     ("objective", {"hcd_heads": 13}, "--hcd-heads 13 of --num-attention-heads 12"),
     ("objective", {"mask_prob": 0.0}, "--mask-prob is 0.0"),
+    ("objective", {"eval_mask_prob": 1.0}, "--eval-mask-prob is 1.0"),
     ("training", {"micro_batch_size": 0}, "--micro-batch-size is 0"),
     ("training", {"train_iters": 0}, "--train-iters is 0"),
     ("training", {"num_threads": 0}, "--num-threads is 0"),

@@ -97,6 +97,21 @@ def test_masking_flag(parts, tiny_corpus, masking):
     assert sum(int((part != IGNORED_LABEL).sum()) for part in labels) > 32
 
 
+@pytest.mark.parametrize("objective", ["mlm", "electra"])
+def test_validation_is_masked_at_its_own_rate(tiny_corpus, objective):
+    def rows(split, **rates):
+        config = make_config(tiny_corpus, data={"data_path": str(tiny_corpus.prefix), "split": "80,20"})
+        return rows_of(config.replace(objective={"objective": objective} | rates), 0, split)
+
+    assert rows("valid", mask_prob=0.4) == rows("valid", mask_prob=0.15) == rows("valid", eval_mask_prob=0.15)
+    assert rows("train", mask_prob=0.4) != rows("train", mask_prob=0.15) == rows("train", eval_mask_prob=0.4)
+    predicted = [
+        sum(label != IGNORED_LABEL for *_, labels in rows("valid", eval_mask_prob=p) for label in labels)
+        for p in (0.15, 0.4)
+    ]
+    assert predicted[1] > 2 * predicted[0]
+
+
 def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpus):
     data = {"train_data_path": (parts["a"], parts["b"]), "valid_data_path": ("1", parts["c"], "2", parts["a"])}
     corpus = Corpus.open(make_config(tiny_corpus, data=data))
@@ -137,6 +152,17 @@ def test_what_is_missing_is_named(parts, tiny_corpus):
         opened(valid_data_path=parts["a"]).loader("train", 0, 1)
     with pytest.raises(UserError, match="short_text_document: no sample in documents .* fewer than 8 tokens"):
         opened(data_path=("1", parts["a"], "1", parts["short"]), split="1,0,0").loader("train", 0, 1)
+
+
+def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8") + "".join(f"Word{i}\n" for i in range(50))
+    (tmp_path / "cased.txt").write_text(pieces, encoding="utf-8")
+    for kind, notes in (("BertWordPieceLowerCase", 1), ("BertWordPieceCase", 0)):
+        config = make_config(tiny_corpus, data={"vocab_file": str(tmp_path / "cased.txt"), "tokenizer_type": kind})
+        text = {"input": (str(tiny_corpus.text_file),), "output_prefix": str(tmp_path / kind), "tokenizer_type": kind}
+        [prefix] = preprocess(PreprocessConfig(**text, vocab_file=config.data.vocab_file)).prefixes
+        found = Corpus.open(config.replace(data={"data_path": prefix})).notes
+        assert len(found) == notes and all("pieces can never occur" in note for note in found)
 
 
 def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert run_dry(capsys, "")[1]["world_size"] == 16
     assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
+
+
+def test_data_are_verified_when_asked_for(capsys, tiny_corpus, tmp_path):
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"d{suffix}")
+    line = f"--data-path {tmp_path}/d --vocab-file {tiny_corpus.vocab_file} --verify-data"
+    assert f"data verified: {tmp_path}/d as in the manifest" in run_dry(capsys, line)[0]
+    data = bytearray((tmp_path / "d.bin").read_bytes())
+    data[-2] ^= 1
+    (tmp_path / "d.bin").write_bytes(data)
+    with pytest.raises(UserError, match="d.bin: SHA-256"):
+        run_dry(capsys, line)
 
 
 def test_stages_cut_what_they_say(capsys):

@@ -5,7 +5,9 @@ import resource
 
 import pytest
 
+from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.log import MetricsLog
 from megatron_ddrp.metrics import DAMAGED, METRICS, MetricsFile, read_rows
 
 BAD_LINES = {
@@ -149,3 +151,35 @@ def test_a_number_that_is_not_finite_is_none(tmp_path):
     log.write({"iteration": 1, "grad_norm": float("inf")})
     log.close()
     assert read_rows(tmp_path, pytest.fail) == [{"iteration": 1, "grad_norm": None}]
+
+
+@pytest.mark.parametrize(
+    ("kept", "start", "interval", "missing"),
+    [
+        ((1, 2, 3, 4), 4, 1, None),
+        ((1, 10, 20), 25, 10, None),
+        ((1,), 9, 10, None),
+        ((), 0, 1, None),
+        ((1, 2), 4, 1, "2 up to step 4"),
+        ((1, 10), 25, 10, "10 up to step 20"),
+        ((), 9, 10, "0 up to step 1"),
+        (None, 4, 1, "0 up to step 4"),
+    ],
+)
+def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, missing, tmp_path, capsys):
+    if kept is not None:
+        write(tmp_path, *map(row, kept))
+    config = Config().replace(
+        checkpoint={"save": str(tmp_path), "load": str(tmp_path)}, logging={"log_interval": interval}
+    )
+    with MetricsLog(config, start, active=True):
+        pass
+    told = f"{tmp_path / METRICS}: the rows after step {missing} are missing\n" if missing else ""
+    assert capsys.readouterr().out == told
+
+
+def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):
+    config = Config().replace(checkpoint={"save": str(tmp_path), "load": str(tmp_path / "source")})
+    with MetricsLog(config, 4, active=True):
+        pass
+    assert not capsys.readouterr().out

@@ -141,11 +141,14 @@ def test_the_figures_of_the_markdown_are_files_beside_it(work):
 
 def test_text_is_escaped_and_markdown_tables_keep_their_columns():
     blocks = [Heading("a < b", 1), Text("*so* it `is` & was"), Bullets(["2 < 3"]), Code("all", ["x > y"])]
-    blocks.append(Table(["a", "b"], [["x|y", "1"]], "c"))
+    blocks.append(Table(["a", "b"], [["x|y", "1"], ["<script>", "`2`"]], "a `x|y` of <b>"))
     html = to_html(blocks)
+    assert "<script>" not in html and "<td>`2`</td>" in html
     for part in ("<h1>a &lt; b</h1>", "<em>so</em> it <code>is</code> &amp; was", "2 &lt; 3", "x &gt; y", "x|y"):
         assert part in html
-    assert "| x\\|y | 1 |" in markdown(blocks, None)
+    text = markdown(blocks, None)
+    assert "| x\\|y | 1 |" in text and "| &lt;script&gt; | \\`2\\` |" in text
+    assert "# a &lt; b\n" in text and "\n*so* it `is` &amp; was\n" in text and "a `x|y` of &lt;b&gt;\n" in text
 
 
 def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
@@ -160,16 +163,17 @@ def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
         finish_course(work, course, 6.5)
     for score in work.scores():
         number = work.plan.seeds.index(score.course.seed)
-        undefined = score.step < score.course.steps  # CoLA has no score on the way
+        undefined = number == 1 and score.course.model.objective == "mlm"
         write_scores(
             score, 0.6 + number / 10 + (score.course.model.objective == "mth") / 20, None if undefined else 0.2
         )
         record(work, score.job)
     text = page_of(work)["page.md"]
-    assert "| BERT (MLM) | 65.00 ± 7.07 | 20.00 ± 0.00 | 42.50 ± 3.54 |" in text
-    assert "Averaged here: RTE." in text
+    assert "| BERT (MLM) | 65.00 ± 7.07 | 10.00 ± 14.14 (1 undefined) | 37.50 ± 3.54 |" in text
+    assert "Averaged here: RTE, CoLA." in text
+    assert json.loads((work.folder / "results.json").read_text())["undefined"]["BERT (MLM)"] == {"RTE": 0, "CoLA": 1}
     claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on GLUE with BERT"))
-    assert "+2.50" in claim and "+0.96" in claim
+    assert "+7.50" in claim and "+0.96" in claim  # 2.5 and, where BERT (MLM) collapsed, 12.5
 
 
 def write_scores(score, rte, cola):
@@ -180,6 +184,6 @@ def write_scores(score, rte, cola):
         run = {"task": task, "batch_size": 32, "lr": 3e-5, "epochs": 4, "seed": 1, "max_seq_length": 32}
         run |= {"encoder": score.job.name, "data": "d", "micro_batch_size": 16, "layerwise_lr_decay": 1.0}
         run |= {"precision": "fp32", "max_train_examples": None, "load": "iter", "score": value, "metric": "m"}
-        rows.append(run | {"train_examples": 9, "dev_examples": 9})
+        rows.append(run | {"train_examples": 9, "dev_examples": 9, "seconds": 1.0, "epoch_scores": [value]})
     (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "table.json").write_text("{}")

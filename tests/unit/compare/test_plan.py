@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.errors import UserError
+from tasks.compare.arguments import parse_arguments
 from tasks.compare.plan_file import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -173,3 +174,36 @@ def test_the_ready_plans_are_the_three_scales():
     kinds = {(m.encoding, m.objective) for m in plans["gpu-30min"].models}
     assert len(kinds) == 12
     assert {w for m in plans["paper"].grid for w in m.weights or ()} == {0.01, 0.1, 1.0}
+
+
+@pytest.mark.parametrize("with_glue", [True, False])
+def test_no_glue_leaves_glue_out_whether_the_plan_has_it_or_not(values, write, tmp_path, with_glue):
+    if with_glue:
+        values["glue"] = {"data_dir": "nowhere", "tasks": ["RTE"]}
+    given = parse_arguments(["plan.yaml", "--output-dir", str(tmp_path), "--no-glue"]).given
+    assert read_plan(write(values), given).glue is None
+
+
+def bomb(depth):
+    """Some lines of YAML for a list of 10^depth entries."""
+    return f"&a{depth} [{bomb(depth - 1)}{f', *a{depth - 1}' * 9}]" if depth else "&a0 [x]"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 5000, "nested too deeply"),
+        ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: models: missing|seeds"),
+        ("models: 2020-99-99", "not YAML: month must be in 1..12"),
+        ("models: " + "1" * 5000, "not YAML: Exceeds the limit"),
+        (f"models: [{bomb(12)}]", "models[1]: [[[...]"),
+    ],
+    ids=["deep", "less deep", "no date", "long number", "aliases"],
+)
+def test_strange_yaml_is_one_short_line(tmp_path, text, reason):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_plan(path)
+    assert any(part in str(refused.value) for part in reason.split("|")) and len(str(refused.value)) < 1000
+    assert refused.value.exit_code == 2

@@ -1,6 +1,8 @@
 """Tiny checkpoint folders with random weights, written as training writes them, and what their models compute."""
 
 import json
+import resource
+import shutil
 import sys
 
 import pytest
@@ -8,12 +10,16 @@ import torch
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ObjectiveConfig
+from megatron_ddrp.conversion.from_export import load_hugging_face
+from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizer import build_tokenizer
 from megatron_ddrp.model import build_model
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##ing", "é", "Cat", "the", ",", "."]
 SEQ_LENGTH = 24
+ROOM = 8 << 30
+"""Bytes that a reader may add to the address space before it counts as having believed an absurd size."""
 
 
 def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
@@ -90,3 +96,28 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(modules)
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)  # the package of an earlier test's cache
+
+
+def read_for_glue(folder):
+    from tasks.glue.encoder import load_encoder
+
+    load_encoder(folder)
+
+
+def import_and_forget(folder):
+    import_folder(folder, folder.parent / "imported")
+    shutil.rmtree(folder.parent / "imported")
+
+
+READERS = {"convert": import_and_forget, "analyze": load_hugging_face, "glue": read_for_glue}
+
+
+@pytest.fixture
+def little_room():
+    """Less address space than an absurd size wants."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as stream:
+        used = int(stream.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,5 +1,6 @@
 """The kept sample index: the same totals from disk, in memory or made anew, for any number of writers at once."""
 
+import io
 import os
 import stat
 import subprocess
@@ -11,7 +12,9 @@ import pytest
 from megatron_ddrp.data.index_cache import cache_path, cached_totals
 from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.data.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.sealed import seal
 from megatron_ddrp.errors import UserError
+from tests.unit.data.damage import damaged
 
 
 def write_dataset(prefix, lengths):
@@ -67,17 +70,58 @@ def test_the_name_follows_content_and_sequence_length(dataset, tmp_path):
     assert cache_path(dataset, 32, tmp_path / "elsewhere").parent == tmp_path / "elsewhere"
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", "truncated", "other"])
-def test_a_damaged_file_is_made_again(dataset, damage):
-    totals, _ = cached_totals(dataset, 32)
+@pytest.fixture
+def cached(dataset):
+    """The path of a dataset's totals, the totals and the whole file."""
+    totals, note = cached_totals(dataset, 32)
+    assert note is None
     path = cache_path(dataset, 32)
-    whole = path.read_bytes()
-    if damage == "other":
-        np.save(path, np.zeros((3, 3)))
-    else:
-        path.write_bytes(whole[:-9] if damage == "truncated" else damage)
+    return path, np.array(totals), path.read_bytes()
+
+
+def assert_made_again(dataset, cached):
+    path, totals, whole = cached
     again, note = cached_totals(dataset, 32)
-    assert note is None and np.array_equal(again, totals) and path.read_bytes() == whole
+    assert note is not None and note.startswith(f"{path}: damaged") and "\n" not in note
+    assert np.array_equal(again, totals) and path.read_bytes() == whole
+
+
+def unsealed(array):
+    """A .npy file without a sum, as earlier versions wrote it."""
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "zeros", "truncated", "unsealed", "type", "neighbour", "folder"])
+def test_a_damaged_or_foreign_file_is_made_again(dataset, cached, damage):
+    path, totals, whole = cached
+    neighbour = write_dataset(f"{dataset.prefix}2", dataset.sizes.tolist()[::-1])  # as many documents and tokens
+    cached_totals(neighbour, 32)
+    contents = {
+        "empty": b"",
+        "short": b"\x93NU",
+        "zeros": bytes(len(whole)),
+        "truncated": whole[:-9],
+        "unsealed": unsealed(totals),
+        "type": seal(path.name, unsealed(totals.astype(np.int32))),
+        "neighbour": cache_path(neighbour, 32).read_bytes(),
+    }
+    if damage == "folder":
+        path.unlink()
+        path.mkdir()
+        again, note = cached_totals(dataset, 32)
+        assert np.array_equal(again, totals) and "stays in memory" in note
+        return
+    path.write_bytes(contents[damage])
+    assert_made_again(dataset, cached)
+
+
+def test_no_random_damage_passes_for_an_index(dataset, cached):
+    path, _, whole = cached
+    for seed in range(60):
+        path.write_bytes(damaged(whole, seed))
+        assert_made_again(dataset, cached)
 
 
 def test_many_writers_at_once_leave_one_whole_file(dataset, tmp_path):

@@ -72,7 +72,11 @@ def test_manifests_add_up(tmp_path):
     assert found["inputs"] == [{"name": "a.jsonl", "bytes": 7}, {"name": "b.jsonl", "bytes": 7}]
     assert found["merged"] == ["a", "b"] and found["tokenizer"]["fingerprint"] == "f" * 64
     assert found["json_key"] == "text" and "append_eod" not in found  # they disagree on it
+    assert "unknown_tokens" not in found, "an earlier version did not count them"
     assert list(verify(tmp_path / "all")) == []
+    counted = [write(tmp_path / f"c{n}", [[[1]]], manifest=manifest("c", 1) | {"unknown_tokens": n}) for n in (3, 4)]
+    assert merge(tmp_path / "all-c", counted).manifest["unknown_tokens"] == 7
+    assert "unknown_tokens" not in merge(tmp_path / "mixed", [counted[0], a]).manifest
     bare = write(tmp_path / "bare", [[[1]]], manifest={"json_key": "text"})
     assert merge(tmp_path / "counted", [a, bare]).manifest["documents"] == 3 and not list(verify(tmp_path / "counted"))
     plain = write(tmp_path / "plain", [[[9]]])
@@ -101,6 +105,18 @@ def test_refusals_leave_everything_as_it_was(tmp_path):
             merge(tmp_path / output, prefixes)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert [ids.tolist() for ids in merge(tmp_path / "a", [a, a], overwrite=True)] == [[1], [1]]
+
+
+@pytest.mark.parametrize(("suffix", "place", "value"), [(".bin", 0, 7), (".idx", -16, 1)])
+def test_another_id_and_a_moved_border_are_refused(tmp_path, suffix, place, value):
+    sound = write(tmp_path / "a", [[[1]]], manifest=manifest("a", 1))
+    changed = write(tmp_path / "b", [[[1], [2]], [[3]]], manifest=manifest("b", 2))
+    data = bytearray(Path(f"{changed}{suffix}").read_bytes())
+    data[place] = value
+    Path(f"{changed}{suffix}").write_bytes(data)
+    with pytest.raises(UserError, match=rf"b\{suffix}: SHA-256 .* changed since then"):
+        merge(tmp_path / "all", [sound, changed])
+    assert not list(tmp_path.glob("all*"))
 
 
 def test_killed_halfway_nothing_has_the_final_name(tmp_path):

@@ -1,17 +1,21 @@
 """Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind."""
 
+import gzip
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
@@ -74,6 +78,7 @@ def test_one_document_one_sequence_without_specials(folder):
         "documents": 3,
         "sequences": 3,
         "tokens": 17,
+        "unknown_tokens": 0,
         "empty_documents": 2,
         "skipped": 0,
         "dtype": "uint16",
@@ -85,7 +90,33 @@ def test_one_document_one_sequence_without_specials(folder):
         "inputs": [{"name": "in.jsonl", **size_and_hash(folder / "in.jsonl")}],
         "version": megatron_ddrp.__version__,
     }
-    assert result.summary().startswith("3 documents, 17 tokens, 2 empty documents left out, ")
+    assert result.summary().startswith("3 documents, 17 tokens, 2 empty documents left out, 0.00% unknown pieces, ")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_unknown_pieces_are_counted_and_many_are_told_loudly(folder, capsys, workers):
+    words = {"few": "the cat " * 99 + "dog dog", "many": "the cat " * 98 + "dog cow pig"}  # 1.00 and 1.5 %
+    lines = [json.dumps(words) + "\n", json.dumps({"few": "cat", "many": "the dog"}) + "\n"]
+    (folder / "words.jsonl").write_text("".join(lines))
+    flags = {"input": (str(folder / "words.jsonl"),), "json_keys": ("few", "many"), "workers": workers}
+    done = preprocess(config(folder, **flags))
+    counts = [IndexedDataset(prefix).manifest["unknown_tokens"] for prefix in done.prefixes]
+    assert counts == [2, 4] and done.by_key[0].tokens == 201 and done.by_key[1].tokens == 201
+    assert "1.49% unknown pieces" in done.summary()  # 6 of 402
+    [warning] = capsys.readouterr().err.splitlines()
+    assert f"warning: {done.prefixes[1]}: 4 of 201 tokens (2.0%) are unknown pieces" in warning
+
+
+def test_a_cased_vocabulary_under_a_lower_casing_type_is_doubted(folder, capsys):
+    pieces = [*VOCAB, "The", "Cat", "##S", "Caf\u00e9"]
+    (folder / "cased.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    preprocess(config(folder, vocab_file=str(folder / "cased.txt")))
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: 4 of 17 pieces can never occur")
+    assert warning.endswith("did you mean BertWordPieceCase?")
+    flags = {"vocab_file": str(folder / "cased.txt"), "tokenizer_type": "BertWordPieceCase", "overwrite": True}
+    preprocess(config(folder, **flags))
+    assert "can never occur" not in capsys.readouterr().err
 
 
 def test_end_of_document_and_several_keys(folder):
@@ -131,6 +162,38 @@ def test_a_document_of_one_token_is_kept_from_every_kind_of_file(folder):
         "b.json",
         "wiki_00",
     ]
+
+
+JAPANESE = """山の上の小さな町では、朝になると鐘が鳴り、
+市場に人々が集まって、野菜や魚やパンを売り買い
+する。子どもたちは川のそばを走り、犬はその
+あとを追いかける。夕方には窓に明かりがともる。"""
+
+
+@pytest.mark.parametrize("dummy_prefix", [True, False])
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+def test_line_breaks_in_japanese_give_no_unknown_piece(folder, rule, dummy_prefix):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(JAPANESE.split("\n") * 20),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        normalization_rule_name=rule,
+        add_dummy_prefix=dummy_prefix,
+        minloglevel=2,
+    )
+    (folder / "ja.model").write_bytes(model.getvalue())
+    (folder / "ja.txt").write_text(f"{JAPANESE}\n\n{JAPANESE}\n", encoding="utf-8")
+    files = {"input": (str(folder / "ja.txt"),), "tokenizer_model": str(folder / "ja.model"), "vocab_file": None}
+    done = preprocess(config(folder, tokenizer_type="SentencePiece", **files))
+    tokenizer = build_tokenizer("SentencePiece", None, files["tokenizer_model"])
+    documents = list(IndexedDataset(done.prefixes[0]))
+    assert len(documents) == 2 and not any((ids == tokenizer.unk_id).any() for ids in documents)
+    expected = JAPANESE.replace("\n", "")
+    assert tokenizer.decode(documents[1].tolist()) == unicodedata.normalize(
+        "NFKC" if "nfkc" in rule else "NFC", expected
+    )
 
 
 def test_a_large_vocabulary_is_stored_in_int32(folder):
@@ -202,17 +265,37 @@ def test_command_reads_standard_input_from_any_folder(folder):
     assert {name: data for name, data in outputs(folder).items() if name in piped} == piped
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_command_reads_named_pipes_and_process_substitutions(folder, packed):
+    data = (folder / "in.jsonl").read_bytes()
+    (folder / "copy").write_bytes(gzip.compress(data) if packed else data)
+    os.mkfifo(folder / "pipe")
+    writer = subprocess.Popen(["cp", "copy", "pipe"], cwd=folder)
+    done = run("--input", "pipe", "--output-prefix", "named", "--vocab-file", "vocab.txt", cwd=folder)
+    assert done.returncode == writer.wait(60) == 0, done.stderr
+    assert done.stderr == b"pipe: a pipe; waiting for its writer\n"
+    command = f"{sys.executable} {TOOL} --output-prefix shell --vocab-file vocab.txt --input <(cat copy)"
+    environment = os.environ | {"PYTHONPATH": ""}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    expected = Path(preprocess(config(folder)).prefixes[0] + ".bin").read_bytes()
+    for name in ("named", "shell"):
+        assert (folder / f"{name}_text_document.bin").read_bytes() == expected
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
     [
         (["--input", "none.jsonl", "--vocab-file", "vocab.txt"], 1, "none.jsonl: No such file"),
         (["--input", "empty.jsonl", "--vocab-file", "vocab.txt"], 1, "no text to tokenize in empty.jsonl"),
+        (["--input", "empty.gz", "--vocab-file", "vocab.txt"], 1, "empty.gz: empty, expected a .gz file"),
         (["--input", "in.jsonl"], 2, "--tokenizer-type BertWordPieceLowerCase needs --vocab-file"),
         (["--input", "in.jsonl", "--wrokers", "2"], 2, "did you mean --workers?"),
     ],
 )
 def test_command_mistakes_are_one_line(folder, flags, code, complaint):
     (folder / "empty.jsonl").touch()
+    (folder / "empty.gz").touch()
     done = run("--output-prefix", "p", *flags, cwd=folder)
     printed = done.stderr.decode()
     assert done.returncode == code and complaint in printed

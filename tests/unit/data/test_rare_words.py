@@ -12,6 +12,7 @@ from megatron_ddrp.data.rare_words import WordFinder, find_occurrences
 from megatron_ddrp.data.tokenizer import build_tokenizer
 from megatron_ddrp.data.word_counts import count_rare_words, open_rare_words
 from megatron_ddrp.errors import UserError
+from tests.unit.data.damage import damaged
 
 CLS, SEP, PAD, UNK = 2, 3, 0, 1
 A, B, C = 5, 6, 7  # start a word
@@ -149,6 +150,19 @@ def test_counts_are_kept_under_their_fingerprint(corpus, tmp_path, monkeypatch, 
     assert str(tmp_path) in line
     with pytest.raises(TypeError):
         open_rare_words(parts, tokenizer, (3, 10), tmp_path)
+
+
+def test_a_damaged_cache_is_counted_again_with_a_notice(corpus, tmp_path, capsys):
+    words, _ = open_rare_words(*corpus, (3, 9), tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for content in (b"", b"PK", bytes(len(whole)), whole[:-4], *(damaged(whole, seed) for seed in range(12))):
+        path.write_bytes(content)
+        capsys.readouterr()
+        again, line = open_rare_words(*corpus, (3, 9), tmp_path)
+        assert f"{path}: damaged, or of an earlier version; the words are counted again" in capsys.readouterr().err
+        assert np.array_equal(again.hashes, words.hashes) and np.array_equal(again.pieces, words.pieces)
+        assert path.read_bytes() == whole and f"counted into {path}" in line
 
 
 def test_no_word_in_the_bounds_is_an_error(corpus, tmp_path):

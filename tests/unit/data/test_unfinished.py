@@ -14,6 +14,7 @@ import pytest
 
 from megatron_ddrp.data import preprocess as preprocess_module
 from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.unfinished import PARTS
 from megatron_ddrp.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +100,11 @@ def test_a_stopped_run_keeps_what_is_done(job, tmp_path, whole, stop):
     for number in range(5):
         folder = tmp_path / f"stopped{number}"
         process = subprocess.Popen(
-            job(folder.name, "--workers", "2"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+            job(folder.name, "--workers", "2"),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            # A shell's background job ignores Ctrl-C on purpose, and hands that down: to this test, and from it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while chunks_done(folder) < 5 and process.poll() is None:
             time.sleep(0.01)
@@ -219,6 +224,25 @@ def test_leftovers_of_another_command_are_never_mixed_in(config, tmp_path, monke
     afresh = files_in(tmp_path / "out")
     preprocess(PreprocessConfig(**{**changed.__dict__, "overwrite": True}))
     assert files_in(tmp_path / "out") == afresh and chunks_done(tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize("name", ["0.ids", "0.sizes", "0.documents", "job.json"])
+def test_damaged_leftovers_are_not_built_upon(config, tmp_path, monkeypatch, capsys, name):
+    preprocess(config())
+    expected = files_in(tmp_path / "out")
+    for seed in range(8):
+        interrupt(monkeypatch, config(overwrite=True), after=3)
+        path = tmp_path / "out" / "p.unfinished" / name
+        kept = json.loads((path.parent / "job.json").read_bytes())["written"][0]
+        lengths = dict(zip(PARTS, (length for length, _ in kept), strict=True))
+        content = bytearray(path.read_bytes())
+        chance = random.Random(seed)
+        content[chance.randrange(lengths.get(name.removeprefix("0."), len(content)))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        capsys.readouterr()
+        preprocess(config(overwrite=True))
+        assert f"{path.parent}: damaged" in capsys.readouterr().err, seed
+        assert files_in(tmp_path / "out") == expected, seed
 
 
 def test_a_bad_record_keeps_what_is_done_for_on_error_skip(config, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from megatron_ddrp.data import IndexedDataset, index_faults, indexed_dataset
 from megatron_ddrp.data.dataset_index import HEADER
 from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.data.inspection import document_lengths, first_documents
-from megatron_ddrp.data.verification import verify
+from megatron_ddrp.data.verification import check_sums, verify
 from megatron_ddrp.errors import UserError
 
 VOCAB_SIZE = 1000
@@ -104,6 +104,34 @@ def test_what_the_manifest_knows(tmp_path):
     for text in ("[]", "{", '{"tokenizer": 3}'):
         (tmp_path / "a.json").write_text(text)
         assert "not a dataset manifest" in next(verify(prefix))
+
+
+def test_sums_are_compared_with_the_manifest(tmp_path):
+    prefix = write(tmp_path / "a", [[[1, 2, 3]], [[4]]], manifest=MANIFEST)
+    read = []
+    check_sums(prefix, read.append)
+    assert sum(read) == sum((tmp_path / f"a.{suffix}").stat().st_size for suffix in ("bin", "idx"))
+    for suffix, position in (("bin", 2), ("idx", DOCUMENTS - 1)):
+        path = tmp_path / f"a.{suffix}"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(UserError, match=rf"^{path}: SHA-256 .* {prefix}.json says .* verify$") as caught:
+            check_sums(prefix)
+        assert caught.value.exit_code == 1
+        path.unlink()
+        with pytest.raises(UserError, match=f"^{path}: No such file"):
+            check_sums(prefix)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("manifest", [None, "{}", '{"files": {"bin": {"sha256": "0"}}}', '{"files": [1]}'])
+def test_without_sums_nothing_can_be_compared(tmp_path, manifest):
+    prefix = write(tmp_path / "a", [[[1, 2, 3]]])
+    if manifest is not None:
+        (tmp_path / "a.json").write_text(manifest)
+    with pytest.raises(UserError, match=f"--verify-data needs the sums in {prefix}.json, but ") as caught:
+        check_sums(prefix)
+    assert caught.value.exit_code == 2
 
 
 def test_many_faults_are_counted_not_listed(tmp_path, monkeypatch):

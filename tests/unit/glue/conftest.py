@@ -1,9 +1,15 @@
 """A tiny task and a tiny Hugging Face encoder, made on the spot."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+
+from tasks.glue.metrics import METRICS
+from tasks.glue.predictions import write_predictions
+from tasks.glue.runs import Run, RunStore, count_undefined
+from tasks.glue.tasks import TASKS
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
 
@@ -16,6 +22,25 @@ def sentences(count, seed):
         words = [WORDS[index] for index in rng.choice(len(WORDS), 3)]
         rows.append((" ".join(words), int(WORDS.index(words[0]) < 3)))
     return rows
+
+
+def finished(run, score=0.5, **more):
+    """A line of runs.jsonl as a sweep leaves it; a score of None is an undefined one."""
+    row = asdict(run) | {"load": "e", "metric": TASKS[run.task].metric, "score": score, "epoch_scores": [score]}
+    return count_undefined(row | {"train_examples": 9, "dev_examples": 9, "seconds": 1.0} | more)
+
+
+def scored_folder(folder, predictions, task="CoLA", **more):
+    """An output folder with one run per entry of `predictions` (numbers `[examples]`; the labels are 0, 1, 0, 1, …)."""
+    store = RunStore(folder / "runs.jsonl")
+    for seed, predicted in enumerate(predictions, 1):
+        run = Run(task, 16, 1e-5, 4, seed, 128, encoder="e", data="d", micro_batch_size=8, **more)
+        targets, predicted = np.arange(len(predicted)) % 2.0, np.array(predicted, dtype=float)
+        path = folder / "predictions" / f"{run.name}.tsv"
+        checksum = write_predictions(path, TASKS[task], {"dev": (targets, predicted)})
+        score = METRICS[TASKS[task].metric](targets, predicted)
+        store.append(finished(run, score, dev_examples=len(predicted), predictions_crc32=checksum))
+    return folder
 
 
 @pytest.fixture

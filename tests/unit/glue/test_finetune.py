@@ -95,6 +95,13 @@ def test_the_score_is_the_metric_of_the_predictions():
     assert result.scores["dev"][-1] == expected
 
 
+def test_training_that_diverged_has_no_prediction_and_no_score():
+    """Not the score of the first class, which argmax takes of nan."""
+    _, result = do(lr=float("inf"), epochs=1)
+    assert np.isnan(result.predictions["dev"]).all()
+    assert result.scores["dev"] == [None]
+
+
 def tuning(micro=8, dropout=0.0, **more):
     torch.manual_seed(0)
     encoder = BagOfPieces()

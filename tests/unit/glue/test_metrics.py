@@ -35,6 +35,8 @@ def test_pearson_follows_its_definition():
         (pearson, [2.0, 2.0], [1.0, 3.0]),
         (pearson, [1.0, 2.0], [1.0, math.nan]),
         (pearson, [1.0], [1.0]),
+        (accuracy, [0, 1], [0, math.nan]),
+        (matthews, [0, 1, 1], [0, 1, math.nan]),
     ],
 )
 def test_undefined_scores_are_none(metric, labels, predictions):

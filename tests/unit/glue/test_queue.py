@@ -6,10 +6,10 @@ import os
 import random
 import signal
 import time
-from dataclasses import asdict
 
 from tasks.glue.queue import Claims, drain
 from tasks.glue.runs import Run, RunStore
+from tests.unit.glue.conftest import finished
 
 RUNS = [
     Run(task, 16, lr, 4, seed, 128, encoder="e", data="d", micro_batch_size=8)
@@ -27,7 +27,7 @@ def worker(folder, seconds):
         with open(folder / f"begun-{run.name}", "a") as stream:
             stream.write(f"{os.getpid()}\n")
         time.sleep(seconds)
-        return asdict(run) | {"load": "e", "score": run.seed / 97, "by": os.getpid()}
+        return finished(run, run.seed / 97, by=os.getpid())
 
     store = RunStore(folder / "runs.jsonl")
     drain(RUNS, store, Claims(folder / "claims.lock"), perform)
@@ -48,7 +48,8 @@ def look(folder, answer):
 def rows(folder):
     lines = (folder / "runs.jsonl").read_text().splitlines()
     return sorted(
-        json.dumps({k: v for k, v in json.loads(line).items() if k != "by"}, sort_keys=True) for line in lines
+        json.dumps({k: v for k, v in json.loads(line).items() if k not in ("by", "crc32")}, sort_keys=True)
+        for line in lines
     )
 
 
@@ -122,9 +123,9 @@ def test_a_claim_is_seen_by_others_until_it_is_released(tmp_path):
 def test_a_finished_run_is_appended_once(tmp_path):
     first, second = RunStore(tmp_path / "runs.jsonl"), RunStore(tmp_path / "runs.jsonl")
     for store in (first, second, first):
-        store.append(asdict(RUNS[0]) | {"score": 0.5})
+        store.append(finished(RUNS[0]))
     assert len(rows(tmp_path)) == 1
-    second.append(asdict(RUNS[1]) | {"score": 0.5})
+    second.append(finished(RUNS[1]))
     assert RUNS[1] not in first
     first.refresh()
     assert RUNS[1] in first

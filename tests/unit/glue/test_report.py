@@ -1,12 +1,13 @@
 """The table: medians, the best grid point, undefined scores, the average."""
 
 import json
+import math
 import statistics
 
 import pytest
 
 from tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
-from tasks.glue.report import averages, best_cells, differences, student_interval, write_report
+from tasks.glue.report import averages, best_cells, differences, student_interval, summary, write_report
 from tasks.glue.report import table as table_of
 from tasks.glue.tasks import PAPER_TASKS
 
@@ -22,8 +23,9 @@ def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
         "encoder": "e" * 16,
         "data": "d" * 16,
         "load": load,
-        "score": score,
-        "best_epoch_score": score,
+        "score": score or 0.0,
+        "undefined": score is None,
+        "best_epoch_score": score or 0.0,
         "train_examples": 2490,
         "dev_examples": 277,
         "micro_batch_size": 8,
@@ -51,16 +53,43 @@ def test_the_median_at_the_best_grid_point():
     assert "| base | 60.00 |" in table(rows)
 
 
-def test_undefined_scores_are_counted_and_not_replaced():
+def test_undefined_scores_count_as_0_and_are_marked():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((None, 0.2, 0.4))]
-    assert best_cells(rows)["base"]["CoLA"].median == pytest.approx(0.3)
-    assert "| base | CoLA | matthews | 30.00 | 20.00 to 40.00 | 30.00 | 3 | 1 |" in table(rows)
-    assert "| base | undefined |" in table([row("CoLA", None)])
+    assert best_cells(rows)["base"]["CoLA"].median == pytest.approx(0.2)
+    assert "| base | 20.00 (1 undefined) |" in table(rows)
+    assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 | 20.00 | 3 | 1 |" in table(rows)
+    assert "| base | 0.00 (1 undefined) |" in table([row("CoLA", None)])
+    assert summary(best_cells(rows))["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
 
 
-def test_a_defined_point_is_better_than_an_undefined_one():
-    rows = [row("CoLA", None), row("CoLA", -0.1, lr=2e-5)]
-    assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == 2e-5
+def best_point_by_hand(points):
+    """Grid point → its scores (None = undefined); a plain loop over scores of 0 for what is undefined."""
+    best, best_middle = None, -math.inf
+    for point, scores in points.items():
+        ordered = sorted(0.0 if score is None else score for score in scores)
+        middle = ordered[len(ordered) // 2]
+        if middle > best_middle:
+            best, best_middle = point, middle
+    return best
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ({1e-5: (0.50, None, None, None, None), 2e-5: (0.45,) * 5}, 2e-5),
+        ({1e-5: (0.50, 0.50, 0.50, None, None), 2e-5: (0.45,) * 5}, 1e-5),
+        ({1e-5: (-0.1, -0.1, -0.1), 2e-5: (None, None, None)}, 2e-5),
+    ],
+    ids=["one seed at 0.50 beside four collapsed", "three at 0.50", "worse than a constant guess"],
+)
+def test_collapsed_seeds_count_in_the_choice_of_the_grid_point(points, expected):
+    rows = [row("CoLA", score, seed, lr) for lr, scores in points.items() for seed, score in enumerate(scores)]
+    assert best_cells(rows)["base"]["CoLA"].rows[0]["lr"] == expected == best_point_by_hand(points)
+
+
+def test_of_two_equal_points_the_one_that_collapsed_less_is_shown():
+    rows = [row("CoLA", None), row("CoLA", 0.0, lr=2e-5)]
+    assert best_cells(rows)["base"]["CoLA"].undefined == 0
 
 
 def test_the_average_needs_all_eight_tasks():
@@ -70,8 +99,8 @@ def test_the_average_needs_all_eight_tasks():
     assert average(best_cells(rows[1:])["base"]) is None
     assert " 35.00 |" in table(rows)
     assert "average of 8 |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n" not in table(rows[1:])
-    undefined = [{**rows[0], "score": None}, *rows[1:]]
-    assert average(best_cells(undefined)["base"]) is None
+    collapsed = [*rows[:3], row("CoLA", None), *rows[4:]]
+    assert average(best_cells(collapsed)["base"]) == pytest.approx(0.35 - 0.3 / 8)
 
 
 def test_new_weights_in_an_old_folder_are_another_row():
@@ -87,21 +116,21 @@ def test_scores_on_other_data_are_not_mixed_in():
 
 
 def test_mismatched_scores_have_a_line_of_their_own():
-    rows = [row("MNLI", 0.5, other_scores={"dev_mismatched": 0.25})]
+    rows = [row("MNLI", 0.5, other_scores={"dev_mismatched": 0.25}, other_undefined=[])]
     assert "| base | MNLI (dev_mismatched) | accuracy | 25.00 |" in table(rows)
 
 
 def full(seed=1, load="base", mismatched=0.9, **more):
     return [
         row(task, 0.1 * number, seed, load=load, encoder=load, **more)
-        | ({"other_scores": {"dev_mismatched": mismatched}} if task == "MNLI" else {})
+        | ({"other_scores": {"dev_mismatched": mismatched}, "other_undefined": []} if task == "MNLI" else {})
         for number, task in enumerate(PAPER_TASKS)
     ]
 
 
 def test_averages_of_8_and_9_columns_are_never_mixed():
     assert averages(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
-    rows = full(mismatched=None)
+    rows = [{k: v for k, v in row.items() if k != "other_scores"} for row in full()]
     assert averages(best_cells(rows)["base"])["average of 9"] is None
     assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in table(
         full()
@@ -134,10 +163,18 @@ def test_the_difference_is_paired_by_seed():
     assert "## Differences" in table(rows)
 
 
-def test_an_undefined_score_takes_its_seed_out_of_the_difference():
+def test_an_undefined_score_counts_as_0_in_the_difference():
     rows = [row("CoLA", score, seed) for seed, score in enumerate((0.1, None, 0.3))]
     rows += [row("CoLA", 0.1, seed, load="r", encoder="r") for seed in range(3)]
-    assert differences(best_cells(rows))[0].by_seed == pytest.approx([0.0, 0.2])
+    assert differences(best_cells(rows))[0].by_seed == pytest.approx([0.0, -0.1, 0.2])
+
+
+def test_names_are_shown_and_not_run():
+    name = "runs/<script>alert(1)</script>|`x` [y](z)"
+    rows = [row(score=0.4 + seed / 10, seed=seed, load=load, encoder=load) for seed in (1, 2) for load in (name, "b")]
+    text = table(rows)
+    assert "<script>" not in text
+    assert text.count(r"runs/&lt;script&gt;alert(1)&lt;/script&gt;\|\`x\` \[y\](z)") == 3
 
 
 def test_students_interval_is_scipys():

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.errors import UserError
-from tools.training_report import draw_losses, panels, read_metrics, report, series, unigram_level
+from tools.training_report import draw_losses, panels, read_metrics, read_text, report, series, unigram_level
 
 ROWS = [
     {"iteration": 1, "loss": 9.5, "lm_loss": 9.0, "tcd_loss": 0.5, "hcd_loss": 0.1, "step_time": 0.2},
@@ -46,6 +47,12 @@ def test_the_report_says_where_the_loss_ended():
     assert "| torch |" in text
 
 
+def test_names_and_commands_are_shown_as_they_stand():
+    text = report(ROWS, {"<script>|x": ROWS[:2]}, None, None, None, "echo '```' '<b>'\n")
+    assert r"| masked LM, validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
+    assert "\n````\necho '```' '<b>'\n````\n" in text
+
+
 def test_a_run_that_did_not_learn_is_told_so():
     assert "1.000 nats above it" in report(ROWS, {}, 5.0, None, None, None)
 
@@ -67,9 +74,22 @@ def test_the_figure_is_a_png(tmp_path, rows):
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_unigram_level_is_the_entropy_of_the_pieces(monkeypatch):
-    monkeypatch.setattr("tools.training_report.IndexedDataset", lambda prefix: [np.array([1, 1]), np.array([5, 7])])
-    assert unigram_level("prefix") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("megatron_ddrp.data.indexed_dataset.CHUNK_TOKENS", chunk)
+    with IndexedDatasetWriter(tmp_path / "p", np.uint16) as writer:
+        for ids in ([1, 1], [7, 5]):
+            writer.append(ids)
+            writer.end_document()
+        writer.finalize()
+    assert unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"a\xff", "byte 1 is not UTF-8"), (b" \n", "is empty")])
+def test_a_damaged_table_of_scores_is_named(tmp_path, content, message):
+    (tmp_path / "table.md").write_bytes(content)
+    with pytest.raises(UserError, match=f"table.md.*{message}"):
+        read_text(tmp_path / "table.md")
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "is empty"), ("{", "is empty")])
@@ -80,9 +100,11 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path, content, message):
         read_metrics(tmp_path)
 
 
-def test_metrics_are_read(tmp_path):
+def test_metrics_are_read(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert read_metrics(tmp_path) == ROWS
+    assert not capsys.readouterr().err
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 7, "lo')  # what a run has half written
     assert read_metrics(tmp_path) == ROWS
+    assert capsys.readouterr().err == f"{tmp_path / 'metrics.jsonl'}: left out the half line at its end\n"

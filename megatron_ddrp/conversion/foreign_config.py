@@ -1,0 +1,68 @@
+"""config.json of a Hugging Face folder, read as data: code that it names is never run, sizes are checked before use."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
+
+OWN_MODEL_TYPE = "megatron_ddrp"
+"""`model_type` of the folders that our own classes read. The model code in them is for users of transformers."""
+LARGEST_SIZE = 2**22
+"""No width, vocabulary or length is larger."""
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises `UserError` where it cannot be read, or where the model is another's code.
+    """
+    path = folder / "config.json"
+    values = read_object(path)
+    if values.get("model_type") != OWN_MODEL_TYPE:
+        refuse_code(path, values)
+    return values
+
+
+def refuse_code(path: Path, values: dict[str, Any]) -> None:
+    """Raise `UserError` where a configuration file names Python code, in the folder or elsewhere."""
+    kernel = values.get("attn_implementation") or values.get("_attn_implementation")
+    if values.get("auto_map") or (isinstance(kernel, str) and "/" in kernel):
+        key = "auto_map" if values.get("auto_map") else "attn_implementation"
+        raise UserError(
+            f"{path}: {key} names code outside transformers, and code of a folder is never run here; give a folder "
+            "whose model transformers knows by itself"
+        )
+
+
+def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:
+    """Return an integer of config.json. Raises `UserError` for another value."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UserError(f"{path}: {key} is {shown(value)}, expected a whole number from {least} to {most}")
+    return value
+
+
+def finite_number(path: Path, values: dict[str, Any], key: str) -> float:
+    """Return a number of config.json that is at least 0. Raises `UserError` for another value."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
+    return value
+
+
+def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
+    """Return a setting of config.json. Raises `UserError` where it is none of `allowed`."""
+    value = values.get(key)
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+        raise UserError(f"{path}: {key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it, at most 80 characters."""
+    text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

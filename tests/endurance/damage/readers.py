@@ -1,0 +1,142 @@
+"""The commands that read the sample's files, as a user types them in its folder, and what each of them gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.integration.conftest import TINY, command_line
+
+CLOCK = ("tokens_per_second", "step_time", "seconds", "crc32")
+"""What two equal runs have different: times, and the sum of a row that holds one."""
+DATASET, STEPS, SAVED = "data/corpus_text_document", 6, 4
+RUN = TINY | {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "notes": True,
+    "notes_min_count": 4,
+    "notes_max_count": 30,
+    "train_iters": STEPS,
+    "eval_interval": 2,
+    "eval_iters": 2,
+    "save_interval": 2,
+    "data_path": DATASET,
+    "vocab_file": "vocab.txt",
+    "save": "run",
+}
+"""Flags of the run whose folder is damaged: dropout, validation and notes, so that every kind of file is there."""
+ONE_TASK = ("--tasks", "CoLA", "--data-dir", "glue_data", "--batch-size", "8", "--lr", "1e-2")
+QUICK = (*ONE_TASK, "--epochs", "1", "--seeds", "1", "--max-train-examples", "16", "--output-dir", "out")
+SWEEP = (*ONE_TASK, "--load", "bert", "--epochs", "2", "--seeds", "3", "--output-dir", "glue")
+FEW = ("--sentences", "16", "--split", "0,1,0", "--data-path", DATASET, "--output", "out.json")
+PREPROCESS = ("--vocab-file", "vocab.txt", "--output-prefix", "again")
+
+
+class Reader(NamedTuple):
+    """One command and where its result lies."""
+
+    name: str
+    words: tuple[str, ...]
+    """A script of the repository or `-m` and a module, then the arguments. {home} is the sample's own folder."""
+    results: tuple[str, ...]
+    """Patterns of the files that it writes; its standard output counts as well where this is empty."""
+
+    @property
+    def takes_run(self) -> bool:
+        """Whether it reads the training run's folder, where an older checkpoint may serve."""
+        return "run" in self.words
+
+    @property
+    def checks(self) -> bool:
+        """Whether it is there to find damage: silence about it is wrong even if nothing else is."""
+        return self.name == "dataset.py verify"
+
+
+def _analysis(name: str, command: str, folder: str) -> Reader:
+    words = ("tools/analyze.py", command, "--load", folder, *FEW)
+    return Reader(name, words, ("out.json",))
+
+
+def _glue(name: str, folder: str) -> Reader:
+    return Reader(name, ("-m", "tasks.glue", "--load", folder, *QUICK), ("out/**/*",))
+
+
+def _import(name: str, folder: str) -> Reader:
+    return Reader(name, ("tools/convert_checkpoint.py", "--from-hf", folder, "--output", "out"), ("out/**/*",))
+
+
+_RESUME = ("pretrain_bert.py", *command_line(RUN), "--load", "run")
+READERS = {
+    reader.name: reader
+    for reader in (
+        Reader("training", _RESUME, ("run/metrics.jsonl", f"run/iter_{STEPS:07d}/*", "run/tokenizer/*", "run/latest")),
+        Reader(
+            "training --verify-data",
+            (*_RESUME, "--verify-data"),
+            ("run/metrics.jsonl", f"run/iter_{STEPS:07d}/*.safetensors"),
+        ),
+        Reader("convert --load", ("tools/convert_checkpoint.py", "--load", "run", "--output", "out"), ("out/**/*",)),
+        _import("convert --from-hf", "bert"),
+        _import("convert --from-hf, our export", "plain"),
+        _glue("tasks.glue --load", "run"),
+        _glue("tasks.glue --load, our export", "export"),
+        _glue("tasks.glue --load, a BERT", "bert"),
+        Reader("tasks.glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/table.*",)),
+        Reader(
+            "tasks.glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)
+        ),
+        _analysis("analyze.py attention-maps", "attention-maps", "run"),
+        _analysis("analyze.py self-similarity", "self-similarity", "run"),
+        _analysis("analyze.py, our export", "attention-maps", "export"),
+        _analysis("analyze.py, a BERT", "self-similarity", "bert"),
+        Reader(
+            "analyze.py notes",
+            ("tools/analyze.py", "notes", "--load", "run", "--data-path", DATASET, "--output", "out.json"),
+            ("out.json",),
+        ),
+        Reader(
+            "training_report.py",
+            ("tools/training_report.py", "--load", "run", "--data-path", DATASET)
+            + ("--glue-dir", "glue", "--output-dir", "out"),
+            ("out/report.md",),
+        ),
+        Reader("dataset.py inspect", ("tools/dataset.py", "inspect", DATASET, "--vocab-file", "vocab.txt"), ()),
+        Reader("dataset.py verify", ("tools/dataset.py", "verify", DATASET, "--vocab-file", "vocab.txt"), ()),
+        Reader(
+            "dataset.py merge",
+            ("tools/dataset.py", "merge", "--output-prefix", "out/all", "data/other_text_document", DATASET),
+            ("out/all.bin", "out/all.idx"),
+        ),
+        Reader(
+            "preprocess_data.py, resumed",
+            ("tools/preprocess_data.py", "--input", "{home}/texts.jsonl", *PREPROCESS),
+            ("again_text_document.*",),
+        ),
+    )
+}
+
+
+def result_of(reader: Reader, folder: Path, stdout: str) -> dict[str, Any]:
+    """Return what a reader left in `folder`: by file, the rows of JSON lines without the clock, else a hash."""
+    if not reader.results:
+        return {"standard output": stdout.splitlines()}
+    files = sorted({path for pattern in reader.results for path in folder.glob(pattern) if path.is_file()})
+    return {str(path.relative_to(folder)): _content(path) for path in files if path.suffix not in (".png", ".lock")}
+
+
+def _content(path: Path) -> Any:
+    if path.suffix != ".jsonl":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sorted(map(_without_clock, path.read_text(encoding="utf-8", errors="replace").splitlines()))
+
+
+def _without_clock(line: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return line
+    return json.dumps({k: v for k, v in row.items() if k not in CLOCK}) if isinstance(row, dict) else line
