@@ -55,7 +55,7 @@ class LayerPositions(nn.Module):
     """Base of what an encoding adds to every layer: maps the shared tensors to this layer's."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
-    """Parameters that belong to single heads → the dimension along which the heads lie."""
+    """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,7 +85,10 @@ class PositionEncoding(nn.Module):
     """Whether sequences longer than `seq_length` have no positions."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
-    """Parameters that belong to single heads → the dimension along which the heads lie; all others serve all heads."""
+    """Parameters and buffers that belong to single heads → the dimension along which the heads lie.
+
+    All others serve all heads. Where there are any, here or in `layer_part`, every tensor of `terms` is by head.
+    """
 
     layer_part: type[LayerPositions] = LayerPositions
     """What each layer does to the tensors before `terms` names them."""
