@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config.data import DataConfig
-from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig, as_meant_when_written
 from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
@@ -77,10 +77,11 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> Config:
-        """The inverse of `to_dict`; keys of another version of the project are refused by name."""
+        """Read what `to_dict` gave, also that of an older version; keys of a newer one are refused by name."""
         sections = {}
         for concern, section in concerns().items():
             given = values.get(concern, {})
+            given = as_meant_when_written(given) if section is ModelConfig else given
             known = {f.name for f in dataclasses.fields(section)}
             unknown = sorted(set(given) - known)
             if unknown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, as_meant_when_written
 from megatron_ddrp.conversion.from_huggingface import find_tokenizer, read_folder
 from megatron_ddrp.conversion.huggingface_weights import Weights, fill, read_weights
 from megatron_ddrp.conversion.to_huggingface import OWN_MODEL_TYPE
@@ -31,6 +31,9 @@ SIZES = {
 }
 """Key of config.json → field of `ModelConfig`, of what a forward pass needs."""
 
+ADDED = {"absolute_embedding": "absolute_embedding"}
+"""Keys that folders of older versions lack."""
+
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
     """(model on the CPU in fp32 and eval mode, tokenizer, sizes) of an export of ours, a BERT or a DeBERTa v1.
@@ -55,7 +58,8 @@ def _own(folder: Path, values: dict) -> Encoder:
     missing = [key for key in SIZES if key not in values]
     if missing:
         raise UserError(f"{folder / 'config.json'}: no {missing[0]}; export the checkpoint again")
-    config = ModelConfig(**{field: values[key] for key, field in SIZES.items()})
+    sizes = {field: values[key] for key, field in (SIZES | ADDED).items() if key in values}
+    config = ModelConfig(**as_meant_when_written(sizes))
     model, stored = build_model(config), read_weights(folder)
     names = {name: own_name(name) for name, _ in model.named_parameters()}
     ours = {name: stored[there] for name, there in names.items() if there in stored}

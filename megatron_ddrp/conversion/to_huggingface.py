@@ -23,7 +23,7 @@ from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.embeddings import NUM_SEGMENTS
+from megatron_ddrp.model.embeddings import NUM_SEGMENTS, adds_absolute_embedding
 
 MODEL_CODE = ("configuration_ddrp.py", "modeling_positions.py", "modeling_ddrp.py")
 OWN_MODEL_TYPE = "megatron_ddrp"
@@ -153,6 +153,7 @@ def huggingface_config(config: ModelConfig, tokenizer: Tokenizer, detects: bool 
         "position_encoding": config.position_encoding,
         "relative_distance": config.relative_distance,
         "relative_table": config.relative_table,
+        "absolute_embedding": adds_absolute_embedding(config),
         "deberta_emd": config.deberta_emd,
     }
 

@@ -279,8 +279,8 @@ def describe(layout: dict[str, Any]) -> str:
 
 
 def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:
-    ours = config.to_dict()["model"]
-    for name, value in state["config"]["model"].items():
+    ours, theirs = config.to_dict()["model"], Config.from_dict(state["config"]).to_dict()["model"]
+    for name, value in theirs.items():
         if name not in ("hidden_dropout", "attention_dropout", "attention_backend") and ours.get(name) != value:
             raise UserError(
                 f"--load {path}: a checkpoint of another architecture: {flag(name)} is {value} there and "

@@ -1,4 +1,4 @@
-"""The first stage: token, segment and (where the encoding wants it) absolute position embeddings, then LayerNorm."""
+"""The first stage: token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def check_length(length: int, longest: int) -> None:
         )
 
 
+def adds_absolute_embedding(config: ModelConfig) -> bool:
+    """Return whether a learned absolute position embedding joins the input."""
+    if config.absolute_embedding is None:
+        return REGISTRY[config.position_encoding].adds_absolute_embedding
+    return config.absolute_embedding
+
+
 class Embeddings(nn.Module):
     """Ids → the first `StageState`; computes the position tensors that all layers share.
 
@@ -40,10 +47,9 @@ class Embeddings(nn.Module):
             self.token, self.segment = shared.token, shared.segment
             self.projection = nn.Linear(shared.token.embedding_dim, config.hidden_size)
         encoding = REGISTRY[config.position_encoding](config)
-        self.longest = config.seq_length if encoding.limits_length else None
-        self.absolute = (
-            nn.Embedding(config.seq_length, config.hidden_size) if encoding.adds_absolute_embedding else None
-        )
+        adds_absolute = adds_absolute_embedding(config)
+        self.longest = config.seq_length if encoding.limits_length or adds_absolute else None
+        self.absolute = nn.Embedding(config.seq_length, config.hidden_size) if adds_absolute else None
         self.position = encoding if config.relative_table == "shared" else None
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.dropout = nn.Dropout(config.hidden_dropout)

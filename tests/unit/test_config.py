@@ -51,7 +51,31 @@ def test_every_flag_has_help_and_every_section_a_title():
                 assert f.default in f.metadata["choices"], f.name
 
 
+@pytest.mark.parametrize(
+    "encoding, given, distance", [("ddrp", {}, 64), ("tupe-r", {}, 128), ("tupe-r", {"relative_distance": 64}, 64)]
+)
+def test_the_distance_is_the_encodings_unless_given(encoding, given, distance):
+    assert ModelConfig(position_encoding=encoding, **given).relative_distance == distance
+
+
+def test_the_absolute_embedding_is_said_in_one_way():
+    for encoding, same in (("absolute", True), ("ddrp", False)):
+        assert ModelConfig(position_encoding=encoding, absolute_embedding=same) == ModelConfig(
+            position_encoding=encoding
+        )
+    assert ModelConfig(absolute_embedding=True).absolute_embedding is True
+
+
+@pytest.mark.parametrize("encoding, distance", [("tupe-r", 128), ("bert-r", 7)])
+def test_the_distance_of_an_older_version_means_what_it_did(encoding, distance):
+    values = Config(model=ModelConfig(position_encoding=encoding, relative_distance=7)).to_dict()
+    assert Config.from_dict(values).model.relative_distance == 7
+    del values["model"]["absolute_embedding"]
+    assert Config.from_dict(values).model.relative_distance == distance
+
+
 REFUSED = [
+    ("model", {"position_encoding": "absolute", "absolute_embedding": False}, "--no-absolute-embedding"),
     ("model", {"num_layers": 0}, "--num-layers is 0"),
     ("model", {"relative_distance": 0}, "--relative-distance is 0"),
     ("model", {"ffn_hidden_size": 0}, "--ffn-hidden-size is 0"),

@@ -76,7 +76,7 @@ class PositionEncoding(nn.Module):
     """Whether the encoding adds anything to the attention logits."""
 
     adds_absolute_embedding = False
-    """Whether a learned absolute position embedding joins the input."""
+    """Whether, by default, a learned absolute position embedding joins the input (`--absolute-embedding`)."""
 
     decodes_absolute = False
     """Whether, by default, absolute positions join just before the masked-LM head (enhanced mask decoder)."""

@@ -21,6 +21,7 @@ VARIANTS |= {
     f"{variant}_per_layer": {"position_encoding": variant.replace("_", "-"), "relative_table": "per-layer"}
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
+VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
 RELATIVE = [name for name in REGISTRY if name != "absolute"]
 
 
@@ -63,6 +64,7 @@ DECODER = 512 * 768
         ("deberta_per_layer", 12 * 128 * 768 + DISENTANGLED + DECODER),
         ("ddrp", 4_288),
         ("ddrp_per_layer", 51_456),
+        ("ddrp_absolute_embedding", 4_288 + 393_216),
     ],
 )
 def test_position_parameters_of_the_base_model(variant, expected):
