@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_ddrp import stopping
-from megatron_ddrp.checkpoint import TOKENIZER, checkpoints, refuse_folders
+from megatron_ddrp.checkpoint import TOKENIZER, checkpoints, newest, read_state, refuse_folders
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
@@ -42,6 +42,7 @@ def train(config: Config) -> int:
     check_attention(config, ranks)
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
+    config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
@@ -125,6 +126,15 @@ def save(
         if must:
             raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
         log.say(f"{line}; going on")
+
+
+def with_stored_layout(config: Config, load: Path | None) -> Config:
+    """Return `config` with the layout that a checkpoint's generator was trained with, for which there is no flag."""
+    path = newest(load) if load and config.objective.generates else None
+    if path is None:
+        return config
+    stored = Config.from_dict(read_state(path)["config"]).objective
+    return config.replace(objective={"generator_embeddings": stored.generator_embeddings})
 
 
 def check_attention(config: Config, ranks: Ranks) -> None:

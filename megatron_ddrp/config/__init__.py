@@ -10,7 +10,6 @@ from megatron_ddrp.config.model import (
     RELATIVE_ENCODINGS,
     VOCABULARY_MULTIPLE,
     ModelConfig,
-    as_meant_when_written,
 )
 from megatron_ddrp.config.objective import OBJECTIVES, ObjectiveConfig
 from megatron_ddrp.config.option import flag
@@ -32,7 +31,6 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainingConfig",
-    "as_meant_when_written",
     "concerns",
     "flag",
     "load_config",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ddrp.config.option import flag, option, refuse
 
@@ -100,13 +99,3 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
-def as_meant_when_written(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored model's settings with today's meaning.
-
-    Until `absolute_embedding` was stored, tupe-r's distance was 128, whatever `relative_distance` said.
-    """
-    if "absolute_embedding" in values or values.get("position_encoding") != "tupe-r":
-        return values
-    return {**values, "relative_distance": RELATIVE_DISTANCES["tupe-r"]}

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config.data import DataConfig
-from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig, as_meant_when_written
+from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
+from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
@@ -81,7 +82,7 @@ class Config:
         sections = {}
         for concern, section in concerns().items():
             given = values.get(concern, {})
-            given = as_meant_when_written(given) if section is ModelConfig else given
+            given = OLDER.get(concern, dict)(given)
             known = {f.name for f in dataclasses.fields(section)}
             unknown = sorted(set(given) - known)
             if unknown:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_ddrp.config import ModelConfig, as_meant_when_written
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config.older import model_as_meant
 from megatron_ddrp.conversion.from_huggingface import find_tokenizer, read_folder
 from megatron_ddrp.conversion.huggingface_weights import Weights, fill, read_weights
 from megatron_ddrp.conversion.to_huggingface import OWN_MODEL_TYPE
@@ -59,7 +60,7 @@ def _own(folder: Path, values: dict) -> Encoder:
     if missing:
         raise UserError(f"{folder / 'config.json'}: no {missing[0]}; export the checkpoint again")
     sizes = {field: values[key] for key, field in (SIZES | ADDED).items() if key in values}
-    config = ModelConfig(**as_meant_when_written(sizes))
+    config = ModelConfig(**model_as_meant(sizes))
     model, stored = build_model(config), read_weights(folder)
     names = {name: own_name(name) for name, _ in model.named_parameters()}
     ours = {name: stored[there] for name, there in names.items() if there in stored}

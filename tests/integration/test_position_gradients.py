@@ -8,6 +8,7 @@ is fixed, as a buffer and as a frozen parameter.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,20 +162,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "by-head": {"position_encoding": "by-head"},
     "fixed": {"position_encoding": "fixed", "relative_table": "per-layer"},
     "deberta": {"position_encoding": "deberta"},
-    "tupe-r": {"position_encoding": "tupe-r", "objective": "electra", "generator_size": 0.5},
+    "tupe-r": {
+        "position_encoding": "tupe-r",
+        "absolute_embedding": True,
+        "objective": "electra",
+        "generator_size": 0.5,
+    },
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         ("by-head", {"zero_stage": 1}),
         ("fixed", {"zero_stage": 2, "sequence_parallel": True, "checkpoint_activations": True}),
         ("deberta", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
-        ("tupe-r", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
+        ("tupe-r", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
         ("fixed", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
         ("by-head", {"zero_stage": 3}),
     ],
     4: [
         ("fixed", {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
         ("deberta", {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
+        ("tupe-r", {"zero_stage": 1, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
         ("fixed", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
     ],
 }
@@ -215,12 +222,12 @@ def _train(lines: list[list[str]], _error: Path) -> list[int]:
 
 
 def _assert_equal(folder: Path, reference: Path, case: str) -> None:
-    """The same first moments of position parameters; of what is not trained, the same bits."""
+    """The same first moments of embeddings and position parameters; of what is not trained, the same bits."""
     (moments, expected), (weights, stored) = (
         [StoredTensors(newest(path), kind) for path in (folder, reference)] for kind in (OPTIMIZER, MODEL)
     )
     assert (moments.names, weights.names) == (expected.names, stored.names), case
-    trained = {name for name in moments.names if name.startswith("exp_avg/") and "position." in name}
+    trained = {name for name in moments.names if re.match(r"exp_avg/.*(position|embeddings)\.", name)}
     assert trained, case
     for name in sorted(trained):
         difference = (moments[name] - expected[name]).norm() / expected[name].norm()

@@ -44,8 +44,8 @@ def test_every_flag_has_help_and_every_section_a_title():
         for f in dataclasses.fields(section):
             assert f.name not in seen, f"{f.name} would be two flags"
             seen.add(f.name)
-            if (section, f.name) == (ModelConfig, "vocab_size"):
-                continue  # comes from the tokenizer
+            if f.name in ("vocab_size", "generator_embeddings"):
+                continue  # come from the tokenizer, and from older checkpoints
             assert len(f.metadata.get("help", "")) > 10, f"{flag(f.name)} has no help"
             if "choices" in f.metadata:
                 assert f.default in f.metadata["choices"], f.name
@@ -72,6 +72,13 @@ def test_the_distance_of_an_older_version_means_what_it_did(encoding, distance):
     assert Config.from_dict(values).model.relative_distance == 7
     del values["model"]["absolute_embedding"]
     assert Config.from_dict(values).model.relative_distance == distance
+
+
+def test_an_older_generator_has_embeddings_of_its_own():
+    values = Config(objective=ObjectiveConfig(objective="electra")).to_dict()
+    assert Config.from_dict(values).objective.generator_embeddings == "shared"
+    del values["objective"]["generator_embeddings"]
+    assert Config.from_dict(values).objective.generator_embeddings == "own"
 
 
 REFUSED = [
