@@ -11,6 +11,9 @@ Closed gaps: eq. 12 leaves the clip's bounds open; r_s − 1 makes δ use exactl
 initialisation is not given. Departure: `D` is drawn around 1 (`DIRECTION_INIT_MEAN`), all else as every embedding is.
 With both around 0 their product starts, and for thousands of steps stays, too small to learn from: docs/results.md has
 the measurement.
+
+Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count "compared
+with BERT" reads literally only if it stays. Ours leaves it out; `--absolute-embedding` puts it back.
 """
 
 from collections.abc import Callable

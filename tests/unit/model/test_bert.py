@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws
@@ -21,12 +21,18 @@ VARIANTS |= {
     f"{variant}_per_layer": {"position_encoding": variant.replace("_", "-"), "relative_table": "per-layer"}
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
+VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
+GENERATORS = {"electra": "shared", "electra_former": "own"}
+"""Golden file of a model with a generator → the layout of its embeddings."""
 RELATIVE = [name for name in REGISTRY if name != "absolute"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])
 def test_names_and_shapes_are_the_golden_ones(variant):
-    model = build_model(tiny_config(**VARIANTS[variant]))
+    model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
+    if variant in GENERATORS:
+        objective = ObjectiveConfig(objective="electra", generator_embeddings=GENERATORS[variant])
+        model = build_model(model.config, objective=objective)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
 
@@ -40,7 +46,9 @@ def test_pre_norm_adds_one_last_norm():
 
 
 def test_every_variant_has_its_golden_file_and_no_other():
-    assert {path.stem for path in GOLDEN.glob("*.json")} == {f"{variant}_params" for variant in VARIANTS}
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {
+        f"{variant}_params" for variant in (*VARIANTS, *GENERATORS)
+    }
 
 
 UNTIED = (512 + 1) * 768 + 2 * 768 + 2 * (768 * 768 + 768)
@@ -63,6 +71,7 @@ DECODER = 512 * 768
         ("deberta_per_layer", 12 * 128 * 768 + DISENTANGLED + DECODER),
         ("ddrp", 4_288),
         ("ddrp_per_layer", 51_456),
+        ("ddrp_absolute_embedding", 4_288 + 393_216),
     ],
 )
 def test_position_parameters_of_the_base_model(variant, expected):
