@@ -23,6 +23,8 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 GIB = 2**30
 
 NOT_GIVEN = {
+    "absolute_embedding": "as --position-encoding has it",
+    "deberta_emd": "as --position-encoding has it",
     "num_threads": "torch chooses",
     "index_cache_dir": "beside the data",
     "split": "none: training and validation data are given apart",

@@ -84,7 +84,8 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
         sizes: tuple[list[int], list[int]] = ([], [])
         for name, parameter in local_parameters(modules).items():
             is_cut = split_dimension(name, config.model) is not None
-            sizes[not decays(name)].append(parameter.numel() // (tensor if is_cut else 1))
+            group = 0 if decays(name, config.model.position_encoding) else 1
+            sizes[group].append(parameter.numel() // (tensor if is_cut else 1))
         layers = [m for m in modules.modules() if isinstance(m, EncoderLayer)]
         parts.append(
             Part(

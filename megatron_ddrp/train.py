@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_ddrp import stopping
-from megatron_ddrp.checkpoint import last_name, refuse_folders
+from megatron_ddrp.checkpoint import last_name, newest, read_state, refuse_folders
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.loader import BatchLoader, iterate
@@ -44,6 +44,7 @@ def train(config: Config) -> int:
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     verified = verify_data(config, is_first_on_host(), agree)
+    config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
@@ -128,6 +129,15 @@ def restore(home: RunFolder | None, log: MetricsLog) -> None:
         written = [*home.restore(), *log.restore()]
     if written:
         log.say(f"{home.path} lacked {', '.join(written)}: written again")
+
+
+def with_stored_layout(config: Config, load: Path | None) -> Config:
+    """Return `config` with the layout that a checkpoint's generator was trained with, for which there is no flag."""
+    path = newest(load) if load and config.objective.generates else None
+    if path is None:
+        return config
+    stored = Config.from_dict(read_state(path)["config"]).objective
+    return config.replace(objective={"generator_embeddings": stored.generator_embeddings})
 
 
 def check_attention(config: Config, ranks: Ranks) -> None:

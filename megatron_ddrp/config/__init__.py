@@ -5,7 +5,12 @@ refused in `__post_init__` of the dataclass that owns them, or in `Config` (run.
 """
 
 from megatron_ddrp.config.data import DataConfig
-from megatron_ddrp.config.model import POSITION_ENCODINGS, RELATIVE_ENCODINGS, VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.model import (
+    POSITION_ENCODINGS,
+    RELATIVE_ENCODINGS,
+    VOCABULARY_MULTIPLE,
+    ModelConfig,
+)
 from megatron_ddrp.config.objective import OBJECTIVES, ObjectiveConfig
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig

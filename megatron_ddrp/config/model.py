@@ -12,6 +12,10 @@ VOCABULARY_MULTIPLE = 128
 
 POSITION_ENCODINGS = ("absolute", "bert-r", "tupe-a", "tupe-r", "deberta", "ddrp")
 
+RELATIVE_DISTANCES = {"tupe-r": 128}
+"""Encoding → its `relative_distance` where none is given; `RELATIVE_DISTANCE` for all others."""
+RELATIVE_DISTANCE = 64
+
 RELATIVE_ENCODINGS = ("bert-r", "tupe-r", "deberta", "ddrp")
 """Those that know i − j, which the triangle effect is asked of."""
 
@@ -36,9 +40,23 @@ class ModelConfig:
         "untied positions (TUPE), deberta disentangled attention, ddrp the paper's",
         choices=POSITION_ENCODINGS,
     )
-    relative_distance: int = option(64, "r_s: relative distances from here on share one embedding")
+    relative_distance: int = option(  # None is resolved below
+        None,
+        "r_s: relative distances from here on share one embedding (default: 64; for tupe-r 128, its released code's)",
+    )
     relative_table: str = option(
         "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
+    )
+    direction_init: str = option(
+        "halves",
+        "how ddrp's D starts: halves +1, but -1 to the left in half of each head's dimensions; ones around +1; spread "
+        "around +1, widely; free at random around 0; embedding as every embedding (docs/results.md compares them)",
+        choices=("halves", "ones", "spread", "free", "embedding"),
+    )
+    absolute_embedding: bool | None = option(
+        None,
+        "BERT's absolute position embedding joins the input, beside what the encoding does in the logits (default: for "
+        "absolute alone, which has nothing else)",
     )
     deberta_emd: bool | None = option(
         None, "enhanced mask decoder: absolute positions join just before the head (default: on for deberta)"
@@ -53,6 +71,13 @@ class ModelConfig:
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
     def __post_init__(self) -> None:
+        if self.relative_distance is None:
+            distance = RELATIVE_DISTANCES.get(self.position_encoding, RELATIVE_DISTANCE)
+            object.__setattr__(self, "relative_distance", distance)
+        if self.position_encoding == "absolute" and self.absolute_embedding is False:
+            refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")
+        if self.absolute_embedding is (self.position_encoding == "absolute"):
+            object.__setattr__(self, "absolute_embedding", None)  # as by default: one way to say one thing
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "relative_distance"):
             if getattr(self, name) < 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")

@@ -34,6 +34,9 @@ class ObjectiveConfig:
     )
     rtd_weight: float = option(50.0, "factor of replaced-token detection in ELECTRA's loss")
     generator_size: float = option(1 / 3, "ELECTRA's generator: its share of the heads, rounded, and so of the width")
+    generator_embeddings: str = "shared"
+    """Which embeddings ELECTRA's generator takes from the discriminator: `shared`, all with their LayerNorm; `own`, its
+    absolute positions and LayerNorm are its own, as in older checkpoints, which alone set it."""
     notes: bool = option(False, "Taking Notes on the Fly: blend notes of past contexts into the input at rare words")
     notes_min_count: int = option(100, "a word that the training text holds at least this often can be rare")
     notes_max_count: int = option(500, "a word that it holds at most this often can be rare")

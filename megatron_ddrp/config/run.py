@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ddrp.config.data import DataConfig
 from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
+from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
@@ -90,6 +91,7 @@ class Config:
         _refuse_unknown("section", values, concerns())
         for concern, section in concerns().items():
             given = values.get(concern, {})
+            given = OLDER.get(concern, dict)(given)
             hints = typing.get_type_hints(section)
             _refuse_unknown(f"{concern} setting", given, hints)
             for name, value in given.items():

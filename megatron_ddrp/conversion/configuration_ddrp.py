@@ -27,10 +27,15 @@ class DdrpConfig(PretrainedConfig):
         position_encoding: str = "ddrp",
         relative_distance: int = 64,
         relative_table: str = "shared",
+        direction_init: str = "halves",
+        absolute_embedding: bool | None = None,
         deberta_emd: bool = False,
         pad_token_id: int = 0,
         **kwargs: Any,
     ) -> None:
+        if absolute_embedding is None:  # a folder older than this key, when tupe-r's distance was always 128
+            absolute_embedding = position_encoding == "absolute"
+            relative_distance = 128 if position_encoding == "tupe-r" else relative_distance
         super().__init__(**kwargs)
         self.pad_token_id = pad_token_id
         self.vocab_size = vocab_size
@@ -48,6 +53,8 @@ class DdrpConfig(PretrainedConfig):
         self.position_encoding = position_encoding
         self.relative_distance = relative_distance
         self.relative_table = relative_table
+        self.direction_init = direction_init
+        self.absolute_embedding = absolute_embedding
         self.deberta_emd = deberta_emd
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config.older import model_as_meant
 from megatron_ddrp.conversion.foreign_config import (
     OWN_MODEL_TYPE,
     finite_number,
@@ -39,6 +40,12 @@ SIZES = {
 }
 """Key of config.json → field of `ModelConfig`, of what a forward pass needs."""
 
+ADDED = ("absolute_embedding",)
+"""Further keys, under the fields' names, that folders of older versions lack."""
+
+SWITCHES = ("absolute_embedding", "deberta_emd")
+"""Fields that are true or false."""
+
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
     """Return (model on the CPU in fp32 and eval mode, tokenizer, sizes) of an export of ours, a BERT or a DeBERTa v1.
@@ -68,15 +75,15 @@ def own_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
         raise UserError(f"{path}: no {missing[0]}; export the checkpoint again")
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     settings: dict[str, Any] = {}
-    for key, name in SIZES.items():
-        choices = (True, False) if name == "deberta_emd" else fields[name].metadata.get("choices")
+    for key, name in (SIZES | {key: key for key in ADDED if key in values}).items():
+        choices = (True, False) if name in SWITCHES else fields[name].metadata.get("choices")
         if choices:
             settings[name] = one_of(path, values, key, choices)
         elif name == "layernorm_epsilon":
             settings[name] = finite_number(path, values, key)
         else:
             settings[name] = whole_number(path, values, key)
-    return checked(path, settings)
+    return checked(path, model_as_meant(settings))
 
 
 def _own(folder: Path, values: dict) -> Encoder:

@@ -176,11 +176,12 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def model_flags(config: ModelConfig) -> list[str]:
-    """The flags by which `pretrain_bert.py` builds this model: those that differ from their defaults."""
-    flags = []
+    """Return the flags by which `pretrain_bert.py` builds this model: those that differ from their defaults."""
+    flags, default = [], ModelConfig(position_encoding=config.position_encoding)
     for f in dataclasses.fields(ModelConfig):
         value = getattr(config, f.name)
-        if "help" not in f.metadata or value == f.default:
+        usual = f.default if f.name == "position_encoding" else getattr(default, f.name)
+        if "help" not in f.metadata or value == usual:
             continue
         if isinstance(value, bool):
             flags.append(flag(f.name) if value else flag("no_" + f.name))

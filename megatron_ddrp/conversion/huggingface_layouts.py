@@ -26,7 +26,7 @@ EXACT_GELU = ("gelu", "gelu_python")
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "bert": {"vocab_size": 30522, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
-    "deberta": {"vocab_size": 50265, "type_vocab_size": 0, "layer_norm_eps": 1e-7},
+    "deberta": {"vocab_size": 50265, "type_vocab_size": 0, "layer_norm_eps": 1e-7, "position_biased_input": True},
 }
 SHARED_DEFAULTS = {
     "hidden_size": 768,
@@ -78,6 +78,7 @@ def model_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
         settings = {
             "position_encoding": "deberta",
             "relative_distance": furthest if furthest > 0 else longest,
+            "absolute_embedding": values["position_biased_input"],
             "deberta_emd": False,
         }
     settings |= {
@@ -127,7 +128,7 @@ def _refuse_unknown_parts(path: Path, values: dict[str, Any], kind: str) -> None
         width = values.get("hidden_size", SHARED_DEFAULTS["hidden_size"])
         required |= {
             "relative_attention": (False, (True,)),
-            "position_biased_input": (True, (False,)),
+            "position_biased_input": (True, (True, False)),
             "talking_head": (False, (False,)),
             "embedding_size": (width, (width,)),
             "type_vocab_size": (0, tuple(range(NUM_SEGMENTS + 1))),

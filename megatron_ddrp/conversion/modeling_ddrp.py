@@ -22,7 +22,6 @@ from transformers.modeling_outputs import (
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
 from megatron_ddrp.conversion.modeling_positions import (
     ENCODINGS,
-    Absolute,
     Deberta,
     Positions,
     PositionTerms,
@@ -39,16 +38,16 @@ def check_length(seq: int, longest: int) -> None:
 
 
 class Embeddings(nn.Module):
-    """Token, segment and (where positions are absolute) position embeddings, then LayerNorm."""
+    """Token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
         encoding, longest = ENCODINGS[config.position_encoding], config.max_position_embeddings
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.absolute = nn.Embedding(longest, config.hidden_size) if encoding is Absolute else None
+        self.absolute = nn.Embedding(longest, config.hidden_size) if config.absolute_embedding else None
         self.position = encoding(config) if config.relative_table == "shared" else None
-        self.longest = longest if encoding.limits_length else None
+        self.longest = longest if encoding.limits_length or config.absolute_embedding else None
         self.norm = layer_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 

@@ -118,7 +118,7 @@ class TupeR(TupeA):
 
     def bias(self, seq: int) -> Tensor:
         position = torch.arange(seq, device=self.relative.device)
-        buckets = relative_bucket(position[None, :] - position[:, None])  # [seq, seq]
+        buckets = relative_bucket(position[None, :] - position[:, None], self.distances)  # [seq, seq]
         by_bucket = self.relative[buckets].permute(2, 0, 1)  # [heads, seq, seq]
         return super().bias(seq) + untie_cls(by_bucket, self.relative[32], self.relative[16])
 
@@ -158,11 +158,12 @@ def untie_cls(bias: Tensor, to_cls: Tensor, from_cls: Tensor) -> Tensor:
     return torch.where(is_cls[:, None], from_cls[:, None, None], bias)
 
 
-def relative_bucket(offset: Tensor) -> Tensor:
-    """T5's bucket of j − i: 16 a direction, exact below 8, then logarithmic up to 128."""
+def relative_bucket(offset: Tensor, largest: int) -> Tensor:
+    """T5's bucket of j − i: 16 a direction, exact below 8, then logarithmic, one bucket from `largest` on."""
     distance = offset.abs()
-    far = 8 + ((distance.clamp_min(1).double() / 8).log() / math.log(128 / 8) * 8).long()
-    return torch.where(offset > 0, 16, 0) + torch.where(distance < 8, distance, far.clamp_max(15))
+    far = 8 + ((distance.clamp_min(1).double() / 8).log() / math.log(max(largest, 9) / 8) * 8).long()
+    near = torch.where(distance < 8, distance, far.clamp_max(15))
+    return torch.where(offset > 0, 16, 0) + torch.where(distance < largest, near, 15)
 
 
 ENCODINGS: dict[str, type[Positions]] = {

@@ -26,7 +26,7 @@ from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_n
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.model.embeddings import NUM_SEGMENTS
+from megatron_ddrp.model.embeddings import NUM_SEGMENTS, adds_absolute_embedding
 
 MODEL_CODE = ("configuration_ddrp.py", "modeling_positions.py", "modeling_ddrp.py")
 AUTO_MAP = {
@@ -156,6 +156,8 @@ def huggingface_config(config: ModelConfig, tokenizer: Tokenizer, detects: bool 
         "position_encoding": config.position_encoding,
         "relative_distance": config.relative_distance,
         "relative_table": config.relative_table,
+        "direction_init": config.direction_init,
+        "absolute_embedding": adds_absolute_embedding(config),
         "deberta_emd": config.deberta_emd,
     }
 

@@ -16,6 +16,7 @@ from megatron_ddrp.config import Config, OptimizerConfig
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
@@ -57,7 +58,7 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     name_parameters(model)
     has_pipeline = ranks.pipeline_size > 1
     module = build_pipeline(model, config, ranks) if has_pipeline else model
-    optimizer = build_optimizer(module, config.optimizer, ranks.device)
+    optimizer = build_optimizer(module, config.optimizer, ranks.device, config.model.position_encoding)
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -80,12 +81,17 @@ def quiet_deepspeed() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; biases and LayerNorms do not decay. apex's fused kernel is used on GPUs where importable."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, device: torch.device, encoding: str
+) -> torch.optim.Optimizer:
+    """Return AdamW over the parameters that are trained; `decays` says which of them decay.
+
+    apex's fused kernel is used on GPUs where importable. `encoding` is a name in `positions.REGISTRY`.
+    """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [
-        {"params": [p for name, p in named if decays(name)], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
+        {"params": [p for name, p in named if decays(name, encoding)], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if not decays(name, encoding)], "weight_decay": 0.0},
     ]
     betas = (config.adam_beta1, config.adam_beta2)
     if device.type == "cuda":
@@ -98,9 +104,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.dev
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
-def decays(parameter_name: str) -> bool:
-    """Whether weight decay acts on a parameter: not on biases, not on LayerNorms."""
-    return not (parameter_name.endswith(".bias") or "norm." in parameter_name)
+def decays(parameter_name: str, position_encoding: str) -> bool:
+    """Return whether weight decay acts on a parameter: not on biases, LayerNorms or an encoding's gains."""
+    gains = tuple(f".position.{gain}" for gain in REGISTRY[position_encoding].gains)
+    return not (parameter_name.endswith((".bias", *gains)) or "norm." in parameter_name)
 
 
 def deepspeed_settings(config: Config, num_micro_batches: int, data_size: int, num_parameters: int) -> dict[str, Any]:

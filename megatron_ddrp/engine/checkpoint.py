@@ -21,7 +21,7 @@ from megatron_ddrp.config import Config, flag
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
-from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part, split_dimension
+from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
 from megatron_ddrp.tensor_files import Form, write_tensors
 
 Moments = tuple[str | None, ...]
@@ -67,8 +67,7 @@ class HeldState:
 
     def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
         self.engine, self.config, self.ranks = engine, config.model, ranks
-        held = local_parameters(engine.module)
-        self.tensors: dict[str, Tensor] = held | files.persistent_buffers(engine.module)
+        self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
         by_rank = gather_objects((ranks.pipeline_rank, sorted(self.tensors)))
         self.all_names = {name for _, names in by_rank for name in names}
         """Of the whole model."""
@@ -94,8 +93,10 @@ class HeldState:
         for moment, name in self._stored(self.written, moments):
             tensor = self.tensors[name]
             if tensor.requires_grad:
-                tensor = state_of.read_whole(self.engine, tensor, moment)  # type: ignore[arg-type]
-            yield _key(name, moment), gather_whole(name, tensor.to(self.ranks.device), self.config, self.ranks)
+                whole = state_of.read_whole(self.engine, tensor, moment)  # type: ignore[arg-type]
+            else:
+                whole = state_of.read_frozen(tensor)
+            yield _key(name, moment), gather_whole(name, whole.to(self.ranks.device), self.config, self.ranks)
 
     def check(self, stored: files.StoredTensors, moments: Moments) -> None:
         """Raise `UserError` unless a checkpoint holds the whole model, in its shapes."""
@@ -110,7 +111,7 @@ class HeldState:
             if tensor.requires_grad:
                 state_of.write_whole(self.engine, tensor, part, moment)  # type: ignore[arg-type]
             else:
-                tensor.data.copy_(part)
+                state_of.write_frozen(tensor, part)
 
     def _stored(self, names: list[str], moments: Moments) -> Iterator[tuple[str | None, str]]:
         """(moment, name) of all that is stored; of the moments, trained parameters alone."""
@@ -280,10 +281,14 @@ def describe(layout: dict[str, Any]) -> str:
     return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
 
 
+CHANGEABLE = ("hidden_dropout", "attention_dropout", "attention_backend", "init_method_std", "direction_init")
+"""Settings of the model that a resumed run may change: they are no part of its weights' shapes and meaning."""
+
+
 def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:
-    ours = config.to_dict()["model"]
-    for name, value in state["config"]["model"].items():
-        if name not in ("hidden_dropout", "attention_dropout", "attention_backend") and ours.get(name) != value:
+    ours, theirs = config.to_dict()["model"], Config.from_dict(state["config"]).to_dict()["model"]
+    for name, value in theirs.items():
+        if name not in CHANGEABLE and ours.get(name) != value:
             raise UserError(
                 f"--load {path}: a checkpoint of another architecture: {flag(name)} is {value} there and "
                 f"{ours.get(name)} here; give the same, or another --load and --save"

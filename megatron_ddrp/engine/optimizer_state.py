@@ -6,6 +6,7 @@ functions are collective calls: every rank gives the same parameters in the same
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,27 @@ def write_whole(engine: Any, parameter: nn.Parameter, value: Tensor, moment: str
         (safe_set_local_optimizer_state if stage == 3 else safe_set_full_optimizer_state)(parameter, value, moment)
     else:
         (safe_set_local_fp32_param if stage == 3 else safe_set_full_fp32_param)(parameter, value)
+
+
+def read_frozen(tensor: Tensor) -> Tensor:
+    """Return a buffer, or a parameter that is not trained, as a whole that ZeRO 3 may have sharded."""
+    with _gathered(tensor):
+        return tensor.detach().clone()
+
+
+def write_frozen(tensor: Tensor, value: Tensor) -> None:
+    """Write the inverse of `read_frozen`; after the last tensor, `refresh_weights`."""
+    with _gathered(tensor, modifier_rank=0):
+        tensor.data.copy_(value)
+
+
+def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> contextlib.AbstractContextManager:
+    """Hold a whole tensor that ZeRO 3 took apart; leave every other one as it is."""
+    if not hasattr(tensor, "ds_id") or (modifier_rank is None and tensor.shape == whole_shape(tensor)):
+        return contextlib.nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters([tensor], modifier_rank=modifier_rank)
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -4,8 +4,13 @@
 
 The discriminator is the encoder proper: it bears the names of a `Bert`'s, and is what `encode`, export and fine-tuning
 see. The generator, under `generator.`, is as deep, has max(1, round(heads · f)) heads of the discriminator's head size
-(halves round to even), feed-forward blocks of 4 × its width, position parameters of its own, and the discriminator's
-token and segment embeddings, projected to its width; its output matrix is that token embedding too.
+(halves round to even), feed-forward blocks of 4 × its width, and relative position parameters of its own. As in the
+original, the discriminator's token, segment and absolute position embeddings are summed, blended with notes and
+normalised by the discriminator's LayerNorm, at its width, then projected to the generator's; the output matrix is that
+token embedding too. Checkpoints from before the LayerNorm was shared have `FormerGeneratorEmbeddings`.
+
+Departure: f is 1/3 unless `--generator-size` says otherwise, the original's only at base size; its small and large have
+1/4. Of 16 heads that gives 5, 320 dimensions instead of 256.
 
 The generator is a masked LM and so has DeBERTa's mask decoder where a `Bert` would; the discriminator has none. TCD,
 HCD and notes belong to the discriminator.
@@ -21,12 +26,12 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batch import IGNORED_LABEL
 from megatron_ddrp.model.bert import Encoder, decodes_masks
-from megatron_ddrp.model.embeddings import Embeddings
+from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, predicted_places
 from megatron_ddrp.model.stages import GENERATOR_CORRECT, LM, NUM_ELECTRA_SUMS, StageState
 from megatron_ddrp.objectives import electra
-from megatron_ddrp.objectives.notes import NoteInputs
+from megatron_ddrp.objectives.notes import NoteInputs, blend
 
 
 class Electra(Encoder):
@@ -42,7 +47,7 @@ class Electra(Encoder):
     ) -> None:
         super().__init__(config, checkpoint_activations, objective.notes_share)
         self.head = ReplacedTokenHead(config)
-        self.generator = Generator(generator_config(config, objective), self.embeddings, objective.notes_share)
+        self.generator = Generator(generator_config(config, objective), objective, self.embeddings)
         self.apply(self._initialise)
 
     def stages(self) -> list[nn.Module]:
@@ -67,9 +72,10 @@ def generator_config(config: ModelConfig, objective: ObjectiveConfig) -> ModelCo
 class Generator(nn.Module):
     """A small masked LM over the embeddings of another encoder."""
 
-    def __init__(self, config: ModelConfig, shared: Embeddings, notes_mix: float) -> None:
+    def __init__(self, config: ModelConfig, objective: ObjectiveConfig, shared: Embeddings) -> None:
         super().__init__()
-        self.embeddings = GeneratorEmbeddings(config, notes_mix, shared)
+        layout = GeneratorEmbeddings if objective.generator_embeddings == "shared" else FormerGeneratorEmbeddings
+        self.embeddings = layout(config, objective.notes_share, shared)
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
         self.head = MaskedLMHead(config, shared.token)
         self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
@@ -94,6 +100,33 @@ class GeneratorEmbeddings(Embeddings):
             heads[:, :0],
             (input_ids, segment_ids, token_mask, heads, keys, *notes),
         ).pack()
+
+
+class FormerGeneratorEmbeddings(GeneratorEmbeddings):
+    """Embeddings of generators in older checkpoints: absolute positions and LayerNorm are their own.
+
+    Only token and segment embeddings are the discriminator's. Their sum, and each note, is projected first; the rest
+    happens at the generator's width.
+    """
+
+    def __init__(self, config: ModelConfig, notes_mix: float, shared: Embeddings) -> None:
+        super().__init__(config, notes_mix, shared)
+        if shared.absolute is not None:
+            self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+
+    def embed(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, notes: NoteInputs | None = None
+    ) -> Tensor:
+        assert self.projection is not None
+        if self.longest is not None:
+            check_length(input_ids.shape[1], self.longest)
+        hidden = self.projection(self.token(input_ids) + self.segment(segment_ids))
+        if self.absolute is not None:
+            hidden = hidden + self.absolute(position_ids)
+        if notes is not None:
+            hidden = blend(hidden, notes.places, self.projection(notes.vectors.to(hidden.dtype)), self.notes_mix)
+        return self.dropout(self.norm(hidden))
 
 
 class SamplingStage(nn.Module):

@@ -1,4 +1,4 @@
-"""The first stage: token, segment and (where the encoding wants it) absolute position embeddings, then LayerNorm."""
+"""The first stage: token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
 
 from __future__ import annotations
 
@@ -23,10 +23,18 @@ def check_length(length: int, longest: int) -> None:
         )
 
 
+def adds_absolute_embedding(config: ModelConfig) -> bool:
+    """Return whether a learned absolute position embedding joins the input."""
+    if config.absolute_embedding is None:
+        return REGISTRY[config.position_encoding].adds_absolute_embedding
+    return config.absolute_embedding
+
+
 class Embeddings(nn.Module):
     """Ids → the first `StageState`; computes the position tensors that all layers share.
 
-    `shared`, for ELECTRA's generator, lends its token and segment embeddings, which are projected to this width.
+    `shared`, for ELECTRA's generator, lends its token, segment and absolute embeddings and their LayerNorm; their sum,
+    normalised at the width of `shared`, is projected to this one's.
     """
 
     def __init__(self, config: ModelConfig, notes_mix: float = 0.0, shared: Embeddings | None = None) -> None:
@@ -40,12 +48,15 @@ class Embeddings(nn.Module):
             self.token, self.segment = shared.token, shared.segment
             self.projection = nn.Linear(shared.token.embedding_dim, config.hidden_size)
         encoding = REGISTRY[config.position_encoding](config)
-        self.longest = config.seq_length if encoding.limits_length else None
-        self.absolute = (
-            nn.Embedding(config.seq_length, config.hidden_size) if encoding.adds_absolute_embedding else None
-        )
+        adds_absolute = adds_absolute_embedding(config)
+        self.longest = config.seq_length if encoding.limits_length or adds_absolute else None
+        if shared is None:
+            self.absolute = nn.Embedding(config.seq_length, config.hidden_size) if adds_absolute else None
+        else:
+            self.absolute = shared.absolute
         self.position = encoding if config.relative_table == "shared" else None
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if shared is None else shared.norm
+        self.norm: nn.Module = norm
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def embed(
@@ -54,12 +65,13 @@ class Embeddings(nn.Module):
         """int64 `[batch, seq]` each, and the notes to read → `[batch, seq, hidden]`."""
         if self.longest is not None:
             check_length(input_ids.shape[1], self.longest)
-        hidden = self._project(self.token(input_ids) + self.segment(segment_ids))
+        hidden = self.token(input_ids) + self.segment(segment_ids)
         if self.absolute is not None:
             hidden = hidden + self.absolute(position_ids)
         if notes is not None:
-            hidden = blend(hidden, notes.places, self._project(notes.vectors.to(hidden.dtype)), self.notes_mix)
-        return self.dropout(self.norm(hidden))
+            hidden = blend(hidden, notes.places, notes.vectors.to(hidden.dtype), self.notes_mix)
+        hidden = self.dropout(self.norm(hidden))
+        return hidden if self.projection is None else self.projection(hidden)
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What `first_tensors` gives → packed `StageState`."""
@@ -84,6 +96,3 @@ class Embeddings(nn.Module):
     def shared_positions(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """The position tensors of all layers; none where each layer has its own."""
         return self.position(position_ids) if self.position is not None else ()
-
-    def _project(self, states: Tensor) -> Tensor:
-        return states if self.projection is None else self.projection(states)

@@ -6,6 +6,10 @@ heads, averaged over layers. Means over pairs come from closed forms, exact and 
     Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
     ⟨A¹,A²⟩ = ⟨Q¹ᵀQ², K¹ᵀK²⟩ for content-only heads, d×d matrices, padded rows zeroed.
 
+Open readings: the paper draws TCD's tokens "uniformly in sequence order", which may mean evenly spaced tokens; ours are
+random without replacement. HCD compares all learned terms of the logits, TUPE's bias B included, although one B serves
+all layers.
+
 A flattened head is the vector of its valid×valid entries; padding never enters. Sampling is a pure function of (seed,
 step, layer | sequence, position), so every layout, rank and resumed run draws the same. n′ = 0 or m′ = 0 means all.
 """

@@ -4,10 +4,13 @@
     note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
     after the step:                  NoteDict(w) ← (1 − γ) NoteDict(w) + γ · (mean note of w in the global batch)
 
-Where the paper is silent: a window ends with its sequence, [CLS] and [SEP] included, and the true count divides. A
-word's first note is stored unblended, and before it λ acts as 0. A note is read only where no piece of its word is
-selected for masking, since it would name the label. Under ELECTRA the discriminator's hidden states make the notes;
-generator and discriminator read them at the same places. No gradient enters a note.
+Departure: a word's first note is stored unblended, and before it λ acts as 0. A second source says that the dictionary
+starts from random vectors and blends from the first note on; ours never puts noise into the input.
+
+Where the paper is silent: a window ends with its sequence, [CLS] and [SEP] included, and the true count divides. A note
+is read only where no piece of its word is selected for masking, since it would name the label. Under ELECTRA the
+discriminator's hidden states make the notes; generator and discriminator read them at the same places. No gradient
+enters a note.
 
 The dictionary lives in host memory, not on a GPU and not among the parameters: a step touches a few hundred of its
 rows. Every process holds the same copy, since every process applies the same update.

@@ -99,7 +99,7 @@ class Rows:
     """The rows that a layer works on now: what the modules below have to know of each other.
 
     Attributes:
-        length: tokens of the whole rows of which the layer has parts; None where it is given whole ones.
+        length: tokens of the whole rows of which there are parts now; None where rows are whole.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -117,7 +117,8 @@ class Rows:
     def end_layers(self, layer: nn.Module, inputs: tuple[Tensors], outputs: Tensors) -> Tensors:
         """After the last one: whole rows go on."""
         assert self.length is not None
-        return (join(outputs[0], self.length, self.ranks), *outputs[1:])
+        length, self.length = self.length, None
+        return (join(outputs[0], length, self.ranks), *outputs[1:])
 
     def decode(self, decoder: nn.Module, inputs: tuple[Tensors, EncoderLayer]) -> tuple[Tensors, EncoderLayer]:
         """Before the mask decoder: whole rows from here on, until the next layer begins or embeddings are split."""
@@ -173,6 +174,17 @@ class SplittingNorm(NormOfParts):
         return super().forward(split(x, self.rows.ranks))
 
 
+class LinearOfParts(nn.Module):
+    """A linear map whose parameters learn from all parts."""
+
+    def __init__(self, linear: nn.Linear, rows: Rows) -> None:
+        super().__init__()
+        self.rows, self.weight, self.bias = rows, linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.rows.shared(self.weight), self.rows.shared(self.bias))
+
+
 class DropoutOfParts(nn.Dropout):
     """Draws for each part its own, where the rows are whole alike on all ranks."""
 
@@ -192,6 +204,7 @@ REPLACED = (
     (r"(attention|feed_forward)\.output", RowParallelLinearToParts),
     (r"(attention|feed_forward)_norm", NormOfParts),
     (r"embeddings\.norm", SplittingNorm),
+    (r"generator\.embeddings\.projection", LinearOfParts),
     (r"(layers\.\d+|embeddings)\.dropout", DropoutOfParts),
 )
 """(pattern of the end of a module's name, what takes its place)."""

@@ -1,8 +1,8 @@
 """Which rank holds what: how tensor parallelism cuts each parameter, and the way there and back.
 
-One table says it for the layers that every model has; an encoding says it for its own parameters (`by_head`). A
-parameter in neither is held whole by all tensor-parallel ranks. Rank t of T holds block t of T equal blocks along the
-dimension given. The vocabulary is padded to a multiple of 128 first, in every layout alike.
+One table says it for the layers that every model has; an encoding says it for its own parameters and buffers
+(`by_head`). What is in neither is held whole by all tensor-parallel ranks. Rank t of T holds block t of T equal blocks
+along the dimension given. The vocabulary is padded to a multiple of 128 first, in every layout alike.
 
 Parameters are known by the name they have in the whole model, on one device: `layers.3.attention.query.weight`. A
 pipeline stage holds a part of the model under other names; `local_parameters` gives them by the names of the whole.
@@ -36,7 +36,7 @@ SPLIT = (
 
 
 def split_dimension(name: str, config: ModelConfig) -> int | None:
-    """The dimension along which tensor parallelism cuts a parameter, by its name in the whole model; None = whole."""
+    """The dimension along which tensor parallelism cuts a parameter or buffer of the whole model; None = whole."""
     encoding = REGISTRY[config.position_encoding]
     for module, by_head in (("position", encoding.by_head), ("layer_position", encoding.layer_part.by_head)):
         for parameter, dimension in by_head.items():
@@ -83,3 +83,14 @@ def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Tied weights have one name: with a pipeline, its first and its last stage both hold `embeddings.token.weight`.
     """
     return {whole_name(parameter) or name: parameter for name, parameter in module.named_parameters()}
+
+
+def local_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's buffers that checkpoints keep, by their names in the whole model."""
+    kept = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    return {
+        f"{whole_name(holder) or place}.{name}": buffer
+        for place, holder in module.named_modules()
+        for name, buffer in holder.named_buffers(recurse=False)
+        if id(buffer) in kept
+    }

@@ -5,8 +5,10 @@ The model is initialised whole, so that every layout starts from the same weight
 the cut does need is said by a table here: where replicated tensors enter a cut region, their gradient is summed over
 the ranks (f in the paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
 
-What all heads share of an encoding's tables is used by every rank for its own heads, so its gradient is summed where
-the encoding hands it out, once a forward pass. Dropout inside the cut attention differs by rank; outside it is alike.
+Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads alone, so each
+sees a part of their gradient. The parts are summed on the parameter itself, whatever the encoding does with it; what
+belongs to single heads is cut, and its gradient stays on its rank. Dropout inside the cut attention differs by rank;
+outside it is alike.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.encoder import SelfAttention
 from megatron_ddrp.model.heads import MaskedLMHead
-from megatron_ddrp.model.positions import REGISTRY, PositionEncoding
-from megatron_ddrp.parallel.collectives import copy_to_ranks, sum_of_ranks
+from megatron_ddrp.model.positions import REGISTRY, LayerPositions, PositionEncoding
+from megatron_ddrp.parallel.collectives import all_reduced, copy_to_ranks, sum_of_ranks
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
@@ -76,9 +78,8 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
     encoding = REGISTRY[config.position_encoding]
     cosine = CosineOfAllRanks(ranks, bool(encoding.by_head or encoding.layer_part.by_head))
     replace_modules(model, REPLACED, ranks)
+    _sum_shared_position_gradients(model, ranks)
     for module in model.modules():
-        if isinstance(module, PositionEncoding):
-            _sum_position_gradients(module, ranks)
         if isinstance(module, SelfAttention):
             module.cosine_of_all_ranks = cosine
             module.own_randomness = partial(own_randomness, ranks)
@@ -103,36 +104,37 @@ def replace_modules(model: nn.Module, table: Sequence[tuple[str, Callable[..., n
 
 
 def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
-    """Replace each parameter that is cut by this rank's part; tied ones stay tied."""
-    parts: dict[int, nn.Parameter] = {}
+    """Replace each parameter and buffer that is cut by this rank's part; tied ones stay tied, frozen ones frozen."""
+    parts: dict[int, Tensor] = {}
     for module_name, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, whole in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full_name = f"{module_name}.{name}"
             if split_dimension(full_name, config) is None:
                 continue
-            if id(parameter) not in parts:
-                part = nn.Parameter(own_part(full_name, parameter.detach(), config, ranks).clone())
-                part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norms count each part
-                parts[id(parameter)] = part
-            setattr(module, name, parts[id(parameter)])
+            if id(whole) not in parts:
+                part = own_part(full_name, whole.detach(), config, ranks).clone()
+                if isinstance(whole, nn.Parameter):
+                    part = nn.Parameter(part, whole.requires_grad)
+                    part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norms count each part
+                parts[id(whole)] = part
+            setattr(module, name, parts[id(whole)])
 
 
 def _copy_input(ranks: Ranks, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(copy_to_ranks(x, ranks) for x in inputs)
 
 
-def _copy_output(ranks: Ranks, module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(copy_to_ranks(x, ranks) for x in outputs)
-
-
-def _sum_position_gradients(encoding: PositionEncoding, ranks: Ranks) -> None:
-    """Sum what the ranks' heads say about an encoding's tables: where projections by head read them, if it has any,
-    else where it hands them out."""
-    projections = [m for name, m in encoding.named_children() if f"{name}.weight" in encoding.by_head]
-    for projection in projections:
-        projection.register_forward_pre_hook(partial(_copy_input, ranks))
-    if not projections:
-        encoding.register_forward_hook(partial(_copy_output, ranks))
+def _sum_shared_position_gradients(model: nn.Module, ranks: Ranks) -> None:
+    """Make each trained position parameter that all heads share receive the sum of the ranks' gradients."""
+    shared = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, (PositionEncoding, LayerPositions))
+        for name, parameter in module.named_parameters()
+        if name not in module.by_head and parameter.requires_grad
+    }
+    for parameter in shared:
+        parameter.register_hook(partial(all_reduced, ranks=ranks))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ p: a learned table of max length + 1 rows, each through a LayerNorm. The token a
 token at position 0, is untied, one pair of values a head: theta_1 (CLS to others) from row 0 with itself, theta_2
 (others to CLS) from row 1 with itself; the column is written before the row, so CLS to CLS is theta_1. TUPE-R adds T5's
 bucket bias, 32 buckets and a maximal distance of 128, from a table of 33 rows a head: T5's map never uses rows 16 and
-32, which serve CLS to others and others to CLS, written in the same order.
+32, which serve CLS to others and others to CLS, written in the same order. Another maximal distance may be given: from
+there on one bucket serves each direction, also where that begins before the logarithmic ones do.
 
 i = query, j = key: position numbers, so every document of a packed row has its own [CLS]. Pairs of different documents
 get values too; softmax never sees them. Everything is torch.float64 and differentiable.
@@ -26,7 +27,7 @@ CLS_TO_OTHERS = 16
 OTHERS_TO_CLS = 32
 
 
-def t5_bucket(offset: int) -> int:
+def t5_bucket(offset: int, max_distance: int = MAX_DISTANCE) -> int:
     """T5's bidirectional bucket of `offset` = j - i: 0..15 for keys at or left of the query, 17..31 right of it.
 
     Distances 0..7 have a bucket each; those from 8 share eight whose ends grow by a constant ratio, the last unending.
@@ -35,19 +36,21 @@ def t5_bucket(offset: int) -> int:
     exact = half // 2
     side = half if offset > 0 else 0
     distance = abs(offset)
+    if distance >= max_distance:
+        return side + half - 1
     if distance < exact:
         return side + distance
-    share = math.log(distance / exact) / math.log(MAX_DISTANCE / exact)  # 0 at distance 8, 1 at distance 128
+    share = math.log(distance / exact) / math.log(max_distance / exact)  # 0 at distance 8, 1 at the maximal one
     return side + min(exact + int(share * (half - exact)), half - 1)
 
 
-def tupe_bucket(i: int, j: int) -> int:
+def tupe_bucket(i: int, j: int, max_distance: int = MAX_DISTANCE) -> int:
     """Row of the bias table for query position i and key position j."""
     if i == 0:
         return CLS_TO_OTHERS
     if j == 0:
         return OTHERS_TO_CLS
-    return t5_bucket(j - i)
+    return t5_bucket(j - i, max_distance)
 
 
 def tupe_position_term(params: dict[str, Tensor], positions: list[int], num_heads: int, eps: float = 1e-12) -> Tensor:
@@ -74,13 +77,17 @@ def tupe_position_term(params: dict[str, Tensor], positions: list[int], num_head
     return torch.stack(terms).reshape(num_heads, len(positions), len(positions))
 
 
-def bucket_term(buckets: Tensor, positions: list[int]) -> Tensor:
+def bucket_term(buckets: Tensor, positions: list[int], max_distance: int = MAX_DISTANCE) -> Tensor:
     """TUPE-R's bias: table `[33, heads]` to `[heads, S, S]`."""
-    rows = [torch.stack([buckets[tupe_bucket(i, j)] for j in positions]) for i in positions]  # S of [S, heads]
+    rows = [
+        torch.stack([buckets[tupe_bucket(i, j, max_distance)] for j in positions]) for i in positions
+    ]  # S of [S, heads]
     return torch.stack(rows).permute(2, 0, 1)
 
 
-def tupe_scores(query: Tensor, key: Tensor, params: dict[str, Tensor], positions: list[int]) -> Tensor:
+def tupe_scores(
+    query: Tensor, key: Tensor, params: dict[str, Tensor], positions: list[int], max_distance: int = MAX_DISTANCE
+) -> Tensor:
     """TUPE's logits before any padding mask: query, key `[heads, S, d]` to `[heads, S, S]`.
 
     params: as for `tupe_position_term`; with `buckets` `[33, heads]` it is TUPE-R, without it TUPE-A.
@@ -94,5 +101,5 @@ def tupe_scores(query: Tensor, key: Tensor, params: dict[str, Tensor], positions
     ]
     scores = torch.stack(content).reshape(heads, seq, seq) + tupe_position_term(params, positions, heads)
     if "buckets" in params:
-        scores = scores + bucket_term(params["buckets"], positions)
+        scores = scores + bucket_term(params["buckets"], positions, max_distance)
     return scores

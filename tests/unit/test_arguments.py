@@ -31,7 +31,7 @@ def test_help_names_choices_defaults_and_sections(capsys):
     text = capsys.readouterr().out
     assert end.value.code == 0
     encodings = "{absolute,bert-r,tupe-a,tupe-r,deberta,ddrp}"
-    for piece in (encodings, "(default: 64)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
+    for piece in (encodings, "(default: 512)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
         assert piece in text
     assert "==SUPPRESS==" not in text and "--local-rank" not in text
 

@@ -44,14 +44,45 @@ def test_every_flag_has_help_and_every_section_a_title():
         for f in dataclasses.fields(section):
             assert f.name not in seen, f"{f.name} would be two flags"
             seen.add(f.name)
-            if (section, f.name) == (ModelConfig, "vocab_size"):
-                continue  # comes from the tokenizer
+            if f.name in ("vocab_size", "generator_embeddings"):
+                continue  # come from the tokenizer, and from older checkpoints
             assert len(f.metadata.get("help", "")) > 10, f"{flag(f.name)} has no help"
             if "choices" in f.metadata:
                 assert f.default in f.metadata["choices"], f.name
 
 
+@pytest.mark.parametrize(
+    "encoding, given, distance", [("ddrp", {}, 64), ("tupe-r", {}, 128), ("tupe-r", {"relative_distance": 64}, 64)]
+)
+def test_the_distance_is_the_encodings_unless_given(encoding, given, distance):
+    assert ModelConfig(position_encoding=encoding, **given).relative_distance == distance
+
+
+def test_the_absolute_embedding_is_said_in_one_way():
+    for encoding, same in (("absolute", True), ("ddrp", False)):
+        assert ModelConfig(position_encoding=encoding, absolute_embedding=same) == ModelConfig(
+            position_encoding=encoding
+        )
+    assert ModelConfig(absolute_embedding=True).absolute_embedding is True
+
+
+@pytest.mark.parametrize("encoding, distance", [("tupe-r", 128), ("bert-r", 7)])
+def test_the_distance_of_an_older_version_means_what_it_did(encoding, distance):
+    values = Config(model=ModelConfig(position_encoding=encoding, relative_distance=7)).to_dict()
+    assert Config.from_dict(values).model.relative_distance == 7
+    del values["model"]["absolute_embedding"]
+    assert Config.from_dict(values).model.relative_distance == distance
+
+
+def test_an_older_generator_has_embeddings_of_its_own():
+    values = Config(objective=ObjectiveConfig(objective="electra")).to_dict()
+    assert Config.from_dict(values).objective.generator_embeddings == "shared"
+    del values["objective"]["generator_embeddings"]
+    assert Config.from_dict(values).objective.generator_embeddings == "own"
+
+
 REFUSED = [
+    ("model", {"position_encoding": "absolute", "absolute_embedding": False}, "--no-absolute-embedding"),
     ("model", {"num_layers": 0}, "--num-layers is 0"),
     ("model", {"relative_distance": 0}, "--relative-distance is 0"),
     ("model", {"ffn_hidden_size": 0}, "--ffn-hidden-size is 0"),

@@ -55,7 +55,7 @@ class LayerPositions(nn.Module):
     """Base of what an encoding adds to every layer: maps the shared tensors to this layer's."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
-    """Parameters that belong to single heads → the dimension along which the heads lie."""
+    """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class PositionEncoding(nn.Module):
     """Whether the encoding adds anything to the attention logits."""
 
     adds_absolute_embedding = False
-    """Whether a learned absolute position embedding joins the input."""
+    """Whether, by default, a learned absolute position embedding joins the input (`--absolute-embedding`)."""
 
     decodes_absolute = False
     """Whether, by default, absolute positions join just before the masked-LM head (enhanced mask decoder)."""
@@ -85,7 +85,13 @@ class PositionEncoding(nn.Module):
     """Whether sequences longer than `seq_length` have no positions."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
-    """Parameters that belong to single heads → the dimension along which the heads lie; all others serve all heads."""
+    """Parameters and buffers that belong to single heads → the dimension along which the heads lie.
+
+    All others serve all heads. Where there are any, here or in `layer_part`, every tensor of `terms` is by head.
+    """
+
+    gains: frozenset[str] = frozenset()
+    """Parameters that are factors around 1, as a LayerNorm's weights are; weight decay does not act on them."""
 
     layer_part: type[LayerPositions] = LayerPositions
     """What each layer does to the tensors before `terms` names them."""

@@ -11,25 +11,55 @@ Closed gaps: eq. 12 leaves the clip's bounds open; r_s − 1 makes δ use exactl
 initialisation is not given. Departure: `D` is drawn around 1 (`DIRECTION_INIT_MEAN`), all else as every embedding is.
 With both around 0 their product starts, and for thousands of steps stays, too small to learn from: docs/results.md has
 the measurement.
+
+Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count "compared
+with BERT" reads literally only if it stays. Ours leaves it out; `--absolute-embedding` puts it back.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
 
-DIRECTION_INIT_MEAN = 1.0
-"""Mean of the initial `D`; with 1 `K^rd` acts at full size from the start, with 0 the logits start at 2e-4."""
+SPREAD = 0.25
+"""Standard deviation of `spread`."""
+
+LEFT = 2
+"""Row of `D` for keys to the left of the query (ρ of eq. 11)."""
+
+
+def split_dimensions(head_dim: int) -> Tensor:
+    """Return `[3, head_dim]` ones, but −1 in the second half of the row for keys to the left.
+
+    The first half of a head's dimensions then starts with what is even in i − j, the second half with what is odd.
+    """
+    rows = torch.ones(3, head_dim)
+    rows[LEFT, head_dim // 2 :] = -1
+    return rows
+
+
+DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "halves": lambda noise, std: split_dimensions(noise.shape[-1]) + std * noise,
+    "ones": lambda noise, std: 1 + std * noise,
+    "spread": lambda noise, std: 1 + SPREAD * noise,
+    "free": lambda noise, std: noise,
+    "embedding": lambda noise, std: std * noise,
+}
+"""Name in `--direction-init` → initial D from standard normal `noise` `[3, head_dim]` and `init_method_std`."""
 
 
 class Ddrp(PositionEncoding):
     """`direction` is D, `distance` is K^rd."""
 
+    gains = frozenset({"direction"})
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.direction = initialise_table(3, config)
-        self.direction.data.add_(DIRECTION_INIT_MEAN)
+        noise = torch.empty(3, config.head_dim).normal_()
+        self.direction = nn.Parameter(DIRECTION_INITS[config.direction_init](noise, config.init_method_std))
         self.distance = initialise_table(config.relative_distance, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:

@@ -10,8 +10,13 @@ a learned table of `seq_length + 1` rows behind a LayerNorm: the token at positi
 for θ1 alone. `U^Q`, `U^K` are D → D with bias. The first column (θ2) is written before the first row (θ1). B is
 computed once a forward pass and shared by all layers, unless `--relative-table per-layer`.
 
-The √(2d) and rows 16 and 32 follow the released code; the slides write 2·√d. T5's buckets (bidirectional, 32 of them,
-up to distance 128) never use rows 16 and 32 themselves. T is added unscaled.
+The √(2d) and rows 16 and 32 follow the released code; the slides write 2·√d. T5's buckets (bidirectional, 32 of them)
+never use rows 16 and 32 themselves. T is added unscaled. All distances from `--relative-distance` on share one bucket a
+direction; it is 128 unless given, as in the released code.
+
+Open readings: the DDRP paper's footnote 5 (r_s = 64 "for all") may mean these buckets too; `--relative-distance 64`
+makes it so. HCD compares logits with B in them, though the same B serves all layers: the paper's "attention weights"
+have no exception.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.contract import PROJECTIONS_BY_HEAD, PositionEncoding, PositionTerms
 
 NUM_BUCKETS = 32
-LARGEST_DISTANCE = 128
 FROM_CLS, TO_CLS = 16, 32
 """Bucket rows of the pairs whose query, and whose key, is [CLS]."""
 
@@ -78,10 +82,12 @@ class TupeR(TupeA):
         super().__init__(config)
         rows = torch.empty(NUM_BUCKETS + 1, config.num_attention_heads)
         self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
+        self.largest_distance = config.relative_distance
 
     def by_position(self, length: int) -> Tensor:
         position = torch.arange(length, device=self.relative.device)
-        buckets = relative_bucket(position[None, :] - position[:, None])  # of j − i, [length, length]
+        offset = position[None, :] - position[:, None]  # j − i
+        buckets = relative_bucket(offset, self.largest_distance)  # [length, length]
         bias = self.relative[buckets].permute(2, 0, 1)  # [heads, length, length]
         bias = untie_cls(bias, self.relative[TO_CLS], self.relative[FROM_CLS])
         return super().by_position(length) + bias
@@ -100,11 +106,15 @@ def untie_cls(bias: Tensor, to_cls: Tensor, from_cls: Tensor) -> Tensor:
     return torch.where((place == 0)[:, None], from_cls[:, None, None], bias)
 
 
-def relative_bucket(offset: Tensor) -> Tensor:
-    """T5's bucket of j − i (Raffel et al., arXiv:1910.10683): exact below 8, then logarithmic, one half a direction."""
+def relative_bucket(offset: Tensor, largest_distance: int) -> Tensor:
+    """Return T5's bucket of j − i (Raffel et al., arXiv:1910.10683), one half of the buckets a direction.
+
+    Exact below 8, then logarithmic; from `largest_distance` on the last one, also where that is 8 or less.
+    """
     half = NUM_BUCKETS // 2
     exact = half // 2
     distance = offset.abs()
-    ratio = (distance.clamp_min(1).double() / exact).log() / math.log(LARGEST_DISTANCE / exact)
+    ratio = (distance.clamp_min(1).double() / exact).log() / math.log(max(largest_distance, exact + 1) / exact)
     far = (exact + (ratio * (half - exact)).long()).clamp_max(half - 1)
-    return torch.where(offset > 0, half, 0) + torch.where(distance < exact, distance, far)
+    near = torch.where(distance < exact, distance, far)
+    return torch.where(offset > 0, half, 0) + torch.where(distance < largest_distance, near, half - 1)

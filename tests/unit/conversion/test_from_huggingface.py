@@ -101,8 +101,9 @@ def test_bert(tmp_path, hf, vocab):
         {"legacy": True},
         {"legacy": False, "type_vocab_size": 2, "pos_att_type": ["p2c", "c2p"]},
         {"max_relative_positions": -1, "type_vocab_size": 1},
+        {"position_biased_input": True},
     ],
-    ids=["usual", "two segments", "far"],
+    ids=["usual", "two segments", "far", "absolute input"],
 )
 def test_deberta(tmp_path, hf, vocab, settings):
     model = write_folder(hf, vocab, "DebertaForMaskedLM", **{**DEBERTA, **settings})
@@ -118,6 +119,8 @@ def test_deberta(tmp_path, hf, vocab, settings):
     assert config.relative_distance == (5 if "max_relative_positions" not in settings else SEQ_LENGTH)
     assert (config.position_encoding, config.deberta_emd, config.relative_table) == ("deberta", False, "shared")
     assert "key biases (2, with 0)" in imported.weights.initialised
+    assert bool(config.absolute_embedding) == settings.get("position_biased_input", False)
+    assert ("--absolute-embedding" in imported.summary()) == bool(config.absolute_embedding)
     rows = 2 - settings.get("type_vocab_size", 0)
     assert (f"segment embedding ({rows} of its rows, with 0)" in imported.weights.initialised) == bool(rows)
 
@@ -265,7 +268,7 @@ def test_other_berts_are_refused(tmp_path, hf, vocab, changes, words):
         ({"model_type": "deberta-v2", "position_buckets": -1}, "v2/v3 layout; missing here: other projections"),
         ({"share_att_key": True}, "v2/v3.*share_att_key"),
         ({"conv_kernel_size": 3}, "v2/v3.*convolution"),
-        ({"position_biased_input": True}, "position_biased_input is True"),
+        ({"position_biased_input": "no"}, "position_biased_input is 'no'"),
         ({"relative_attention": False}, "relative_attention is False"),
         ({"pos_att_type": ["c2p"]}, r"pos_att_type is \['c2p'\], expected c2p and p2c"),
         ({"embedding_size": 16}, "embedding_size is 16"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws
@@ -21,12 +21,18 @@ VARIANTS |= {
     f"{variant}_per_layer": {"position_encoding": variant.replace("_", "-"), "relative_table": "per-layer"}
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
+VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
+GENERATORS = {"electra": "shared", "electra_former": "own"}
+"""Golden file of a model with a generator → the layout of its embeddings."""
 RELATIVE = [name for name in REGISTRY if name != "absolute"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])
 def test_names_and_shapes_are_the_golden_ones(variant):
-    model = build_model(tiny_config(**VARIANTS[variant]))
+    model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
+    if variant in GENERATORS:
+        objective = ObjectiveConfig(objective="electra", generator_embeddings=GENERATORS[variant])
+        model = build_model(model.config, objective=objective)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
 
@@ -40,7 +46,9 @@ def test_pre_norm_adds_one_last_norm():
 
 
 def test_every_variant_has_its_golden_file_and_no_other():
-    assert {path.stem for path in GOLDEN.glob("*.json")} == {f"{variant}_params" for variant in VARIANTS}
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {
+        f"{variant}_params" for variant in (*VARIANTS, *GENERATORS)
+    }
 
 
 UNTIED = (512 + 1) * 768 + 2 * 768 + 2 * (768 * 768 + 768)
@@ -63,6 +71,7 @@ DECODER = 512 * 768
         ("deberta_per_layer", 12 * 128 * 768 + DISENTANGLED + DECODER),
         ("ddrp", 4_288),
         ("ddrp_per_layer", 51_456),
+        ("ddrp_absolute_embedding", 4_288 + 393_216),
     ],
 )
 def test_position_parameters_of_the_base_model(variant, expected):
@@ -100,10 +109,9 @@ def test_initialisation_is_berts(encoding):
             assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
         elif name.endswith("bias"):
             assert parameter.eq(0).all(), name
-        else:
+        elif not name.endswith("position.direction"):  # test_direction_init.py
             count = parameter.numel()
-            mean = 1.0 if name.endswith("position.direction") else 0.0  # DDRP's D stands around 1
-            assert abs(parameter.mean() - mean) < 5 * 0.02 / count**0.5, name
+            assert abs(parameter.mean()) < 5 * 0.02 / count**0.5, name
             assert abs(parameter.std() - 0.02) < 5 * 0.02 / (2 * count) ** 0.5, name
     assert not torch.equal(build_model(config).head.decoder.weight, model.head.decoder.weight)
 

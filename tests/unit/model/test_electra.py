@@ -1,5 +1,7 @@
 """ELECTRA's stages: sizes, what is shared, where gradients go, and what the discriminator sees."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,8 +24,9 @@ from megatron_ddrp.model.stages import (
 )
 from megatron_ddrp.objectives.electra import sample_keys
 from megatron_ddrp.objectives.mth import Draws
-from tests.reference.electra import replaced_token_detection
+from tests.reference.electra import generator_input, replaced_token_detection
 from tests.reference.losses import masked_lm
+from tests.unit.model.test_attention import assert_same
 from tests.unit.model.tiny import encode, packed_batch, some_draws, tiny_batch, tiny_config
 
 ELECTRA = ObjectiveConfig(objective="electra")
@@ -84,11 +87,43 @@ def test_every_parameter_learns_and_the_generator_not_from_the_discriminator(enc
     by_generator, by_discriminator = learned(sums[LM]), learned(sums[RTD] + sums[TCD] + sums[HCD])
     generator = {name for name in parameters if name.startswith("generator.")}
     assert not by_discriminator & generator
-    assert not by_generator & (parameters.keys() - generator) - {"embeddings.token.weight", "embeddings.segment.weight"}
+    lent = {"embeddings.token.weight", "embeddings.segment.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
+    lent |= {"embeddings.absolute.weight"} & parameters.keys()
+    assert by_generator & (parameters.keys() - generator) == lent
     unused = {n for n in parameters if "relative" in n or "key.bias" in n or "position" in n}  # some rows, no effect
     assert parameters.keys() - (by_generator | by_discriminator) <= unused
     assert {"embeddings.token.weight", "generator.embeddings.projection.weight"} <= by_generator
     assert {"embeddings.token.weight", "head.dense.weight", "layers.0.attention.query.weight"} <= by_discriminator
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_encoding": "absolute"},
+        {"position_encoding": "ddrp"},
+        {"position_encoding": "ddrp", "absolute_embedding": True, "layernorm_position": "pre"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_the_generators_input_is_that_of_the_loops(changes):
+    """The discriminator's embeddings and their LayerNorm, then the projection; of packed rows too."""
+    model = tiny_electra(objective=ObjectiveConfig(objective="electra", generator_size=2 / 3), **changes)
+    embeddings, lending = model.generator.embeddings, model.embeddings
+    batch = packed_batch(tiny_batch(lengths=(4, 3, 5)), [[0, 1], [2]])
+    params = {
+        "token": lending.token.weight,
+        "segment": lending.segment.weight,
+        "norm.weight": lending.norm.weight,
+        "norm.bias": lending.norm.bias,
+        "projection.weight": embeddings.projection.weight,
+        "projection.bias": embeddings.projection.bias,
+    }
+    if lending.absolute is not None:
+        params["absolute"] = lending.absolute.weight
+    fast = embeddings.embed(batch.input_ids, batch.segment_ids, batch.position_ids)
+    assert fast.shape == (2, 7, 8)
+    rows = zip(batch.input_ids.tolist(), batch.segment_ids.tolist(), batch.position_ids.tolist(), strict=True)
+    assert_same(fast, torch.stack([generator_input(params, *row) for row in rows]), list(params.values()))
 
 
 def test_the_sums_are_those_of_the_loops():
@@ -140,18 +175,19 @@ def test_recomputed_layers_give_the_same():
 
 
 def test_the_base_models_sizes():
-    """Discriminator without a vocabulary head; generator of 4 heads: 256 wide, FFN 1,024, the embeddings shared."""
+    """Discriminator without a vocabulary head; generator of 4 heads: 256 wide, FFN 1,024, all embeddings shared."""
     model = on_meta_device(ModelConfig(position_encoding="absolute"), ELECTRA)
     assert isinstance(model, Electra)
     total, position = count_parameters(model)
     hidden, width, ffn, layers, vocab = 768, 256, 1024, 12, 30522
     norm = 2 * width
     layer = 4 * (width * width + width) + (width * ffn + ffn) + (ffn * width + width) + 2 * norm
-    embeddings = hidden * width + width + 512 * width + norm
-    generator = embeddings + layers * layer + (width * hidden + hidden) + 2 * hidden + vocab
+    generator = hidden * width + width + layers * layer + (width * hidden + hidden) + 2 * hidden + vocab
     discriminator = 109_514_298 - vocab - 2 * hidden + hidden + 1  # no LayerNorm or vocabulary bias in the head
     assert total == generator + discriminator
-    assert position == 512 * hidden + 512 * width
+    assert position == 512 * hidden
+    former = on_meta_device(model.config, replace(ELECTRA, generator_embeddings="own"))
+    assert count_parameters(former) == (total + 512 * width + norm, position + 512 * width)
 
 
 def test_the_encoder_is_the_discriminator():
@@ -163,3 +199,24 @@ def test_the_encoder_is_the_discriminator():
         if name in own and not name.startswith("head."):
             parameter.data.copy_(own[name])
     torch.testing.assert_close(encode(model, batch), encode(bert, batch))
+
+
+def test_the_former_layout_projects_first_and_normalises_at_the_generators_width():
+    former = replace(ELECTRA, generator_embeddings="own")
+    model = tiny_electra(objective=former, position_encoding="absolute")
+    embeddings, batch = model.generator.embeddings, tiny_batch()
+    summed = model.embeddings.token(batch.input_ids) + model.embeddings.segment(batch.segment_ids)
+    summed = embeddings.projection(summed) + embeddings.absolute.weight[batch.position_ids]
+    expected = torch.nn.functional.layer_norm(summed, (4,), embeddings.norm.weight, embeddings.norm.bias, 1e-12)
+    ours = embeddings.embed(batch.input_ids, batch.segment_ids, batch.position_ids)
+    torch.testing.assert_close(ours, expected)
+    lent = {"embeddings.absolute.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
+    parameters = dict(model.named_parameters())
+    own = {f"generator.{name}" for name in lent}
+    assert own <= parameters.keys()
+    assert not own & dict(tiny_electra(position_encoding="absolute").named_parameters()).keys()
+    loss = model(batch, with_keys(batch, some_draws(batch)))[LM]
+    found = torch.autograd.grad(
+        loss, [parameters[name] for name in sorted(lent | own)], allow_unused=True, materialize_grads=True
+    )
+    assert [bool(gradient.any()) for gradient in found] == [False] * 3 + [True] * 3

@@ -55,7 +55,11 @@ class Encoding:
 
 @pytest.mark.parametrize(
     "name, relative_distance",
-    [*product(["bert-r", "deberta", "ddrp"], [1, 3, SEQ, 12]), *product(["absolute", "tupe-a", "tupe-r"], [4])],
+    [
+        *product(["bert-r", "deberta", "ddrp"], [1, 3, SEQ, 12]),
+        *product(["absolute", "tupe-a"], [4]),
+        *product(["tupe-r"], [1, 4, SEQ, 128]),
+    ],
 )
 def test_logits_equal_the_twin(name, relative_distance):
     """r_s below, at and above the sequence."""
@@ -103,8 +107,8 @@ def test_every_row_of_every_parameter_moves_the_logits(name):
 
 
 def unread_buckets():
-    """Rows of T5's table that no pair of 7 places reads."""
-    return sorted(set(range(33)) - {tupe_bucket(i, j) for i in range(SEQ) for j in range(SEQ)})
+    """Rows of T5's table that no pair of 7 places reads at distance 4."""
+    return sorted(set(range(33)) - {tupe_bucket(i, j, 4) for i in range(SEQ) for j in range(SEQ)})
 
 
 def pairs_of_row(name, parameter, row, seq):
@@ -139,7 +143,7 @@ def pairs_of_row(name, parameter, row, seq):
     ],
 )
 def test_each_row_moves_exactly_its_own_pairs(name, parameter, seq):
-    encoding = Encoding(name, relative_distance=4, seq_length=seq)
+    encoding = Encoding(name, relative_distance=128 if seq == 100 else 4, seq_length=seq)
     with torch.no_grad():
         before, table = encoding.logits(), encoding.parameters[parameter]
         for row in range(len(table)):
@@ -151,9 +155,14 @@ def test_each_row_moves_exactly_its_own_pairs(name, parameter, seq):
             assert of_row.any() and torch.equal(moved, of_row), row
 
 
-def test_buckets_equal_the_twin_far_beyond_the_last():
+@pytest.mark.parametrize("distance", [1, 4, 7, 8, 9, 10, 64, 128, 300])
+def test_buckets_equal_the_twin_far_beyond_the_last(distance):
     offsets = torch.arange(-600, 601)
-    assert relative_bucket(offsets).tolist() == [t5_bucket(offset) for offset in offsets.tolist()]
+    buckets = relative_bucket(offsets, distance)
+    assert buckets.tolist() == [t5_bucket(offset, distance) for offset in offsets.tolist()]
+    assert (buckets[offsets.abs() >= distance] % 16 == 15).all() and (distance < 9 or buckets.unique().numel() > 15)
+    if distance == 64:
+        assert not torch.equal(buckets, relative_bucket(offsets, 128))
 
 
 @pytest.mark.parametrize("name", ["tupe-a", "tupe-r"])
@@ -181,6 +190,20 @@ def test_beyond_the_trained_length(name, relative_table):
         encode(model, batch)
     message = str(caught.value)
     assert "7" in message and "--seq-length 6" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "absolute"])
+def test_an_absolute_embedding_acts_beside_any_encoding_and_limits_the_length(name):
+    model, plain = (tiny_model(position_encoding=name, absolute_embedding=kind) for kind in (True, None))
+    batch = tiny_batch()
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k != "embeddings.absolute.weight"})
+    states = encode(model, batch)
+    assert not torch.allclose(states, encode(plain, batch))
+    table = model.embeddings.absolute.weight
+    (gradient,) = torch.autograd.grad(states.square().sum(), table)
+    assert (gradient.abs().amax(-1) > 0).all() and table.shape == (7, 12)
+    with pytest.raises(UserError, match="8 tokens.*--seq-length 7"):
+        encode(model, tiny_batch(lengths=(8,), seq=8))
 
 
 def test_an_unknown_encoding_is_refused_with_the_legal_ones_in_one_line(capsys):

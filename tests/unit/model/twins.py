@@ -55,8 +55,8 @@ def twin_scores(name, table, projections, place):
         params = deberta_parameters(table, projections)
         return lambda query, key: deberta.deberta_scores(query, key, params, place)
     assert name in ("tupe-a", "tupe-r")
-    params = tupe_parameters(table)
-    return lambda query, key: tupe.tupe_scores(query, key, params, place)
+    params, distance = tupe_parameters(table), getattr(table, "largest_distance", tupe.MAX_DISTANCE)
+    return lambda query, key: tupe.tupe_scores(query, key, params, place, distance)
 
 
 def twin_encode(model, batch, row):

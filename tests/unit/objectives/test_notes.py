@@ -111,13 +111,16 @@ def test_notes_of_an_overflow_are_left_out():
     assert notes.notes.isfinite().all()
 
 
+@pytest.mark.parametrize("objective", ["mlm", "electra"])
 @pytest.mark.parametrize("encoding", ["absolute", "ddrp"])
-def test_the_input_is_that_of_the_loops(encoding):
-    model, batch, notes = model_for(position_encoding=encoding), noted_batch(), filled()
+def test_the_input_is_that_of_the_loops(encoding, objective):
+    """Before the LayerNorm, which ELECTRA's generator enters first, at the width of the discriminator."""
+    model, batch, notes = model_for(objective, position_encoding=encoding), noted_batch(), filled()
     embeddings = model.embeddings
     entered = []
     embeddings.norm.register_forward_hook(lambda module, tensors, left: entered.append(tensors[0].detach()))
-    run(model, batch, notes)
+    run(model, batch, notes, objective)
+    assert len(entered) == 1 + (objective == "electra")
     embedded = embeddings.token(batch.input_ids) + embeddings.segment(batch.segment_ids)
     if encoding == "absolute":
         embedded = embedded + embeddings.absolute(batch.position_ids)
