@@ -170,7 +170,7 @@ KINDS = (
         BERT_READERS,
         other="plain/config.json",
     ),
-    Kind("foreign BERT: tokenizer", "bert/vocab.txt", VALID_OR_NOT, BERT_READERS, ("tokenizer", "pieces")),
+    Kind("foreign BERT: tokenizer", "bert/vocab.txt", VALID_OR_NOT, BERT_READERS, ("tokenizer", "pieces"), loses=True),
     Kind(
         "foreign BERT: tokenizer",
         "bert/tokenizer_config.json",
