@@ -289,7 +289,8 @@ def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> No
     ours, theirs = config.to_dict()["model"], Config.from_dict(state["config"]).to_dict()["model"]
     for name, value in theirs.items():
         if name not in CHANGEABLE and ours.get(name) != value:
+            there, here = ("not given" if setting is None else setting for setting in (value, ours.get(name)))
             raise UserError(
-                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {value} there and "
-                f"{ours.get(name)} here; give the same, or another --load and --save"
+                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {there} there and {here} here; "
+                "give the same, or another --load and --save"
             )
