@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.blend import Blend, BlendWords, read_blend
-from megatron_ddrp.data.index_cache import cached_totals
 from megatron_ddrp.data.dataset_index import dataset_path
+from megatron_ddrp.data.index_cache import cached_totals
 from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.inputs import reading_progress
 from megatron_ddrp.data.loader import BatchLoader

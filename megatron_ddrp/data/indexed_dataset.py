@@ -164,7 +164,7 @@ def token_chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes that were read since the last call."""
+    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while data := stream.read(1 << 20):

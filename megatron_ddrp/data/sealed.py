@@ -6,11 +6,10 @@ version, and another dataset's file under this name. It costs about a second per
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
 from pathlib import Path
-
-import numpy as np
 
 _SUM = struct.Struct("<I")
 
@@ -28,10 +27,15 @@ def check_seal(path: Path) -> None:
     """Raise `BrokenSealError` for a file that is not as `seal` made it, `OSError` for one that cannot be opened."""
     if path.stat().st_size < _SUM.size or not path.is_file():
         raise BrokenSealError(path)
-    data = np.memmap(path, np.uint8, "r")
-    if _SUM.pack(_sum(path.name, data[: -_SUM.size])) != data[-_SUM.size :].tobytes():
+    with (
+        open(path, "rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        memoryview(data)[: -_SUM.size] as content,
+    ):
+        whole = _SUM.pack(_sum(path.name, content)) == data[-_SUM.size :]
+    if not whole:
         raise BrokenSealError(path)
 
 
-def _sum(name: str, content: bytes | np.ndarray) -> int:
+def _sum(name: str, content: bytes | memoryview) -> int:
     return zlib.crc32(content, zlib.crc32(name.encode()))
