@@ -30,7 +30,8 @@ ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
 
 INPUT_HELP = (
     ".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each also as "
-    ".gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; - is standard input"
+    ".gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
+    "input"
 )
 """What `--input` of a command takes."""
 
@@ -72,12 +73,13 @@ class InputFile(NamedTuple):
 
 
 def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[InputFile]:
-    """The files that files, folders, patterns (`*`, `?`, `**`) and `-` stand for: in the order of the names, sorted
-    within each.
+    """Return the files that files, folders, patterns (`*`, `?`, `**`), pipes and `-` stand for: in the order of the
+    names, sorted within each.
 
-    Of a folder all files with one of `ENDINGS` are taken, at any depth, and WikiExtractor's; not hidden ones, not the
-    manifests of datasets, and not the `leave_out` (the vocabulary may lie beside the text). Raises `UserError` for a
-    name that gives no file, an ending that is not read, and a file that cannot be opened.
+    Of a folder all files with one of `ENDINGS` are taken, at any depth, and WikiExtractor's; not hidden ones, not
+    pipes, not the manifests of datasets, and not the `leave_out` (the vocabulary may lie beside the text). Raises
+    `UserError` for a name that gives no file, an ending that is not read, a packed file of no bytes, and a file that
+    cannot be opened.
     """
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
@@ -89,12 +91,21 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
         elif glob.has_magic(name) and not os.path.exists(name):
             files += _files_of_pattern(name, apart)
         else:
-            files.append(InputFile(name, os.path.basename(name)))  # a pipe, or nothing: opening it will tell
-    if sum(file.path == STANDARD_INPUT for file in files) > 1:
-        raise UserError("--input - is given twice; standard input can be read once")
+            files.append(InputFile(name, os.path.basename(name)))  # a pipe, or nothing: the check tells
     for file in files:
         _check(file)
+    streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
+    for file in files:
+        if streams.count(os.path.realpath(file.path)) > 1:
+            raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read once")
     return files
+
+
+def is_stream(path: str) -> bool:
+    """Tell whether an input can be read only once: standard input, a named pipe, or a shell's `<(command)`."""
+    if path == STANDARD_INPUT:
+        return True
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def reading_progress(paths: Sequence[str], doing: str | None = None, show: bool = True) -> tqdm:
@@ -102,7 +113,7 @@ def reading_progress(paths: Sequence[str], doing: str | None = None, show: bool 
 
     In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent.
     """
-    total = None if STANDARD_INPUT in paths else sum(os.path.getsize(path) for path in paths)
+    total = None if any(map(is_stream, paths)) else sum(os.path.getsize(path) for path in paths)
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     return tqdm(
         desc=doing,
@@ -130,7 +141,7 @@ class OpenInput:
         self._raw = _HashedFile(_open_raw(file.path))
         buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = file.packing
-        if file.path == STANDARD_INPUT:
+        if is_stream(file.path):
             first = buffered.peek(8)
             packing = next((ending for magic, ending in _MAGIC.items() if first.startswith(magic)), "")
         self._stream: BinaryIO = PACKINGS[packing](buffered)
@@ -187,6 +198,8 @@ class _HashedFile(io.RawIOBase):
 def _open_raw(path: str) -> Any:
     if path == STANDARD_INPUT:
         return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+    if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
+        print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:
@@ -196,7 +209,12 @@ def _open_raw(path: str) -> Any:
 def _check(file: InputFile) -> None:
     if file.path == STANDARD_INPUT:
         return
-    _open_raw(file.path).close()
+    if not is_stream(file.path):
+        _open_raw(file.path).close()
+        if file.packing and not os.path.getsize(file.path):
+            raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
+    elif file.ending == ".parquet":
+        raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
     if file.ending not in ("", *ENDINGS):
         known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
         raise UserError(f"{file.path}: expected a name that ends in {known}, or in one of these and {packed}")
@@ -221,7 +239,7 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
         for name in names:
             path = os.path.join(parent, name)
             file = InputFile(path, os.path.relpath(path, folder))
-            if name.startswith(".") or os.path.realpath(path) in apart or _is_manifest(path):
+            if name.startswith(".") or os.path.realpath(path) in apart or _is_manifest(path) or is_stream(path):
                 continue
             if file.ending in ENDINGS or (not file.ending and _holds_documents(file)):
                 yield file

@@ -23,7 +23,7 @@ import megatron_ddrp
 from megatron_ddrp.data.chunk_tokenizer import ChunkTokenizer, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.dataset_index import dataset_path
 from megatron_ddrp.data.documents import FaultCounter, iter_chunks
-from megatron_ddrp.data.inputs import BLOCK_BYTES, STANDARD_INPUT, InputFile, OpenInput, find_inputs, reading_progress
+from megatron_ddrp.data.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream, reading_progress
 from megatron_ddrp.data.records import Chunk
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.data.unfinished import UnfinishedDatasets
@@ -151,7 +151,7 @@ class _Run:
         self, config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
     ):
         self._config, self._files, self._tokenize, self._output = config, files, tokenize, output
-        self._resumable = all(file.path != STANDARD_INPUT for file in files)
+        self._resumable = not any(is_stream(file.path) for file in files)
         self._described: list[dict[str, Any]] = []
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
         if output.state is not None:
@@ -176,7 +176,7 @@ class _Run:
         return self.result
 
     def keep(self) -> bool:
-        """From here the same command can go on; not where there is nothing to keep, or standard input is read."""
+        """Make the work done so far safe to resume; return False where there is none, or where a stream is read."""
         sensible = self._resumable and self.result.chunks > 0 and not self._output.published
         if sensible:
             self._output.checkpoint(asdict(self.result))
@@ -264,10 +264,10 @@ def _existing(prefixes: list[str]) -> str | None:
 
 
 def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """What makes the output's bytes what they are; standard input is never the same again."""
+    """Return all that decides the output's bytes; standard input and pipes are never the same again."""
     inputs: list[Any] = []
     for file in files:
-        if file.path == STANDARD_INPUT:
+        if is_stream(file.path):
             inputs.append([file.path, os.getpid(), time.time()])
         else:
             status = os.stat(file.path)

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ def test_a_folder_gives_its_documents_sorted_and_nothing_else(corpus):
     assert all(Path(file.path) == corpus / file.name for file in files)
 
 
+def test_pipes_in_a_folder_or_a_pattern_are_left_alone(corpus):
+    for name in ("b/pipe", "b/pipe.txt"):
+        os.mkfifo(corpus / name)
+    assert names(find_inputs([str(corpus / "b"), str(corpus / "b" / "*")])) == ["wiki_00", "wiki_01"] * 2
+
+
 def test_patterns_are_sorted_and_arguments_keep_their_order(corpus):
     files = find_inputs([str(corpus / "c*.gz"), str(corpus / "b" / "wiki_0?"), str(corpus / "**" / "*.json")])
     assert names(files) == ["c.jsonl.gz", "wiki_00", "wiki_01", "z.json"]
@@ -55,8 +62,17 @@ def test_mistakes_are_named(corpus):
     ):
         with pytest.raises(UserError, match=complaint.replace("*", r"\*")):
             find_inputs([str(corpus / name)])
-    with pytest.raises(UserError, match="standard input can be read once"):
-        find_inputs(["-", "-"])
+    for ending in (".jsonl.gz", ".txt.xz", ".json.bz2", ".txt.zst"):
+        (corpus / f"nothing{ending}").touch()
+        with pytest.raises(UserError, match=f"nothing{ending}: empty, expected a .* file; copy it again"):
+            find_inputs([str(corpus / f"nothing{ending}")])
+    os.mkfifo(corpus / "pipe.parquet")
+    with pytest.raises(UserError, match="pipe.parquet: a pipe, but Parquet"):
+        find_inputs([str(corpus / "pipe.parquet")])
+    os.mkfifo(corpus / "pipe")
+    for name in ("-", str(corpus / "pipe")):
+        with pytest.raises(UserError, match=f"--input {name} is given twice; standard input and pipes"):
+            find_inputs([name, name])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,5 +1,6 @@
 """Preprocessing: what is written, that workers do not matter, and that failures leave nothing behind."""
 
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -202,17 +203,37 @@ def test_command_reads_standard_input_from_any_folder(folder):
     assert {name: data for name, data in outputs(folder).items() if name in piped} == piped
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_command_reads_named_pipes_and_process_substitutions(folder, packed):
+    data = (folder / "in.jsonl").read_bytes()
+    (folder / "copy").write_bytes(gzip.compress(data) if packed else data)
+    os.mkfifo(folder / "pipe")
+    writer = subprocess.Popen(["cp", "copy", "pipe"], cwd=folder)
+    done = run("--input", "pipe", "--output-prefix", "named", "--vocab-file", "vocab.txt", cwd=folder)
+    assert done.returncode == writer.wait(60) == 0, done.stderr
+    assert done.stderr == b"pipe: a pipe; waiting for its writer\n"
+    command = f"{sys.executable} {TOOL} --output-prefix shell --vocab-file vocab.txt --input <(cat copy)"
+    environment = os.environ | {"PYTHONPATH": ""}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    expected = Path(preprocess(config(folder)).prefixes[0] + ".bin").read_bytes()
+    for name in ("named", "shell"):
+        assert (folder / f"{name}_text_document.bin").read_bytes() == expected
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
     [
         (["--input", "none.jsonl", "--vocab-file", "vocab.txt"], 1, "none.jsonl: No such file"),
         (["--input", "empty.jsonl", "--vocab-file", "vocab.txt"], 1, "no text to tokenize in empty.jsonl"),
+        (["--input", "empty.gz", "--vocab-file", "vocab.txt"], 1, "empty.gz: empty, expected a .gz file"),
         (["--input", "in.jsonl"], 2, "--tokenizer-type BertWordPieceLowerCase needs --vocab-file"),
         (["--input", "in.jsonl", "--wrokers", "2"], 2, "did you mean --workers?"),
     ],
 )
 def test_command_mistakes_are_one_line(folder, flags, code, complaint):
     (folder / "empty.jsonl").touch()
+    (folder / "empty.gz").touch()
     done = run("--output-prefix", "p", *flags, cwd=folder)
     printed = done.stderr.decode()
     assert done.returncode == code and complaint in printed
