@@ -31,6 +31,8 @@ from megatron_ddrp.data.workers import map_in_order
 from megatron_ddrp.errors import UserError
 
 CHUNK_BYTES = BLOCK_BYTES
+TEXT_RULES = 2
+"""Goes up when a file gives other texts than before, so that no run resumes what an earlier version began."""
 CHECKPOINT_SECONDS = 15.0
 """A killed run loses at most this much work."""
 
@@ -279,5 +281,6 @@ def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokeni
         "append_eod": config.append_eod,
         "sentence_splitter": tokenize.splitter_name,
         "chunk_bytes": CHUNK_BYTES,
+        "text_rules": TEXT_RULES,
         "version": megatron_ddrp.__version__,
     }

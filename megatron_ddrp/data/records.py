@@ -2,6 +2,10 @@
 
 A record is one JSON object a line; the lines between two blank lines, so that Google's files of one sentence a line
 work; what stands between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
+
+A line of plain text may end anywhere, so its line breaks are no part of the text: many SentencePiece models turn one into
+[UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in CSS Text
+(section 4.1.3). Other formats keep their line breaks, which separate paragraphs there.
 """
 
 from __future__ import annotations
@@ -14,6 +18,12 @@ from typing import Any, NamedTuple
 _BLANK = " \t\r\x0b\x0c"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
+_UNSPACED = (
+    "\u2e80-\u312f\u3190-\u4dbf\u4e00-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff01-\uff9f\U0001aff0-\U0001b16f"
+    "\U00020000-\U0003ffff"
+)
+"""Han, kana, bopomofo, their punctuation and full-width forms; not Hangul, which has spaces between words."""
+_BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{_UNSPACED}])\n(?=[{_UNSPACED}])")
 
 Text = tuple[str, ...]
 """The texts of one document, one for each JSON key."""
@@ -121,9 +131,17 @@ def _parse_text(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> L
             if fault:
                 faults.append(fault)
             else:
-                texts.append(("\n".join(gathered),) * len(keys))
+                texts.append((_join_lines(gathered),) * len(keys))
             gathered, fault = [], None
     return texts, faults
+
+
+def _join_lines(lines: list[str]) -> str:
+    """Return the lines of a document as running text."""
+    text = "\n".join(lines)
+    if not text.isascii():
+        text = _BREAK_WITHOUT_SPACE.sub("", text)
+    return text.replace("\n", " ")
 
 
 def _parse_wiki(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:

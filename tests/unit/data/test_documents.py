@@ -51,7 +51,25 @@ def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, pa
 def test_plain_text_documents_lie_between_blank_lines(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf\n one\r\ntwo\r\n\r\n \t\nthree\n\nfour")
-    assert texts(path) == [" one\ntwo", "three", "four"]
+    assert texts(path) == [" one two", "three", "four"]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("A line\nbreaks.\r\nTwice.", "A line breaks. Twice."),
+        ("吾輩は猫で\nある。\n「名前」は\r\nまだ無い", "吾輩は猫である。「名前」はまだ無い"),
+        ("我们\n喜欢，\n读书", "我们喜欢，读书"),
+        ("ニャー\nニャー　\n　と\nＡ", "ニャーニャー　　とＡ"),
+        ("𠮷野\n家 漢字\nword\n漢字", "𠮷野家 漢字 word 漢字"),
+        ("한국어는\n띄어쓰기가\n있다", "한국어는 띄어쓰기가 있다"),
+        ("é\né 😀\n😀", "é é 😀 😀"),
+    ],
+    ids=["english", "japanese", "chinese", "kana", "mixed", "korean", "other"],
+)
+def test_line_breaks_of_plain_text_become_what_the_script_puts_between_words(tmp_path, written, read):
+    (tmp_path / "a.txt").write_bytes(f"{written}\n\nnext".encode())
+    assert texts(tmp_path / "a.txt") == [read, "next"]
 
 
 def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):

@@ -3,16 +3,19 @@
 import gzip
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
@@ -132,6 +135,38 @@ def test_a_document_of_one_token_is_kept_from_every_kind_of_file(folder):
         "b.json",
         "wiki_00",
     ]
+
+
+JAPANESE = """山の上の小さな町では、朝になると鐘が鳴り、
+市場に人々が集まって、野菜や魚やパンを売り買い
+する。子どもたちは川のそばを走り、犬はその
+あとを追いかける。夕方には窓に明かりがともる。"""
+
+
+@pytest.mark.parametrize("dummy_prefix", [True, False])
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+def test_line_breaks_in_japanese_give_no_unknown_piece(folder, rule, dummy_prefix):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(JAPANESE.split("\n") * 20),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        normalization_rule_name=rule,
+        add_dummy_prefix=dummy_prefix,
+        minloglevel=2,
+    )
+    (folder / "ja.model").write_bytes(model.getvalue())
+    (folder / "ja.txt").write_text(f"{JAPANESE}\n\n{JAPANESE}\n", encoding="utf-8")
+    files = {"input": (str(folder / "ja.txt"),), "tokenizer_model": str(folder / "ja.model"), "vocab_file": None}
+    done = preprocess(config(folder, tokenizer_type="SentencePiece", **files))
+    tokenizer = build_tokenizer("SentencePiece", None, files["tokenizer_model"])
+    documents = list(IndexedDataset(done.prefixes[0]))
+    assert len(documents) == 2 and not any((ids == tokenizer.unk_id).any() for ids in documents)
+    expected = JAPANESE.replace("\n", "")
+    assert tokenizer.decode(documents[1].tolist()) == unicodedata.normalize(
+        "NFKC" if "nfkc" in rule else "NFC", expected
+    )
 
 
 def test_a_large_vocabulary_is_stored_in_int32(folder):
