@@ -22,6 +22,7 @@ from megatron_ddrp.data.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, sample_totals, split_documents
 from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.data.verification import check_sums
+from megatron_ddrp.data.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.data.word_counts import open_rare_words
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -61,7 +62,8 @@ class Corpus:
             )
         prefixes = dataset_prefixes(config)
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
-        sources, notes = {}, []
+        warning = warn_of_impossible(tokenizer)
+        sources, notes = {}, [warning] if warning else []
         for prefix in prefixes:
             dataset = open_dataset(prefix, tokenizer)
             if keep_indices:

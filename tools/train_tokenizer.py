@@ -9,7 +9,9 @@ The same text and flags always give the same file. [PAD] [UNK] [CLS] [SEP] [MASK
 
 from __future__ import annotations
 
+import argparse
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 
@@ -79,6 +81,21 @@ def main() -> None:
     fewer = f" (the text gives no more; {arguments.vocab_size:,} were asked for)" if size < arguments.vocab_size else ""
     left_out = f", {len(skipped):,} unreadable records skipped (first: {skipped[0]})" if skipped else ""
     print(f"{size:,} pieces{fewer}{left_out} → {arguments.output}")
+    print(f"next: {next_command(arguments)}")
+
+
+def next_command(arguments: argparse.Namespace) -> str:
+    """Return the command that preprocesses the same input with the new vocabulary."""
+    words = ["python", "tools/preprocess_data.py", "--input", *arguments.input]
+    if arguments.json_keys != ["text"]:
+        words += ["--json-keys", *arguments.json_keys]
+    words += ["--output-prefix", os.path.join(os.path.dirname(arguments.output), "corpus")]
+    if arguments.type == "sentencepiece":
+        words += ["--tokenizer-type", "SentencePiece", "--tokenizer-model", arguments.output]
+    else:
+        kind = "BertWordPieceCase" if arguments.cased else "BertWordPieceLowerCase"
+        words += ["--tokenizer-type", kind, "--vocab-file", arguments.output]
+    return shlex.join(words)
 
 
 if __name__ == "__main__":

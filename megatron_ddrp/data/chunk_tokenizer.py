@@ -75,6 +75,8 @@ class TokenizedDocuments(NamedTuple):
     """int32, sequences of each document `[documents]`."""
     empty: int
     """Documents left out because they have no tokens."""
+    unknown: int
+    """Tokens that are the unknown piece."""
 
 
 class TokenizedChunk(NamedTuple):
@@ -121,4 +123,7 @@ class ChunkTokenizer:
                 all_ids += kept
                 sequences.append(len(kept))
         sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
-        return TokenizedDocuments(b"".join(all_ids), sizes, np.array(sequences, np.int32), len(texts) - len(sequences))
+        tokens = b"".join(all_ids)
+        unknown = int(np.count_nonzero(np.frombuffer(tokens, dtype) == self.tokenizer.unk_id))
+        empty = len(texts) - len(sequences)
+        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), empty, unknown)

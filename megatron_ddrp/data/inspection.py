@@ -17,6 +17,7 @@ from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.samples import MIN_DOCUMENT_TOKENS
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.data.verification import describe_tokenizer
+from megatron_ddrp.data.vocabulary_fit import describe_unknown, warn_of_unknown
 from megatron_ddrp.errors import UserError
 
 LONGEST_COUNTED = 1 << 20
@@ -47,6 +48,8 @@ class DatasetSummary:
     """(lowest, highest, documents) with that many tokens, both included."""
     tokenizer: dict[str, Any] | None
     """The manifest's entry, if there is one."""
+    unknown_tokens: int | None
+    """Tokens that are the unknown piece, as the manifest says; None where it does not."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as a dictionary."""
@@ -61,6 +64,10 @@ class DatasetSummary:
         )
         made_by = "not recorded (no manifest)" if self.tokenizer is None else describe_tokenizer(self.tokenizer)
         yield f"tokenizer: {made_by}"
+        unknown = self.unknown_tokens
+        yield "unknown pieces: not recorded" if unknown is None else describe_unknown(unknown, self.tokens)
+        if unknown is not None and (warning := warn_of_unknown("this dataset", unknown, self.tokens)):
+            yield warning
         if not self.documents:
             return
         shares = ", ".join(f"{float(name):.0%} {value:,}" for name, value in self.quantiles.items())
@@ -98,7 +105,8 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
     exponents = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
     histogram = [((1 << e) >> 1, max(0, (1 << e) - 1), int(bins[e])) for e in exponents]
     below = np.cumsum(counts)
-    documents = dataset.num_documents
+    documents, manifest = dataset.num_documents, dataset.manifest or {}
+    unknown = manifest.get("unknown_tokens")
     ranks = [(q, min(documents - 1, int(q * documents))) for q in QUANTILES] if documents else []
     return DatasetSummary(
         documents=documents,
@@ -110,7 +118,8 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
         quantiles={str(q): int(np.searchsorted(below, rank, side="right")) for q, rank in ranks},
         short_documents=int(below[MIN_DOCUMENT_TOKENS - 1]),
         histogram=histogram,
-        tokenizer=(dataset.manifest or {}).get("tokenizer"),
+        tokenizer=manifest.get("tokenizer"),
+        unknown_tokens=unknown if isinstance(unknown, int) else None,
     )
 
 

@@ -14,8 +14,8 @@ from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWri
 from megatron_ddrp.data.verification import describe_tokenizer
 from megatron_ddrp.errors import UserError
 
-COUNTS = ("empty_documents", "skipped")
-"""Manifest entries that add up and that the datasets themselves do not show."""
+COUNTS = ("empty_documents", "skipped", "unknown_tokens")
+"""Manifest entries that add up and that the datasets themselves do not show; left out where a manifest lacks one."""
 
 
 def merge(
@@ -56,7 +56,8 @@ def merged_manifest(
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     for key in COUNTS:
-        merged[key] = sum(int(manifest.get(key) or 0) for manifest in manifests)
+        if all(isinstance(manifest.get(key), int) for manifest in manifests):
+            merged[key] = sum(manifest[key] for manifest in manifests)
     merged["documents"] = sum(dataset.num_documents for dataset in datasets)
     merged["sequences"] = sum(map(len, datasets))
     merged["tokens"] = sum(dataset.num_tokens for dataset in datasets)

@@ -27,6 +27,7 @@ from megatron_ddrp.data.inputs import BLOCK_BYTES, InputFile, OpenInput, find_in
 from megatron_ddrp.data.records import Chunk
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.data.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.vocabulary_fit import describe_unknown, warn_of_impossible, warn_of_unknown
 from megatron_ddrp.data.workers import map_in_order
 from megatron_ddrp.errors import UserError
 
@@ -44,6 +45,7 @@ class KeyCounts:
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
+    unknown_tokens: int = 0
     empty_documents: int = 0
 
 
@@ -76,20 +78,28 @@ class PreprocessResult:
         return sum(counts.tokens for counts in self.by_key)
 
     def summary(self) -> str:
-        """One line: documents, tokens, speed, files."""
+        """Return one line: documents, tokens, unknown pieces, speed, files."""
         speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
         empty = sum(counts.empty_documents for counts in self.by_key)
         left_out = f", {empty:,} empty documents left out" if empty else ""
         if self.skipped:
             left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {speed:.1f} MB/s → {files}"
+        unknown = describe_unknown(sum(counts.unknown_tokens for counts in self.by_key), self.tokens)
+        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each dataset with many unknown pieces."""
+        for prefix, counts in zip(self.prefixes, self.by_key, strict=True):
+            if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens):
+                yield warning
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
     """Write one dataset for each JSON key; what an interrupted run of the same command has done is not done again.
 
-    Raises `UserError` when it is not possible. No dataset appears under its name before it is complete.
+    No dataset appears under its name before it is complete. Signs of a vocabulary that does not fit are written to
+    standard error. Raises `UserError` when it is not possible.
     """
     local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
     files = find_inputs(config.input, leave_out=local)
@@ -97,6 +107,8 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     if existing and not os.path.exists(config.unfinished_folder):
         raise UserError(existing)
     tokenize = ChunkTokenizer(config)
+    if warning := warn_of_impossible(tokenize.tokenizer):
+        print(warning, file=sys.stderr)
     job = _job(config, files, tokenize)
     folder = config.unfinished_folder
     with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job) as output:
@@ -106,10 +118,13 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
         if output.state and output.state["skipped"] and config.on_error == "stop":
             raise UserError(f"{folder}: this run has skipped records; go on with --on-error skip, or remove the folder")
         if output.discarded:
-            print(f"{folder}: left by another command or input; starting afresh", file=sys.stderr)
+            print(f"{folder}: left by another command, input or version; starting afresh", file=sys.stderr)
         run = _Run(config, files, tokenize, output)
         try:
-            return run.to_the_end()
+            result = run.to_the_end()
+            for warning in result.warnings():
+                print(warning, file=sys.stderr)
+            return result
         except OSError as error:
             where = error.filename or folder
             hint = "make room or choose another --output-prefix"
@@ -214,6 +229,7 @@ class _Run:
             counts.documents += len(documents.documents)
             counts.sequences += len(documents.sizes)
             counts.tokens += len(documents.ids) // self._tokenize.tokenizer.dtype.itemsize
+            counts.unknown_tokens += documents.unknown
             counts.empty_documents += documents.empty
         result.skipped += len(reasons)
         result.first_skipped = result.first_skipped or next(iter(reasons), "")

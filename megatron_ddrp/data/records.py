@@ -3,9 +3,9 @@
 A record is one JSON object a line; the lines between two blank lines, so that Google's files of one sentence a line
 work; what stands between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
 
-A line of plain text may end anywhere, so its line breaks are no part of the text: many SentencePiece models turn one into
-[UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in CSS Text
-(section 4.1.3). Other formats keep their line breaks, which separate paragraphs there.
+A line of plain text may end anywhere, so its line breaks are no part of the text, and many SentencePiece models turn
+one into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
+CSS Text (section 4.1.3). Other formats keep their line breaks, which separate paragraphs there.
 """
 
 from __future__ import annotations

@@ -97,6 +97,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Readable text of ids."""
 
+    def count_impossible(self) -> int:
+        """Return the number of ordinary pieces that no text can give, since text is normalized before it is cut."""
+        return 0
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the vocabulary and its description into a folder, from which `load_tokenizer` makes an equal one."""
         names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}

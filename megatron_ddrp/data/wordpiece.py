@@ -45,7 +45,7 @@ class WordPieceTokenizer(Tokenizer):
             begins_word=lambda piece: not piece.startswith("##"),
             content="".join(f"{piece}\n" for piece in pieces).encode(),
         )
-        lower = tokenizer_type == "BertWordPieceLowerCase"
+        self._lower = lower = tokenizer_type == "BertWordPieceLowerCase"
         self._backend = RustTokenizer(models.WordPiece(ids, unk_token=pieces[self.unk_id]))
         self._backend.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
         self._backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -57,6 +57,14 @@ class WordPieceTokenizer(Tokenizer):
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         return [self._pack(text) for text in texts]
+
+    def count_impossible(self) -> int:
+        if not self._lower:
+            return 0
+        fold = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, strip_accents=True)
+        special = set(self.special_ids.tolist())
+        ordinary = (piece.removeprefix("##") for i, piece in enumerate(self.pieces) if i not in special)
+        return sum(fold.normalize_str(piece) != piece for piece in ordinary)
 
     def _pack(self, text: str) -> bytes:
         return b"".join(map(self._words.__getitem__, WORDS.findall(text)))
@@ -91,7 +99,10 @@ class _WordCache(dict[str, bytes]):
 
 
 def read_vocab(path: str | os.PathLike[str]) -> list[str]:
-    """The pieces of a vocab.txt in line order. Raises `UserError` when it is missing, empty or not UTF-8."""
+    """Return the pieces of a vocab.txt in line order.
+
+    Raises `UserError` when it is missing, empty, not UTF-8, or holds a piece twice, of which one could never occur.
+    """
     data = read_bytes(path)
     try:
         lines = data.decode("utf-8").split("\n")
@@ -102,4 +113,12 @@ def read_vocab(path: str | os.PathLike[str]) -> list[str]:
         lines.pop()
     if not lines:
         raise UserError(f"{os.fspath(path)}: empty; expected a vocab.txt with one piece a line")
-    return [line.removesuffix("\r") for line in lines]
+    pieces = [line.removesuffix("\r") for line in lines]
+    first: dict[str, int] = {}
+    for number, piece in enumerate(pieces, 1):
+        if first.setdefault(piece, number) != number:
+            raise UserError(
+                f"{os.fspath(path)}:{number}: {piece!r} stands on line {first[piece]} already, expected each piece "
+                f"once; line {first[piece]} can never occur, so write another name there, such as [unused-{first[piece]}]"
+            )
+    return pieces

@@ -154,6 +154,17 @@ def test_what_is_missing_is_named(parts, tiny_corpus):
         opened(data_path=("1", parts["a"], "1", parts["short"]), split="1,0,0").loader("train", 0, 1)
 
 
+def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):
+    pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8") + "".join(f"Word{i}\n" for i in range(50))
+    (tmp_path / "cased.txt").write_text(pieces, encoding="utf-8")
+    for kind, notes in (("BertWordPieceLowerCase", 1), ("BertWordPieceCase", 0)):
+        config = make_config(tiny_corpus, data={"vocab_file": str(tmp_path / "cased.txt"), "tokenizer_type": kind})
+        text = {"input": (str(tiny_corpus.text_file),), "output_prefix": str(tmp_path / kind), "tokenizer_type": kind}
+        [prefix] = preprocess(PreprocessConfig(**text, vocab_file=config.data.vocab_file)).prefixes
+        found = Corpus.open(config.replace(data={"data_path": prefix})).notes
+        assert len(found) == notes and all("pieces can never occur" in note for note in found)
+
+
 def test_every_corpus_must_be_of_the_one_tokenizer(parts, tiny_corpus, tmp_path):
     other = write_vocabulary(["another vocabulary"], tmp_path / "other.txt")
     foreign = dataset(tmp_path, "foreign", ['{"text": "another"}\n'] * 9, other)

@@ -72,7 +72,11 @@ def test_manifests_add_up(tmp_path):
     assert found["inputs"] == [{"name": "a.jsonl", "bytes": 7}, {"name": "b.jsonl", "bytes": 7}]
     assert found["merged"] == ["a", "b"] and found["tokenizer"]["fingerprint"] == "f" * 64
     assert found["json_key"] == "text" and "append_eod" not in found  # they disagree on it
+    assert "unknown_tokens" not in found, "an earlier version did not count them"
     assert list(verify(tmp_path / "all")) == []
+    counted = [write(tmp_path / f"c{n}", [[[1]]], manifest=manifest("c", 1) | {"unknown_tokens": n}) for n in (3, 4)]
+    assert merge(tmp_path / "all-c", counted).manifest["unknown_tokens"] == 7
+    assert "unknown_tokens" not in merge(tmp_path / "mixed", [counted[0], a]).manifest
     bare = write(tmp_path / "bare", [[[1]]], manifest={"json_key": "text"})
     assert merge(tmp_path / "counted", [a, bare]).manifest["documents"] == 3 and not list(verify(tmp_path / "counted"))
     plain = write(tmp_path / "plain", [[[9]]])

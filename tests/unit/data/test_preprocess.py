@@ -78,6 +78,7 @@ def test_one_document_one_sequence_without_specials(folder):
         "documents": 3,
         "sequences": 3,
         "tokens": 17,
+        "unknown_tokens": 0,
         "empty_documents": 2,
         "skipped": 0,
         "dtype": "uint16",
@@ -89,7 +90,33 @@ def test_one_document_one_sequence_without_specials(folder):
         "inputs": [{"name": "in.jsonl", **size_and_hash(folder / "in.jsonl")}],
         "version": megatron_ddrp.__version__,
     }
-    assert result.summary().startswith("3 documents, 17 tokens, 2 empty documents left out, ")
+    assert result.summary().startswith("3 documents, 17 tokens, 2 empty documents left out, 0.00% unknown pieces, ")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_unknown_pieces_are_counted_and_many_are_told_loudly(folder, capsys, workers):
+    words = {"few": "the cat " * 99 + "dog dog", "many": "the cat " * 98 + "dog cow pig"}  # 1.00 and 1.5 %
+    lines = [json.dumps(words) + "\n", json.dumps({"few": "cat", "many": "the dog"}) + "\n"]
+    (folder / "words.jsonl").write_text("".join(lines))
+    flags = {"input": (str(folder / "words.jsonl"),), "json_keys": ("few", "many"), "workers": workers}
+    done = preprocess(config(folder, **flags))
+    counts = [IndexedDataset(prefix).manifest["unknown_tokens"] for prefix in done.prefixes]
+    assert counts == [2, 4] and done.by_key[0].tokens == 201 and done.by_key[1].tokens == 201
+    assert "1.49% unknown pieces" in done.summary()  # 6 of 402
+    [warning] = capsys.readouterr().err.splitlines()
+    assert f"warning: {done.prefixes[1]}: 4 of 201 tokens (2.0%) are unknown pieces" in warning
+
+
+def test_a_cased_vocabulary_under_a_lower_casing_type_is_doubted(folder, capsys):
+    pieces = [*VOCAB, "The", "Cat", "##S", "Caf\u00e9"]
+    (folder / "cased.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    preprocess(config(folder, vocab_file=str(folder / "cased.txt")))
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: 4 of 17 pieces can never occur")
+    assert warning.endswith("did you mean BertWordPieceCase?")
+    flags = {"vocab_file": str(folder / "cased.txt"), "tokenizer_type": "BertWordPieceCase", "overwrite": True}
+    preprocess(config(folder, **flags))
+    assert "can never occur" not in capsys.readouterr().err
 
 
 def test_end_of_document_and_several_keys(folder):

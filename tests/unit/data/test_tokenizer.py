@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ddrp.data.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
+from megatron_ddrp.data.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.errors import UserError
 
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCXYZ0123456789éñöşα中文한\u0301'.,-[]#@ß"
-VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "mask", "MASK", "the", "un", "##aff", "##able", "cafe", "##s"]
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "mask", "MASK", "the", "un", "##aff", "##able", "cafe"]
 VOCAB += list(dict.fromkeys(LETTERS)) + [f"##{letter}" for letter in dict.fromkeys(LETTERS)]
 
 
@@ -218,6 +219,27 @@ def test_wordpiece_attributes(vocab_file):
     assert tokenizer.fingerprint != build_tokenizer("BertWordPieceCase", vocab_file).fingerprint
 
 
+def test_pieces_that_no_text_gives_are_counted(tmp_path):
+    pieces = [*VOCAB[:5], "[unused1]", "the", "The", "##S", "##s", "caf\u00e9", "\u4e2d", "\uac00", "\u1100", "!"]
+    (tmp_path / "v.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    lower = build_tokenizer("BertWordPieceLowerCase", tmp_path / "v.txt")
+    assert lower.count_impossible() == 4  # The, ##S, caf\u00e9, and a Hangul syllable, which comes apart
+    for piece in ("The", "caf\u00e9", "\uac00"):
+        assert pieces.index(piece) not in lower.encode(piece)
+    assert build_tokenizer("BertWordPieceCase", tmp_path / "v.txt").count_impossible() == 0
+
+
+def test_the_real_uncased_vocabulary_is_not_doubted(tmp_path):
+    if not SHARED_ASSETS.exists():
+        pytest.skip("BERT's own vocabulary is not at hand")
+    with tarfile.open(SHARED_ASSETS) as archive:
+        member = archive.extractfile("vocab/bert-base-uncased-vocab.txt")
+        (tmp_path / "v.txt").write_bytes(member.read())
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "v.txt")
+    assert tokenizer.vocab_size == 30522 and tokenizer.count_impossible() == 0
+    assert warn_of_impossible(tokenizer) is None
+
+
 def test_windows_line_ends_and_a_missing_last_newline_change_nothing(tmp_path, vocab_file):
     (tmp_path / "v.txt").write_bytes(vocab_file.read_bytes().replace(b"\n", b"\r\n")[:-2])
     other, tokenizer = (
@@ -327,6 +349,8 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     assert "lacks [CLS], [MASK];" in complaint("BertWordPieceCase", b"[PAD]\n[UNK]\n[SEP]\na\n", vocab_file=file)
     assert "file:2: not UTF-8" in complaint("BertWordPieceCase", b"a\n\xff\n", vocab_file=file)
     assert "empty" in complaint("BertWordPieceCase", b"", vocab_file=file)
+    twice = complaint("BertWordPieceCase", b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", vocab_file=file)
+    assert f"{file}:5: 'the' stands on line 3 already" in twice and "[unused-3]" in twice
     assert "No such file" in complaint("BertWordPieceCase", vocab_file=tmp_path / "none")
     assert "needs --vocab-file" in complaint("BertWordPieceCase", tokenizer_model=vocab_file)
     assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_command_is_deterministic_and_refuses_what_it_must(corpus, tmp_path):
     output = tmp_path / "vocab.txt"
     flags = ("--input", tmp_path / "in.jsonl", "--vocab_size", 200, "--output", output)
     done = run(*flags)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout == f"200 pieces → {output}\n"
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"200 pieces → {output}\n")
     first = output.read_bytes()
     refused = run(*flags)
     assert refused.returncode == 1 and "exists already; give --overwrite" in refused.stderr
@@ -90,6 +91,26 @@ def test_command_is_deterministic_and_refuses_what_it_must(corpus, tmp_path):
     assert not list((tmp_path / "none").iterdir())
     bad = run("--input", tmp_path / "no.jsonl", "--vocab-size", 99, "--output", tmp_path / "v.txt")
     assert bad.returncode == 1 and "no.jsonl: No such file" in bad.stderr and not (tmp_path / "v.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ((), "BertWordPieceLowerCase"),
+        (("--cased",), "BertWordPieceCase"),
+        (("--type", "sentencepiece"), "SentencePiece"),
+    ],
+    ids=["lower", "cased", "sentencepiece"],
+)
+def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(corpus, tmp_path, flags, kind):
+    (tmp_path / "in put.jsonl").write_text("".join(json.dumps({"body": text.title()}) + "\n" for text in corpus))
+    words = ("--input", tmp_path / "in put.jsonl", "--json-keys", "body", "--vocab-size", 120)
+    done = run(*words, "--output", tmp_path / "v.txt", *flags)
+    assert done.returncode == 0, done.stderr
+    python, *command = shlex.split(done.stdout.split("next: ")[1])
+    assert python == "python" and command[command.index("--tokenizer-type") + 1] == kind
+    made = subprocess.run([sys.executable, *command], cwd=TOOL.parents[1], capture_output=True, text=True, timeout=60)
+    assert (made.returncode, made.stderr) == (0, "") and (tmp_path / "corpus_body_document.idx").exists()
 
 
 def test_command_stops_at_a_bad_line_for_sentencepiece_too(corpus, tmp_path):

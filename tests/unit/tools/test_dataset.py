@@ -1,6 +1,7 @@
 """tools/dataset.py as its users meet it: what it prints, what it exits with."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,22 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
     assert sum(count for _, _, count in counts["histogram"]) == counts["documents"] == 600
     ids = " ".join(map(str, dataset[0][:3]))
     assert f": {ids} …" in command("inspect", f"{tiny_corpus.prefix}.idx", "--tokens", 3)[1]
+
+
+def test_inspect_tells_the_share_of_unknown_pieces(tiny_corpus, command, tmp_path):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"d{suffix}")
+    manifest = IndexedDataset(tiny_corpus.prefix).manifest
+    tokens = manifest["tokens"]
+    for unknown, expected in ((tokens // 200, "0.50% unknown pieces"), (tokens // 20, "5.00% unknown pieces")):
+        (tmp_path / "d.json").write_text(json.dumps(manifest | {"unknown_tokens": unknown}))
+        code, out, _ = command("inspect", tmp_path / "d", "--output", tmp_path / "counts.json")
+        assert code == 0 and expected in out
+        assert ("warning: this dataset: " in out) == (unknown == tokens // 20)
+        assert json.loads((tmp_path / "counts.json").read_text())["unknown_tokens"] == unknown
+    del manifest["unknown_tokens"]  # as an earlier version wrote it
+    (tmp_path / "d.json").write_text(json.dumps(manifest))
+    assert "unknown pieces: not recorded" in command("inspect", tmp_path / "d")[1]
 
 
 def test_inspect_draws_the_lengths(tiny_corpus, command, tmp_path):
