@@ -101,7 +101,7 @@ def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] 
         if found != expected:
             raise UserError(
                 f"{path}: SHA-256 {found[:12]}…, but {manifest_path} says {str(expected)[:12]}…: damaged, or "
-                f"changed since preprocessing; {MEND}, and see where by tools/dataset.py verify"
+                f"changed since preprocessing; {MEND}; tools/dataset.py verify tells more"
             )
 
 

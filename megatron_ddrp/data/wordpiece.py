@@ -114,11 +114,12 @@ def read_vocab(path: str | os.PathLike[str]) -> list[str]:
     if not lines:
         raise UserError(f"{os.fspath(path)}: empty; expected a vocab.txt with one piece a line")
     pieces = [line.removesuffix("\r") for line in lines]
-    first: dict[str, int] = {}
+    lines_of: dict[str, int] = {}
     for number, piece in enumerate(pieces, 1):
-        if first.setdefault(piece, number) != number:
+        first = lines_of.setdefault(piece, number)
+        if first != number:
             raise UserError(
-                f"{os.fspath(path)}:{number}: {piece!r} stands on line {first[piece]} already, expected each piece "
-                f"once; line {first[piece]} can never occur, so write another name there, such as [unused-{first[piece]}]"
+                f"{os.fspath(path)}:{number}: {piece!r} stands on line {first} already, expected each piece once; "
+                f"line {first} can never occur: write another name there, such as [unused-{first}]"
             )
     return pieces
