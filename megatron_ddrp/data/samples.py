@@ -196,7 +196,7 @@ def num_blocks(num_documents: int) -> int:
 
 
 def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last document.
+    """Return the tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last one.
 
     Raises `UserError` where documents end before they begin.
     """
