@@ -218,8 +218,8 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
 
 def _damaged(dataset: IndexedDataset, document: int) -> UserError:
     return UserError(
-        f"{dataset.prefix}.idx: damaged near document {document}: its documents are not those that the sample index was "
-        f"made of; {MEND}, and see all of it by tools/dataset.py verify"
+        f"{dataset.prefix}.idx: damaged near document {document}: changed since the sample index was made; "
+        f"{MEND}, and see all of it by tools/dataset.py verify"
     )
 
 
