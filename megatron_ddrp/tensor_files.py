@@ -84,6 +84,15 @@ def _bytes(tensor: Any) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
+def facts(path: Path) -> dict[str, Any]:
+    """Return a file's size and CRC-32, as `write_tensors` does for the file that it writes."""
+    checksum = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return {"bytes": path.stat().st_size, "crc32": f"{checksum:08x}"}
+
+
 def damage(path: Path, written: Mapping[str, Any], read: bool = True) -> str | None:
     """Return what is wrong with a file that `write_tensors` reported as `written`, or None.
 
@@ -96,11 +105,7 @@ def damage(path: Path, written: Mapping[str, Any], read: bool = True) -> str | N
         return f"{path.name} has {size:,} bytes instead of {written['bytes']:,}"
     if not read:
         return None
-    checksum = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    found = f"{checksum:08x}"
+    found = facts(path)["crc32"]
     return None if found == written["crc32"] else f"{path.name} has the CRC-32 {found} instead of {written['crc32']}"
 
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.conversion.export_sums import check_sums
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
@@ -18,8 +19,10 @@ LARGEST_SIZE = 2**22
 def read_config_file(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
-    Raises `UserError` where it cannot be read, or where the model is another's code.
+    Raises `UserError` where it cannot be read, where the model is another's code, or where an export of ours is not as
+    it was written.
     """
+    check_sums(folder)
     path = folder / "config.json"
     values = read_object(path)
     if values.get("model_type") != OWN_MODEL_TYPE:

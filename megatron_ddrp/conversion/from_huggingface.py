@@ -21,6 +21,7 @@ from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, sav
 from megatron_ddrp.conversion.foreign_config import one_of, refuse_code
 from megatron_ddrp.conversion.huggingface_layouts import model_config, read_config
 from megatron_ddrp.conversion.huggingface_weights import (
+    SEGMENT_EMBEDDING,
     TOKEN_EMBEDDING,
     Weights,
     fill,
@@ -114,12 +115,19 @@ class ReadFolder:
 def read_folder(source: Path) -> ReadFolder:
     """Read a folder of a BERT or a DeBERTa v1. Raises `UserError` as `import_folder` does."""
     # Every size is held against the weights before anything of that size is allocated.
-    config, tensors = model_config(source, read_config(source)), read_weights(source)
+    values, tensors = read_config(source), read_weights(source)
+    config = model_config(source, values)
     refuse_sizes(config, tensors, source)
     wanted = dict(on_meta_device(config).named_parameters())
     weights = rename(tensors, config.num_attention_heads, wanted, source)
     if TOKEN_EMBEDDING not in weights.ours:
         raise UserError(f"{source}: no word embedding among its weights; give a folder with a whole encoder")
+    segments = len(weights.ours.get(SEGMENT_EMBEDDING, ()))
+    if segments != values["type_vocab_size"]:
+        raise UserError(
+            f"{source}: config.json says type_vocab_size {values['type_vocab_size']}, and the weights embed {segments} "
+            "segments: they do not match; copy the folder again"
+        )
     tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
     pieces = tokenizer.vocab_size if tokenizer else rows
     if pieces > rows:

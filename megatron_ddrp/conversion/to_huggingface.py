@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import POSITION_ENCODINGS, ModelConfig
+from megatron_ddrp.conversion.export_sums import write_sums
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
@@ -96,6 +97,7 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
         if not is_plain_bert(config):
             write_model_code(folder)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length)
+        write_sums(folder)
     return Export(source, output, config, weights, tokenizer_line, detects)
 
 

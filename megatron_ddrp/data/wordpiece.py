@@ -101,7 +101,8 @@ class _WordCache(dict[str, bytes]):
 def read_vocab(path: str | os.PathLike[str]) -> list[str]:
     """Return the pieces of a vocab.txt in line order.
 
-    Raises `UserError` when it is missing, empty, not UTF-8, or holds a piece twice, of which one could never occur.
+    Raises `UserError` when it is missing, empty, not UTF-8, or holds zero bytes, or a piece twice, of which one could
+    never occur.
     """
     data = read_bytes(path)
     try:
@@ -116,6 +117,8 @@ def read_vocab(path: str | os.PathLike[str]) -> list[str]:
     pieces = [line.removesuffix("\r") for line in lines]
     lines_of: dict[str, int] = {}
     for number, piece in enumerate(pieces, 1):
+        if "\0" in piece:
+            raise UserError(f"{os.fspath(path)}:{number}: a piece with a zero byte: damaged; copy the file again")
         first = lines_of.setdefault(piece, number)
         if first != number:
             raise UserError(

@@ -149,6 +149,7 @@ KINDS = (
     Kind("our export: config.json", "plain/config.json", ANY_JSON, ("convert --from-hf, our export",)),
     Kind("our export: tokenizer", "export/[stv]*[!s]", BYTES | TEXT, EXPORT_READERS, ("tokenizer",)),
     Kind("our export: tokenizer", "plain/[stv]*[!s]", BYTES | TEXT, ("convert --from-hf, our export",), ("tokenizer",)),
+    Kind("our export: sums", "export/export_sums.json", ANY_JSON, EXPORT_READERS),
     Kind("our export: model code", "export/*.py", BYTES, EXPORT_READERS),
     Kind(
         "foreign BERT: weights",
@@ -169,7 +170,7 @@ KINDS = (
         BERT_READERS,
         other="plain/config.json",
     ),
-    Kind("foreign BERT: tokenizer", "bert/vocab.txt", VALID_OR_NOT, BERT_READERS, ("tokenizer", "pieces")),
+    Kind("foreign BERT: tokenizer", "bert/vocab.txt", VALID_OR_NOT, BERT_READERS, ("tokenizer", "pieces"), loses=True),
     Kind(
         "foreign BERT: tokenizer",
         "bert/tokenizer_config.json",

@@ -296,6 +296,10 @@ def test_damaged_and_foreign_folders_are_named(tmp_path, hf, vocab, capsys):
     save_file({**weights, "cls.predictions.decoder.weight": torch.zeros(20, 32)}, hf / "model.safetensors")
     with pytest.raises(UserError, match="output matrix is not its word embedding"):
         import_folder(hf, tmp_path / "run")
+    renamed = {name.replace("token_type_", "token_typo_"): tensor for name, tensor in weights.items()}
+    save_file(renamed, hf / "model.safetensors")
+    with pytest.raises(UserError, match="type_vocab_size 2, and the weights embed 0 segments"):
+        import_folder(hf, tmp_path / "run")
     (hf / "model.safetensors").write_bytes(b"x" * 40)
     with pytest.raises(UserError, match="model.safetensors cannot be read"):
         import_folder(hf, tmp_path / "run")

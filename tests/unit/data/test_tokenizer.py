@@ -348,6 +348,7 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     file = tmp_path / "file"
     assert "lacks [CLS], [MASK];" in complaint("BertWordPieceCase", b"[PAD]\n[UNK]\n[SEP]\na\n", vocab_file=file)
     assert "file:2: not UTF-8" in complaint("BertWordPieceCase", b"a\n\xff\n", vocab_file=file)
+    assert "file:2: a piece with a zero byte" in complaint("BertWordPieceCase", b"a\n\0\0b\n", vocab_file=file)
     assert "empty" in complaint("BertWordPieceCase", b"", vocab_file=file)
     twice = complaint("BertWordPieceCase", b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", vocab_file=file)
     assert f"{file}:5: 'the' stands on line 3 already" in twice and "[unused-3]" in twice

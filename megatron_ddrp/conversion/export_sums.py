@@ -1,0 +1,40 @@
+"""Sums of the files of our own exports: a Hugging Face folder of ours that was damaged since is refused, not believed.
+
+The folder of another program carries none, and transformers does not look at ours.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
+from megatron_ddrp.tensor_files import damage, facts
+
+SUMS = "export_sums.json"
+
+
+def write_sums(folder: Path) -> None:
+    """Write size and CRC-32 of every file of a complete export but its model code, which we never read."""
+    files = {path.name: facts(path) for path in sorted(folder.iterdir()) if path.suffix != ".py"}
+    (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def check_sums(folder: Path) -> None:
+    """Raise `UserError` where an export of ours is not as it was written. Folders without sums pass."""
+    if not (folder / SUMS).exists():
+        return
+    files = read_object(folder / SUMS).get("files")
+    if not isinstance(files, dict) or not files or not all(map(_are_facts, files.values())):
+        raise UserError(f"{folder / SUMS}: no sums in it; export the checkpoint again")
+    for name, written in files.items():
+        if reason := damage(folder / name, written):
+            raise UserError(
+                f"{folder}: {reason}: damaged or changed since its export; export the checkpoint again, or delete "
+                f"{SUMS} if you changed the folder yourself"
+            )
+
+
+def _are_facts(written: object) -> bool:
+    return isinstance(written, dict) and {"bytes": int, "crc32": str} == {k: type(v) for k, v in written.items()}
