@@ -73,14 +73,15 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
 
     `program` is the name in front of the line; by default that of the running script.
     """
-    program = program or os.path.basename(sys.argv[0]) or "python"
     try:
         result = main()
         sys.stdout.flush()
     except UserError as error:
-        _exit_with_line(program, str(error), error.exit_code)
+        print_error(str(error), program)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _exit_with_line(program, "interrupted", INTERRUPTED)
+        print_error("interrupted", program)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output left (`… | head`): say nothing, and keep Python's own last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,11 +89,17 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        _exit_with_line(program, _refusal(error), FAILURE)
+        print_error(_refusal(error), program)
+        sys.exit(FAILURE)
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def _exit_with_line(program: str, line: str, exit_code: int) -> NoReturn:
+def print_error(line: str, program: str | None = None) -> None:
+    """Write `program: error: line` to stderr, after all that stands in stdout's buffer."""
     sys.stdout.flush()
-    print(f"{program}: error: {line}", file=sys.stderr, flush=True)
-    sys.exit(exit_code)
+    print(f"{program or _program()}: error: {line}", file=sys.stderr, flush=True)
+
+
+def _program() -> str:
+    """Name of the running script."""
+    return os.path.basename(sys.argv[0]) or "python"
