@@ -16,6 +16,7 @@ from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.step import StepResult, evaluate
 from megatron_ddrp.errors import ASKED_TO_STOP, WRONG_ARGUMENTS, UserError, agreed_by_all, refusals_as_user_errors
@@ -139,8 +140,7 @@ def check_attention(config: Config, ranks: Ranks) -> None:
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """The corpus, the training loader and, where it is asked for, the validation loader."""
     check_writers(config)
-    if config.parallel.deepspeed_config and not Path(config.parallel.deepspeed_config).is_file():
-        raise UserError(f"--deepspeed-config {config.parallel.deepspeed_config}: no such file", WRONG_ARGUMENTS)
+    read_settings(config.parallel)
     corpus = Corpus.open(config)
     training = corpus.loader("train", ranks.data_rank, ranks.data_size)
     wants_validation = config.logging.eval_interval > 0 and config.logging.eval_iters > 0

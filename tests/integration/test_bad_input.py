@@ -133,6 +133,7 @@ def test_yaml_with_a_wrong_value(text: str, word: str, flags: Flags, tmp_path: P
         ('{"bf16": {"enabled": true}}', ("bf16.enabled", "--bf16")),
         ('{"optimizer": {"type": "Lamb"}}', ("optimizer", "--lr")),
         ('{"bf16": ', ("cannot be read",)),
+        ('{"zero_optimisation": {"stage": 1}}', ("no setting zero_optimisation", "zero_optimization?")),
     ],
 )
 def test_deepspeed_file_against_the_flags(settings: str, words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:

@@ -108,6 +108,11 @@ def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     memory = facts["memory_per_rank"]
     assert memory["optimizer"] == 0 and memory["buffers"] == 2000
     assert memory["on_host"] == pytest.approx(12 * facts["parameters"], rel=0.01) and "in host memory" in text
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    settings.write_text(json.dumps({"zero_optimization": both}))
+    memory = run_dry(capsys, f"--bf16 --zero-stage 3 --deepspeed-config {settings}")[1]["memory_per_rank"]
+    assert memory["on_host"] == pytest.approx(14 * facts["parameters"], rel=0.01)
+    assert memory["weights"] < 0.01 * memory["on_host"]
 
 
 def test_the_notes_dictionary_is_on_the_host(capsys, tiny_corpus):
