@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -66,6 +67,25 @@ def refusals_as_user_errors(path: object = None) -> Iterator[None]:
 def _refusal(error: OSError, path: object = None) -> str:
     where = path if error.filename is None else error.filename
     return str(error.strerror) if where is None else f"{where}: {error.strerror}"
+
+
+_NO_MEMORY = re.compile("can't allocate|out of memory|storage size calculation overflowed", re.I)
+"""How torch words it, as a plain RuntimeError on CPUs."""
+
+
+@contextlib.contextmanager
+def allocations_as_user_errors() -> Iterator[None]:
+    """Raise memory that cannot be had, of the host or of a GPU, as a `UserError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = re.sub(r"^\[.*?\] err == 0\. ", "", (str(error).splitlines() or ["the system has no more"])[0])
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        raise UserError(
+            f"out of memory: {reason}; use a smaller --micro-batch-size or --hidden-size, --checkpoint-activations, or "
+            "more ranks; --dry-run says what a rank needs"
+        ) from error
 
 
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:

@@ -14,15 +14,22 @@ from megatron_ddrp.checkpoint import TOKENIZER, checkpoints, refuse_folders
 from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.loader import BatchLoader, iterate
-from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.build import build_engine, precision_fault
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.step import StepResult, evaluate
-from megatron_ddrp.errors import ASKED_TO_STOP, WRONG_ARGUMENTS, UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.errors import (
+    ASKED_TO_STOP,
+    WRONG_ARGUMENTS,
+    UserError,
+    agreed_by_all,
+    allocations_as_user_errors,
+    refusals_as_user_errors,
+)
 from megatron_ddrp.host_memory import keep_freed_memory
 from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, similarities, terms
-from megatron_ddrp.model import build_model, count_parameters
+from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.note_files import load_notes, note_tensors
@@ -40,13 +47,13 @@ def train(config: Config) -> int:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    check_attention(config, ranks)
+    agree(lambda: check_device(config, ranks))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
-    model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
+    model = agree(lambda: allocate_model(config))
     total, position = count_parameters(model)
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
@@ -128,8 +135,17 @@ def save(
         log.say(f"{line}; going on")
 
 
-def check_attention(config: Config, ranks: Ranks) -> None:
-    """Refuse an attention backend that cannot serve here, before anything is read."""
+def allocate_model(config: Config) -> Encoder:
+    """Return the whole model, initialised. Raises `UserError` where memory does not hold it."""
+    with allocations_as_user_errors():
+        return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
+
+
+def check_device(config: Config, ranks: Ranks) -> None:
+    """Refuse a precision or an attention backend that this rank's device does not have, before anything is read."""
+    fault = precision_fault(config.training.precision, ranks.device)
+    if fault:
+        raise UserError(f"--{config.training.precision}: {fault}", WRONG_ARGUMENTS)
     model, dtypes = config.model, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     dtype = dtypes[config.training.precision]
     reason = refusal(model.attention_backend, ranks.device, dtype, model.attention_dropout, model.head_dim)

@@ -101,6 +101,14 @@ def test_sequence_parallelism_needs_less_and_one_rank_has_nothing_to_share(capsy
         )
 
 
+def test_a_precision_that_this_machine_lacks_is_a_warning(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text, facts = run_dry(capsys, "--fp16")
+    assert text.startswith("warning: a run on this machine would be refused: --fp16: there is no GPU here")
+    assert facts["parameters"] > 0
+    assert "warning" not in run_dry(capsys, "--bf16")[0]
+
+
 def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     settings = tmp_path / "ds.json"
     settings.write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}}')
