@@ -24,6 +24,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this process; read it before `process_group.start` fills the variables in."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
 @contextlib.contextmanager
 def first_rank_speaks() -> Iterator[None]:
     """Let rank 0 alone print what every rank finds out alike, such as a wrong argument."""

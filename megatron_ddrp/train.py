@@ -28,7 +28,8 @@ from megatron_ddrp.errors import (
     refusals_as_user_errors,
 )
 from megatron_ddrp.host_memory import keep_freed_memory
-from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, similarities, terms
+from megatron_ddrp.launch import is_launched
+from megatron_ddrp.log import Clock, MetricsLog, UnsavedWork, check_writers, progress_line, similarities, terms
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
@@ -41,7 +42,7 @@ from megatron_ddrp.stopping import StopRequests, sole_writer
 
 def train(config: Config) -> int:
     """Run `config` on this rank, the others do the same; 0, or `ASKED_TO_STOP` where it was to end before its end."""
-    began = time.monotonic()
+    began, alone = time.monotonic(), not is_launched()
     ranks = process_group.start(config.parallel)
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
@@ -65,7 +66,7 @@ def train(config: Config) -> int:
     with ExitStack() as stack:
         agree(lambda: open_folder(stack, folder, config, corpus, ranks))
         log = stack.enter_context(MetricsLog(config, progress.iteration, active=ranks.rank == 0))
-        requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began))
+        requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
         for note in corpus.notes:
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
@@ -74,6 +75,7 @@ def train(config: Config) -> int:
             log.say(f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank")
         log.say(where_we_start(config, resumed))
         clock = Clock(progress.iteration, config.training.train_iters)
+        unsaved = UnsavedWork(config)
         steps = FiniteSteps(engine, config, ranks, log.say, notes)
         to_do = config.training.train_iters - progress.iteration
         request = 0
@@ -82,6 +84,7 @@ def train(config: Config) -> int:
             progress = advance(progress, result, config)
             clock.count(result.counts.tokens)
             log_step(log, clock, result, progress, config)
+            unsaved.warn_once(progress.iteration, log.say)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
                 validate(engine, validation, log, progress, config, ranks, notes)
                 clock.pause()
@@ -94,7 +97,8 @@ def train(config: Config) -> int:
                 break
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
-            log.say(f"stopped at step {progress.iteration:,} by {stopping.describe(request)}")
+            saved = "" if folder else "; nothing is saved without --save"
+            log.say(f"stopped at step {progress.iteration:,} by {stopping.describe(request)}{saved}")
         if folder and ranks.rank == 0:
             stopping.note_exit_code(folder, code)
     process_group.stop()

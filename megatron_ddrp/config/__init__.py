@@ -9,7 +9,7 @@ from megatron_ddrp.config.model import POSITION_ENCODINGS, RELATIVE_ENCODINGS, V
 from megatron_ddrp.config.objective import OBJECTIVES, ObjectiveConfig
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
-from megatron_ddrp.config.run import Config, concerns, load_config, save_config
+from megatron_ddrp.config.run import Config, changed_settings, concerns, load_config, save_config
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainingConfig",
+    "changed_settings",
     "concerns",
     "flag",
     "load_config",

@@ -7,7 +7,16 @@ import typing
 
 import pytest
 
-from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, concerns, flag, load_config, save_config
+from megatron_ddrp.config import (
+    Config,
+    ModelConfig,
+    ObjectiveConfig,
+    changed_settings,
+    concerns,
+    flag,
+    load_config,
+    save_config,
+)
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.errors import UserError
 
@@ -133,6 +142,25 @@ def test_pairs_of_concerns_are_refused():
         Config().replace(model={"num_attention_heads": 1}, objective={"hcd_heads": 0})
     Config().replace(model={"num_attention_heads": 1}, objective={"hcd_weight": 0.0})
     Config().replace(model={"num_attention_heads": 1}, objective={"objective": "mlm", "hcd_weight": None})
+
+
+def test_changed_settings_are_lines_with_the_flags_names():
+    before = changed().to_dict()
+    now = changed().replace(
+        optimizer={"lr": 2e-3, "weight_decay": 0.0},
+        data={"data_path": ("0.3", "A", "0.7", "B")},
+        training={"bf16": False, "num_threads": 3},
+        checkpoint={"save": "other", "keep_last": 1},
+        logging={"log_interval": 7},
+    )
+    assert changed_settings(before, now) == [
+        "--data-path: none → 0.3 A 0.7 B",
+        "--lr: 0.0001 → 0.002",
+        "--weight-decay: 0.01 → 0.0",
+    ]
+    assert changed_settings(json.loads(json.dumps(now.to_dict())), now) == []
+    del before["optimizer"]["lr"], before["data"]
+    assert changed_settings(before, now) == ["--weight-decay: 0.01 → 0.0"]
 
 
 def test_configurations_are_frozen():
