@@ -14,6 +14,7 @@ import ipaddress
 import os
 import re
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -95,15 +96,46 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
     if _is_loopback(os.environ.get("MASTER_ADDR", "")) and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, so nobody else need reach us
     if world_size == 1:
-        # torch's backend without communication copies inputs to outputs, which is all that one rank's calls do.
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers it
-
-        dist.init_process_group(dist.Backend.FAKE, store=dist.HashStore(), rank=0, world_size=1)
+        _join_alone(backend, timeout)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself hosts the store
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = _open_store(rank, world_size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _join_alone(backend: str, timeout: datetime.timedelta) -> None:
+    """Form a process group of one rank, by torch's backend without communication, since any other opens a port.
+
+    One rank's calls have to copy their input to their output. Not all of them do in every version of torch; where they
+    do not, the real backend serves.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers it
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    if not _copies_to_itself():
+        dist.destroy_process_group()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _copies_to_itself() -> bool:
+    """Return whether the calls that DeepSpeed and we make give a single rank its own input back."""
+    given = torch.arange(1.0, 5.0)
+    calls: tuple[Callable[[Tensor], object], ...] = (
+        lambda got: dist.all_gather_into_tensor(got, given),
+        lambda got: dist.all_gather([got], given),
+        lambda got: dist.reduce_scatter_tensor(got, given.clone()),
+        lambda got: dist.reduce_scatter(got, [given.clone()]),
+        lambda got: dist.all_to_all_single(got, given),
+        lambda got: dist.all_reduce(got.copy_(given)),
+        lambda got: dist.broadcast(got.copy_(given), 0),
+    )
+    outputs = [torch.zeros(4) for _ in calls]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer names, which torch 2.6 does not have
+        for call, got in zip(calls, outputs, strict=True):
+            call(got)
+    return all(torch.equal(got, given) for got in outputs)
 
 
 def _open_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
