@@ -53,10 +53,10 @@ class ModelConfig:
         "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
     )
     direction_init: str = option(
-        "halves",
-        "how ddrp's D starts: halves +1, but -1 to the left in half of each head's dimensions; ones around +1; spread "
-        "around +1, widely; free at random around 0; embedding as every embedding (docs/results.md compares them)",
-        choices=("halves", "ones", "spread", "free", "embedding"),
+        "spread",
+        "how ddrp's D is drawn: spread around 1 with a deviation of 0.5, ones closely around 1, free around 0 with a "
+        "deviation of 1, embedding as every embedding, closely around 0",
+        choices=("spread", "ones", "free", "embedding"),
     )
     absolute_embedding: bool | None = option(
         None,
