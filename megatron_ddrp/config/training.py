@@ -40,7 +40,7 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer"""
 
-    lr: float = option(1e-4, "peak learning rate", within="(0, inf)")
+    lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
     min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
     lr_decay_style: str = option(
         "linear",
