@@ -1,7 +1,7 @@
 """How DDRP's `D` should start: loss, and whether the encoding tells left from right, for several starts.
 
     python benchmarks/direction_init.py --data-path P --vocab-file vocab.txt --output DIR [--seeds 1234 1235 1236]
-    python benchmarks/direction_init.py … --arms halves ones bert-r -- --train-iters 2000    # some arms, other flags
+    python benchmarks/direction_init.py … --arms spread ones bert-r -- --train-iters 2000    # some arms, other flags
 
 An arm is a name in `--direction-init`, one of the starts in EXTRA, or `bert-r`, whose rows are free. Runs with the same
 seed see the same data with the same masks, so arms are compared seed by seed. The cosine is the one between the table
@@ -38,25 +38,21 @@ NEAR = 8
 """Distances of the first cosine."""
 
 
-def signs(noise: torch.Tensor, std: float) -> torch.Tensor:
-    """Return +1 to the right and at the query itself, and a random sign per dimension to the left."""
-    rows = torch.ones_like(noise)
-    rows[ddrp.LEFT] = noise[ddrp.LEFT].sign()
-    return rows + std * noise.flip(-1)
+LEFT = 2
+"""Row of `D` for keys to the left."""
 
 
-def mirror(noise: torch.Tensor, std: float) -> torch.Tensor:
-    """Return +1 to the right and −1 to the left."""
+def halves(noise: torch.Tensor, std: float) -> torch.Tensor:
+    """Return +1, but −1 to the left in half of the dimensions: one half starts even in i − j, the other half odd."""
     rows = torch.ones_like(noise)
-    rows[ddrp.LEFT] = -1
+    rows[LEFT, noise.shape[-1] // 2 :] = -1
     return rows + std * noise
 
 
 EXTRA = {
     "spread-0.1": lambda noise, std: 1 + 0.1 * noise,
-    "spread-0.5": lambda noise, std: 1 + 0.5 * noise,
-    "signs": signs,
-    "mirror": mirror,
+    "spread-0.25": lambda noise, std: 1 + 0.25 * noise,
+    "halves": halves,
 }
 """Starts that were tried and are no choice of `--direction-init`."""
 

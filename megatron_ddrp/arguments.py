@@ -18,6 +18,7 @@ import yaml
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config.option import check_range
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 DESCRIPTION = """\
@@ -56,8 +57,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     for name, value in assumed.items():
         if not dry_run:
             parser.error(f"{flag(name)} goes with --dry-run: a run takes its ranks from the launcher")
-        if not value > 0:
-            parser.error(f"{flag(name)} is {value:g}: it must be above 0")
+        check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
     for launcher_flag in ("local_rank", "deepspeed"):
         given.pop(launcher_flag, None)
     values = from_file | given

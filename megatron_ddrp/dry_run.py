@@ -13,6 +13,7 @@ from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.loader import count_micro_batches
 from megatron_ddrp.data.rare_words import RareWords
 from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.launch import launched_rank, launched_world_size
 from megatron_ddrp.memory import Memory, by_zero_stage
@@ -40,7 +41,8 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     """Print the resolved configuration, parameters, memory and steps; the last line is one JSON object.
 
     `world_size` ranks, by default as many as a launcher announced. Refuses what a run would refuse, and a layout that
-    needs more than `device_memory` GiB on some rank.
+    needs more than `device_memory` GiB on some rank. A precision that this machine does not have is a warning alone:
+    the plan may be for another machine.
     """
     if launched_rank() != 0:
         return
@@ -93,6 +95,10 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     }
     if device_memory is not None:
         refuse_too_large(needs, config, device_memory)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fault = precision_fault(training.precision, device)
+    if fault:
+        print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
     print(describe(config))
     print(summary(config, facts))
     print(memory_table(needs, parallel.zero_stage))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -69,19 +70,39 @@ def _refusal(error: OSError, path: object = None) -> str:
     return str(reason) if where is None else f"{where}: {reason}"
 
 
+_NO_MEMORY = re.compile("can't allocate|out of memory|storage size calculation overflowed", re.I)
+"""How torch words it, as a plain RuntimeError on CPUs."""
+
+
+@contextlib.contextmanager
+def allocations_as_user_errors() -> Iterator[None]:
+    """Raise memory that cannot be had, of the host or of a GPU, as a `UserError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = re.sub(r"^\[.*?\] err == 0\. ", "", (str(error).splitlines() or ["the system has no more"])[0])
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        raise UserError(
+            f"out of memory: {reason}; use a smaller --micro-batch-size or --hidden-size, --checkpoint-activations, or "
+            "more ranks; --dry-run says what a rank needs"
+        ) from error
+
+
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:
     """Run a command's `main` and exit: with its integer result (None counts as 0), or with one line for a mistake.
 
     `program` is the name in front of the line; by default that of the running script.
     """
-    program = program or os.path.basename(sys.argv[0]) or "python"
     try:
         result = main()
         sys.stdout.flush()
     except UserError as error:
-        _exit_with_line(program, str(error), error.exit_code)
+        print_error(str(error), program)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _exit_with_line(program, "interrupted", INTERRUPTED)
+        print_error("interrupted", program)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output left (`… | head`): say nothing, and keep Python's own last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,11 +110,17 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        _exit_with_line(program, _refusal(error), FAILURE)
+        print_error(_refusal(error), program)
+        sys.exit(FAILURE)
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def _exit_with_line(program: str, line: str, exit_code: int) -> NoReturn:
+def print_error(line: str, program: str | None = None) -> None:
+    """Write `program: error: line` to stderr, after all that stands in stdout's buffer."""
     sys.stdout.flush()
-    print(f"{program}: error: {line}", file=sys.stderr, flush=True)
-    sys.exit(exit_code)
+    print(f"{program or _program()}: error: {line}", file=sys.stderr, flush=True)
+
+
+def _program() -> str:
+    """Name of the running script."""
+    return os.path.basename(sys.argv[0]) or "python"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.metrics import METRICS, MetricsFile
+
+UNSAVED_SECONDS = 3600
+"""Work ahead, without `--save`, from which on a run warns."""
 
 
 class MetricsLog:
@@ -135,6 +140,34 @@ class Clock:
         done = iteration - self.start_iteration
         seconds = (time.perf_counter() - self.begin) / max(1, done) * (self.train_iters - iteration)
         return duration(seconds)
+
+
+class UnsavedWork:
+    """The one warning that a run without `--save` has more than an hour ahead."""
+
+    def __init__(self, config: Config) -> None:
+        minutes = config.checkpoint.exit_duration_in_mins
+        self.is_due = config.checkpoint.save is None and (minutes is None or 60 * minutes > UNSAVED_SECONDS)
+        self.train_iters, self.exit_interval = config.training.train_iters, config.checkpoint.exit_interval
+        self.first: tuple[int, float] | None = None
+        """A step and the time at its end. The first step of a process compiles and warms up, so it is not timed."""
+
+    def warn_once(self, iteration: int, say: Callable[[str], None]) -> None:
+        """Look at the time that the steps since the first took, and warn where the rest takes more than an hour."""
+        if not self.is_due:
+            return
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = iteration, now
+            return
+        step, began = self.first
+        last = self.train_iters
+        if self.exit_interval:
+            last = min(last, math.ceil(iteration / self.exit_interval) * self.exit_interval)
+        ahead = (now - began) / (iteration - step) * (last - iteration)
+        if ahead > UNSAVED_SECONDS:
+            say(f"warning: no --save: nothing is kept of the {duration(ahead)} ahead; start again with --save DIR")
+            self.is_due = False
 
 
 def duration(seconds: float) -> str:

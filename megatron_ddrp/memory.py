@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine.build import decays, deepspeed_settings
+from megatron_ddrp.engine.deepspeed_file import offload_device
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.positions import REGISTRY
@@ -47,8 +48,8 @@ class Memory:
     buffers: int
     """What DeepSpeed sets aside to reduce gradients in and, at ZeRO 3, to gather weights in."""
     on_host: int = 0
-    """Optimizer state in host memory (`offload_optimizer` in `--deepspeed_config`) and the notes, of which every rank
-    has all; not in `total`."""
+    """Optimizer state and ZeRO 3's weights in host memory (`offload_optimizer` and `offload_param` in
+    `--deepspeed_config`), and the notes, of which every rank has all; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -109,7 +110,7 @@ def memory_of_rank(
     """Of data-parallel rank `data_rank` of `data_size` that hold `part`; `zero` are DeepSpeed's `zero_optimization`
     settings, whose stage is the one given; `notes` bytes of a dictionary."""
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
-    weights = gradients = sum(part.sizes)
+    weights = gradients = pieces = sum(part.sizes)
     master_and_moments = FP32 * (ADAM_MOMENTS + 1)
     bucket = int(zero["reduce_bucket_size"])
     if stage == 0:
@@ -128,10 +129,11 @@ def memory_of_rank(
         gradients, optimizer = pieces, master_and_moments * pieces
         ahead = min(int(zero.get("stage3_prefetch_bucket_size", PREFETCHED)), sum(part.sizes))
         buffers = bucket + ahead + max(part.sizes)
-    on_host = optimizer if zero.get("offload_optimizer", {}).get("device", "none") != "none" else 0
+    on_host = optimizer if stage and offload_device(zero) != "none" else 0
     activations = activation_bytes(part, config, width)
-    states = (width * weights, width * gradients, optimizer - on_host)
-    return Memory(*states, activations, width * buffers, on_host + notes)
+    weights_on_host = pieces if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
+    states = (width * (weights - weights_on_host), width * gradients, optimizer - on_host)
+    return Memory(*states, activations, width * buffers, on_host + width * weights_on_host + notes)
 
 
 def _touched(sizes: Sequence[int], rank: int, length: int) -> int:

@@ -1,11 +1,16 @@
 """Ending before the last step, by signals or a time limit, and the note of how a run ended.
 
-SIGTERM and SIGUSR1 (`scancel`, a batch system's warning, `kill`) let the step in hand finish; all ranks then save and
-exit with `ASKED_TO_STOP`, whichever of them was told.
+SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) and SIGINT (Ctrl-C) let the current step finish; all
+ranks then save and exit with `ASKED_TO_STOP`, whichever of them got the signal.
+
+A second SIGINT ends a process at once, unless a launcher started it: launchers pass the terminal's SIGINT on, so one
+Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT ignored, as
+non-interactive shells start background jobs, keeps ignoring it; SIGTERM stops it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -15,20 +20,26 @@ from typing import Any
 EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
 """Beyond every signal's number."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequests:
     """Whether somebody, or the clock, wants this rank to end early. Signals are ours between `with` and its end."""
 
-    def __init__(self, minutes: float | None, began: float | None = None) -> None:
-        """`minutes` from `began` (seconds of `time.monotonic`, now by default) the clock asks; None = never."""
+    def __init__(self, minutes: float | None, began: float | None = None, alone: bool = False) -> None:
+        """`minutes` from `began` (seconds of `time.monotonic`, now by default) the clock asks; None = never.
+
+        `alone` says that no launcher started this process, so that a second SIGINT ends it.
+        """
+        self.alone = alone
         self.deadline = (time.monotonic() if began is None else began) + 60 * minutes if minutes else None
         self.received = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
         for number in SIGNALS:
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -39,6 +50,11 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.alone and number == signal.SIGINT:
+            if self.received == number:
+                raise KeyboardInterrupt
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"SIGINT: stopping after this step; once more ends at once, without saving\n")
         self.received = number
 
     @property

@@ -14,14 +14,23 @@ from megatron_ddrp.checkpoint import last_name, newest, read_state, refuse_folde
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.loader import BatchLoader, iterate
-from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.build import build_engine, precision_fault
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.nonfinite import FiniteSteps
 from megatron_ddrp.engine.step import StepResult, evaluate
-from megatron_ddrp.errors import ASKED_TO_STOP, WRONG_ARGUMENTS, UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.errors import (
+    ASKED_TO_STOP,
+    WRONG_ARGUMENTS,
+    UserError,
+    agreed_by_all,
+    allocations_as_user_errors,
+    refusals_as_user_errors,
+)
 from megatron_ddrp.host_memory import keep_freed_memory
-from megatron_ddrp.log import Clock, MetricsLog, check_writers, progress_line, similarities, terms
-from megatron_ddrp.model import build_model, count_parameters
+from megatron_ddrp.launch import is_launched
+from megatron_ddrp.log import Clock, MetricsLog, UnsavedWork, check_writers, progress_line, similarities, terms
+from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.note_files import load_notes, note_tensors
@@ -34,13 +43,13 @@ from megatron_ddrp.stopping import StopRequests
 
 def train(config: Config) -> int:
     """Run `config` on this rank, the others do the same; 0, or `ASKED_TO_STOP` where it was to end before its end."""
-    began = time.monotonic()
+    began, alone = time.monotonic(), not is_launched()
     ranks = process_group.start(config.parallel)
     if config.training.num_threads:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    check_attention(config, ranks)
+    agree(lambda: check_device(config, ranks))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     verified = verify_data(config, is_first_on_host(), agree)
@@ -48,7 +57,7 @@ def train(config: Config) -> int:
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
-    model = build_model(config.model, config.parallel.checkpoint_activations, config.objective)
+    model = agree(lambda: allocate_model(config))
     total, position = count_parameters(model)
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
@@ -62,7 +71,7 @@ def train(config: Config) -> int:
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
-        requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began))
+        requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
         for note in dict.fromkeys(note for notes in gather_objects((*verified, *corpus.notes)) for note in notes):
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
@@ -71,6 +80,7 @@ def train(config: Config) -> int:
             log.say(f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank")
         log.say(where_we_start(config, resumed))
         clock = Clock(progress.iteration, config.training.train_iters)
+        unsaved = UnsavedWork(config)
         steps = FiniteSteps(engine, config, ranks, log.say, notes)
         to_do = config.training.train_iters - progress.iteration
         request = 0
@@ -79,6 +89,7 @@ def train(config: Config) -> int:
             progress = advance(progress, result, config)
             clock.count(result.counts.tokens)
             log_step(log, clock, result, progress, config)
+            unsaved.warn_once(progress.iteration, log.say)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
                 validate(engine, validation, log, progress, config, ranks, notes)
                 clock.pause()
@@ -91,7 +102,8 @@ def train(config: Config) -> int:
                 break
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
-            log.say(f"stopped at step {progress.iteration:,} by {stopping.describe(request)}")
+            saved = "" if folder else "; nothing is saved without --save"
+            log.say(f"stopped at step {progress.iteration:,} by {stopping.describe(request)}{saved}")
         if folder and ranks.rank == 0:
             stopping.note_exit_code(folder, code)
     process_group.stop()
@@ -140,8 +152,17 @@ def with_stored_layout(config: Config, load: Path | None) -> Config:
     return config.replace(objective={"generator_embeddings": stored.generator_embeddings})
 
 
-def check_attention(config: Config, ranks: Ranks) -> None:
-    """Refuse an attention backend that cannot serve here, before anything is read."""
+def allocate_model(config: Config) -> Encoder:
+    """Return the whole model, initialised. Raises `UserError` where memory does not hold it."""
+    with allocations_as_user_errors():
+        return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
+
+
+def check_device(config: Config, ranks: Ranks) -> None:
+    """Refuse a precision or an attention backend that this rank's device does not have, before anything is read."""
+    fault = precision_fault(config.training.precision, ranks.device)
+    if fault:
+        raise UserError(f"--{config.training.precision}: {fault}", WRONG_ARGUMENTS)
     model, dtypes = config.model, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     dtype = dtypes[config.training.precision]
     reason = refusal(model.attention_backend, ranks.device, dtype, model.attention_dropout, model.head_dim)
@@ -152,8 +173,7 @@ def check_attention(config: Config, ranks: Ranks) -> None:
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """The corpus, the training loader and, where it is asked for, the validation loader."""
     check_writers(config)
-    if config.parallel.deepspeed_config and not Path(config.parallel.deepspeed_config).is_file():
-        raise UserError(f"--deepspeed-config {config.parallel.deepspeed_config}: no such file", WRONG_ARGUMENTS)
+    read_settings(config.parallel)
     corpus = Corpus.open(config)
     training = corpus.loader("train", ranks.data_rank, ranks.data_size)
     wants_validation = config.logging.eval_interval > 0 and config.logging.eval_iters > 0

@@ -14,7 +14,7 @@ from megatron_ddrp.config.model import (
 from megatron_ddrp.config.objective import OBJECTIVES, ObjectiveConfig
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
-from megatron_ddrp.config.run import Config, concerns, load_config, save_config
+from megatron_ddrp.config.run import Config, changed_settings, concerns, load_config, save_config
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainingConfig",
+    "changed_settings",
     "concerns",
     "flag",
     "load_config",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import flag, option, refuse
+from megatron_ddrp.config.option import COUNT, check_range, check_ranges, option, refuse
 
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
@@ -24,16 +24,20 @@ RELATIVE_ENCODINGS = ("bert-r", "tupe-r", "deberta", "ddrp")
 class ModelConfig:
     """Model"""
 
-    num_layers: int = option(12, "Transformer layers")
-    hidden_size: int = option(768, "width of the hidden states")
-    num_attention_heads: int = option(12, "attention heads a layer; must divide the hidden size")
-    ffn_hidden_size: int | None = option(None, "width inside the feed-forward block (default: 4 x hidden size)")
-    seq_length: int = option(512, "longest sequence in tokens, [CLS] and [SEP] included")
-    hidden_dropout: float = option(0.1, "dropout on embeddings and on each block's output")
-    attention_dropout: float = option(0.1, "dropout on attention probabilities")
+    num_layers: int = option(12, "Transformer layers", within="[1, 10000]")
+    hidden_size: int = option(768, "width of the hidden states", within=COUNT)
+    num_attention_heads: int = option(12, "attention heads a layer; must divide the hidden size", within=COUNT)
+    ffn_hidden_size: int | None = option(
+        None, "width inside the feed-forward block (default: 4 x hidden size)", within=COUNT
+    )
+    seq_length: int = option(
+        512, "longest sequence in tokens, [CLS] and [SEP] included, so at least 3", within="[3, 2147483648)"
+    )
+    hidden_dropout: float = option(0.1, "dropout on embeddings and on each block's output", within="[0, 1)")
+    attention_dropout: float = option(0.1, "dropout on attention probabilities", within="[0, 1)")
     layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
-    layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm")
-    init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
+    layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm", within="(0, 1]")
+    init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
     position_encoding: str = option(
         "ddrp",
         "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
@@ -43,15 +47,16 @@ class ModelConfig:
     relative_distance: int = option(  # None is resolved below
         None,
         "r_s: relative distances from here on share one embedding (default: 64; for tupe-r 128, its released code's)",
+        within=COUNT,
     )
     relative_table: str = option(
         "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
     )
     direction_init: str = option(
-        "halves",
-        "how ddrp's D starts: halves +1, but -1 to the left in half of each head's dimensions; ones around +1; spread "
-        "around +1, widely; free at random around 0; embedding as every embedding (docs/results.md compares them)",
-        choices=("halves", "ones", "spread", "free", "embedding"),
+        "spread",
+        "how ddrp's D is drawn: spread around 1 with a deviation of 0.5, ones closely around 1, free around 0 with a "
+        "deviation of 1, embedding as every embedding, closely around 0",
+        choices=("spread", "ones", "free", "embedding"),
     )
     absolute_embedding: bool | None = option(
         None,
@@ -78,21 +83,13 @@ class ModelConfig:
             refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")
         if self.absolute_embedding is (self.position_encoding == "absolute"):
             object.__setattr__(self, "absolute_embedding", None)  # as by default: one way to say one thing
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "relative_distance"):
-            if getattr(self, name) < 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
-        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
-            refuse(f"--ffn-hidden-size is {self.ffn_hidden_size}: it must be at least 1")
-        if self.seq_length < 3:
-            refuse(f"--seq-length is {self.seq_length}: it must hold [CLS], one token and [SEP], so at least 3")
+        check_ranges(self)
+        check_range("vocab_size", self.vocab_size, COUNT)
         if self.hidden_size % self.num_attention_heads:
             refuse(
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                 f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
             )
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie in [0, 1)")
 
     @property
     def head_dim(self) -> int:

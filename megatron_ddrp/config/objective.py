@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import flag, option, refuse
+from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
 
 OBJECTIVES = ("mlm", "mth", "electra")
 
@@ -19,54 +19,57 @@ class ObjectiveConfig:
         "detection by the model proper",
         choices=OBJECTIVES,
     )
-    tcd_weight: float | None = option(None, "alpha_1 of eq. 19 (default: 1.0 under mth, else 0)")
-    hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)")
-    tcd_tokens: int = option(50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form")
-    hcd_heads: int = option(2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form")
-    mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted in training")
+    tcd_weight: float | None = option(None, "alpha_1 of eq. 19 (default: 1.0 under mth, else 0)", within="[0, inf)")
+    hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)", within="[0, inf)")
+    tcd_tokens: int = option(
+        50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form", within="[0, 2147483648)"
+    )
+    hcd_heads: int = option(
+        2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form", within="[0, 2147483648)"
+    )
+    mask_prob: float = option(0.15, "share of the tokens of a sequence that is predicted in training", within="(0, 1)")
     eval_mask_prob: float = option(
-        0.15, "the same in validation, whatever --mask-prob is, so that runs of different rates can be compared"
+        0.15,
+        "the same in validation, whatever --mask-prob is, so that runs of different rates can be compared",
+        within="(0, 1)",
     )
     masking: str = option(
         "whole-word",
         "what is masked together: whole words, single tokens, or n-grams of up to three words, p(n) falling as 1/n",
         choices=("whole-word", "token", "ngram"),
     )
-    rtd_weight: float = option(50.0, "factor of replaced-token detection in ELECTRA's loss")
-    generator_size: float = option(1 / 3, "ELECTRA's generator: its share of the heads, rounded, and so of the width")
+    rtd_weight: float = option(50.0, "factor of replaced-token detection in ELECTRA's loss", within="[0, inf)")
+    generator_size: float = option(
+        1 / 3, "ELECTRA's generator: its share of the heads, rounded, and so of the width", within="(0, 1]"
+    )
     generator_embeddings: str = "shared"
     """Which embeddings ELECTRA's generator takes from the discriminator: `shared`, all with their LayerNorm; `own`, its
     absolute positions and LayerNorm are its own, as in older checkpoints, which alone set it."""
     notes: bool = option(False, "Taking Notes on the Fly: blend notes of past contexts into the input at rare words")
-    notes_min_count: int = option(100, "a word that the training text holds at least this often can be rare")
-    notes_max_count: int = option(500, "a word that it holds at most this often can be rare")
-    notes_window: int = option(16, "k: tokens either side of a rare word whose states make its note")
-    notes_decay: float = option(0.1, "gamma: share of the new note when a word is met again")
-    notes_mix: float = option(0.5, "lambda: share of the note in the input; 0 is plain training")
+    notes_min_count: int = option(
+        100, "a word that the training text holds at least this often can be rare", within=COUNT
+    )
+    notes_max_count: int = option(500, "a word that it holds at most this often can be rare", within=COUNT)
+    notes_window: int = option(
+        16, "k: tokens either side of a rare word whose states make its note", within="[0, 2147483648)"
+    )
+    notes_decay: float = option(0.1, "gamma: share of the new note when a word is met again", within="[0, 1]")
+    notes_mix: float = option(0.5, "lambda: share of the note in the input; 0 is plain training", within="[0, 1]")
     notes_dtype: str = option("fp32", "type of the dictionary's rows in host memory", choices=("fp32", "bf16", "fp16"))
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         default_tcd, default_hcd = (1.0, 0.01) if self.objective == "mth" else (0.0, 0.0)
         object.__setattr__(self, "tcd_weight", default_tcd if self.tcd_weight is None else self.tcd_weight)
         object.__setattr__(self, "hcd_weight", default_hcd if self.hcd_weight is None else self.hcd_weight)
         for name in ("tcd_tokens", "hcd_heads"):
-            if getattr(self, name) < 0 or getattr(self, name) == 1:
+            if getattr(self, name) == 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
-        for name in ("mask_prob", "eval_mask_prob"):
-            if not 0 < getattr(self, name) < 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie between 0 and 1")
-        if not 0 < self.generator_size <= 1:
-            refuse(f"--generator-size is {self.generator_size}: it must lie in (0, 1], the whole being the model's own")
-        if not 1 <= self.notes_min_count <= self.notes_max_count:
+        if self.notes_min_count > self.notes_max_count:
             refuse(
-                f"--notes-min-count {self.notes_min_count} and --notes-max-count {self.notes_max_count}: the one must "
-                "be 1 or more, and the second no smaller"
+                f"--notes-min-count {self.notes_min_count} is above --notes-max-count {self.notes_max_count}: give a "
+                "smaller one, or a larger --notes-max-count"
             )
-        for name in ("notes_decay", "notes_mix"):
-            if not 0 <= getattr(self, name) <= 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must lie in [0, 1]")
-        if self.notes_window < 0:
-            refuse(f"--notes-window is {self.notes_window}: give tokens either side of the word, 0 or more")
 
     @property
     def generates(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import flag, option, refuse
+from megatron_ddrp.config.option import COUNT, check_ranges, option
 
 
 @dataclass(frozen=True)
@@ -17,31 +17,31 @@ class CheckpointConfig:
     load: str | None = option(
         None, "folder to resume from; without a checkpoint in it the run starts afresh", metavar="DIR"
     )
-    save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end")
-    keep_last: int = option(0, "how many checkpoints to keep; 0 = all")
-    milestone_interval: int | None = option(None, "checkpoints of steps that this divides are kept for ever")
-    exit_interval: int | None = option(None, "save and exit 0 at the first step that this divides")
+    save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end", within=COUNT)
+    keep_last: int = option(0, "how many checkpoints to keep; 0 = all", within="[0, 2147483648)")
+    milestone_interval: int | None = option(
+        None, "checkpoints of steps that this divides are kept for ever", within=COUNT
+    )
+    exit_interval: int | None = option(None, "save and exit 0 at the first step that this divides", within=COUNT)
     exit_duration_in_mins: float | None = option(
-        None, "save and exit 75 at the first step after so many minutes; the same command goes on"
+        None,
+        "save and exit 75 at the first step after so many minutes; the same command goes on",
+        within="(0, 1000000]",
     )
 
     def __post_init__(self) -> None:
-        for name in ("save_interval", "exit_interval", "milestone_interval"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
-        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
-            refuse(f"--exit-duration-in-mins is {self.exit_duration_in_mins}: it must be above 0")
-        if self.keep_last < 0:
-            refuse(f"--keep-last is {self.keep_last}: give how many to keep, or 0 for all")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """Logging"""
 
-    log_interval: int = option(100, "steps between rows of metrics.jsonl and progress lines")
-    eval_interval: int = option(1000, "steps between validations on the held-out split; 0 = never")
-    eval_iters: int = option(10, "global batches a validation covers")
+    log_interval: int = option(100, "steps between rows of metrics.jsonl and progress lines", within=COUNT)
+    eval_interval: int = option(
+        1000, "steps between validations on the held-out split; 0 = never", within="[0, 2147483648)"
+    )
+    eval_iters: int = option(10, "global batches a validation covers", within="[0, 2147483648)")
     tensorboard_dir: str | None = option(None, "also write the metrics for TensorBoard", metavar="DIR")
     log_similarity: bool = option(
         False, "at each validation also f(S) and f(H) (eq. 15, 16): how alike the tokens are, and the heads of a layer"
@@ -49,5 +49,4 @@ class LoggingConfig:
     wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")
 
     def __post_init__(self) -> None:
-        if self.log_interval < 1:
-            refuse(f"--log-interval is {self.log_interval}: it must be at least 1")
+        check_ranges(self)

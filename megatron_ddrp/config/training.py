@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import flag, option, refuse
+from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Training"""
 
-    micro_batch_size: int = option(8, "sequences a rank processes at once")
-    global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks")
-    train_iters: int = option(1_000_000, "optimizer steps of the whole run")
-    seed: int = option(1234, "decides initialisation, order, masks, samples and dropout")
+    micro_batch_size: int = option(8, "sequences a rank processes at once", within=COUNT)
+    global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks", within=COUNT)
+    train_iters: int = option(1_000_000, "optimizer steps of the whole run", within=COUNT)
+    seed: int = option(
+        1234, "decides initialisation, order, masks, samples and dropout", within="[0, 9223372036854775808)"
+    )
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
     fp16: bool = option(False, "train in float16 with dynamic loss scaling")
-    num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)")
+    num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)", within="[1, 65536]")
     max_skipped_steps: int = option(
-        10, "stop after so many steps in a row whose loss or gradients were not finite; each of them changes nothing"
+        10,
+        "stop after so many steps in a row whose loss or gradients were not finite; each of them changes nothing",
+        within=COUNT,
     )
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "max_skipped_steps"):
-            if getattr(self, name) < 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
-        if self.num_threads is not None and self.num_threads < 1:
-            refuse(f"--num-threads is {self.num_threads}: it must be at least 1")
+        check_ranges(self)
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: give one of them")
 
@@ -40,23 +40,24 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer"""
 
-    lr: float = option(1e-4, "peak learning rate")
-    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
+    min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
     lr_decay_style: str = option(
         "linear",
         "shape of the decay after the warm-up; wsd holds the peak and decays over the last tenth",
         choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
     )
-    lr_warmup_fraction: float = option(0.01, "share of --train-iters over which the rate rises linearly")
-    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.999, "decay of the second moment")
-    adam_eps: float = option(1e-6, "added to the root of the second moment")
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping")
+    lr_warmup_fraction: float = option(
+        0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
+    )
+    weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
+    adam_beta1: float = option(0.9, "decay of the first moment", within="[0, 1)")
+    adam_beta2: float = option(0.999, "decay of the second moment", within="[0, 1)")
+    adam_eps: float = option(1e-6, "added to the root of the second moment", within="(0, inf)")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within="[0, inf)")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr_warmup_fraction <= 1:
-            refuse(f"--lr-warmup-fraction is {self.lr_warmup_fraction}: it must lie in [0, 1]")
+        check_ranges(self)
         if self.min_lr > self.lr:
             refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: the decay goes down to it")
 
@@ -66,9 +67,11 @@ class ParallelConfig:
     """Scale"""
 
     tensor_model_parallel_size: int = option(
-        1, "ranks that share every layer, by attention heads, feed-forward width and vocabulary"
+        1, "ranks that share every layer, by attention heads, feed-forward width and vocabulary", within=COUNT
     )
-    pipeline_model_parallel_size: int = option(1, "ranks that share the layers, each holding some of them whole")
+    pipeline_model_parallel_size: int = option(
+        1, "ranks that share the layers, each holding some of them whole", within=COUNT
+    )
     sequence_parallel: bool = option(
         False,
         "tensor-parallel ranks also share the tokens of each row where LayerNorms, dropout and residual sums act: "
@@ -81,12 +84,12 @@ class ParallelConfig:
     checkpoint_activations: bool = option(
         False, "recompute each layer in the backward pass: less memory, a third slower"
     )
-    distributed_timeout_minutes: float = option(10.0, "how long a rank waits for the others before it gives up")
+    distributed_timeout_minutes: float = option(
+        10.0, "how long a rank waits for the others before it gives up", within="(0, 1000000]"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            if getattr(self, name) < 1:
-                refuse(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        check_ranges(self)
         if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
             refuse(
                 f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} with --zero-stage "

@@ -27,7 +27,7 @@ class DdrpConfig(PretrainedConfig):
         position_encoding: str = "ddrp",
         relative_distance: int = 64,
         relative_table: str = "shared",
-        direction_init: str = "halves",
+        direction_init: str = "spread",
         absolute_embedding: bool | None = None,
         deberta_emd: bool = False,
         pad_token_id: int = 0,

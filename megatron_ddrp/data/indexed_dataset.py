@@ -6,9 +6,9 @@
                  writers' files
 
 Neither opening nor writing takes memory that grows with the dataset. The reader refuses, in one clear line, a header
-that does not fit the files' sizes, and a sequence that does not lie inside `PREFIX.bin`. It does not see an id that
-became another id, nor a border that moved inside the file: only the SHA-256 in the manifest tells (`verification.py`,
-`--verify-data`).
+that does not fit the files' sizes, and a sequence that does not lie inside `PREFIX.bin` or does not end where the next
+begins. It does not see an id that became another id, nor a document's border that moved from one sequence to another:
+only the SHA-256 in the manifest tells (`verification.py`, `--verify-data`).
 """
 
 from __future__ import annotations
@@ -81,10 +81,12 @@ class IndexedDataset:
         return self._tokens[begin + offset : begin + stop]  # [length]
 
     def _span(self, index: int) -> tuple[int, int]:
-        """First token of a sequence and the one behind its last, both inside the file."""
+        """Return the first token of a sequence and the one behind its last, both inside the file."""
         size, pointer = int(self.sizes[index]), int(self.pointers[index])
         begin, rest = divmod(pointer, self.dtype.itemsize)
-        if rest or not 0 <= begin <= begin + size <= len(self._tokens):
+        last = index % len(self.sizes) == len(self.sizes) - 1
+        end = self._tokens.nbytes if last else int(self.pointers[index + 1])  # where the next sequence begins
+        if rest or not 0 <= begin <= begin + size or pointer + size * self.dtype.itemsize != end:
             raise UserError(
                 f"{self.prefix}.idx: sequence {index} has {size} tokens from byte {pointer} of a .bin with "
                 f"{len(self._tokens)} tokens: damaged; {MEND}, and see all of it by tools/dataset.py verify"

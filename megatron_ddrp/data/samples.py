@@ -5,8 +5,9 @@ leaves room for [CLS] and [SEP]. There is no filling from the next document and 
 a document may be short, and is kept: dropping it would lose text, and the loader's sorting by length makes it cheap.
 
 The index keeps running totals before every 64th document, 3/8 byte a document and nothing a sample; what lies between
-two of them is counted again from the dataset's own index when asked for. The totals belong to a whole dataset and a
-sequence length, so that training and validation share them whatever `--split` says; `index_cache` keeps them on disk.
+two of them is counted again from the dataset's own index when asked for, and must add up to the totals: an index that
+was damaged after they were made is refused. The totals belong to a whole dataset and a sequence length, so that
+training and validation share them whatever `--split` says; `index_cache` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_ddrp.data.indexed_dataset import IndexedDataset, dataset_path
+from megatron_ddrp.data.dataset_index import MEND, dataset_path
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -129,6 +131,7 @@ class SampleIndex:
         blocks = np.searchsorted(self._first_samples, numbers, side="right") - 1
         tokens = _document_tokens(self.dataset, blocks * BLOCK, BLOCK)  # [n, BLOCK]
         ends = np.cumsum(_num_pieces(tokens, self._piece_length), axis=1)
+        self._check_blocks(blocks, ends[:, -1], (tokens * (tokens >= MIN_DOCUMENT_TOKENS)).sum(axis=1))
         within = numbers - self._first_samples[blocks]
         places = np.count_nonzero(ends <= within[:, None], axis=1)  # [n]: the document within its block
         rows = np.arange(len(numbers))
@@ -137,6 +140,13 @@ class SampleIndex:
         lengths = np.minimum(self._piece_length, tokens[rows, places] - begins)
         found = blocks * BLOCK + places, begins, lengths
         return _Pieces(*(values.reshape(indices.shape) for values in found))
+
+    def _check_blocks(self, blocks: NDArray[np.int64], samples: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Refuse blocks `[n]` whose samples and tokens are not those of the totals."""
+        expected = self._totals[blocks + 1] - self._totals[blocks]  # [n, 3]
+        wrong = np.flatnonzero((expected[:, _SAMPLES] != samples) | (expected[:, _TOKENS] != tokens))
+        if wrong.size:
+            raise _damaged(self.dataset, int(blocks[wrong[0]]) * BLOCK)
 
     def _totals_before(self, document: int) -> NDArray[np.int64]:
         """Samples, kept documents and their tokens before a document, `[3]`."""
@@ -186,9 +196,16 @@ def num_blocks(num_documents: int) -> int:
 
 
 def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last document."""
-    documents = np.minimum(firsts[:, None] + np.arange(count + 1), dataset.num_documents)  # [n, count + 1]
-    bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 1]: sequences
+    """Return the tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last one.
+
+    Raises `UserError` where documents end before they begin.
+    """
+    documents = np.minimum(firsts[:, None] + np.arange(count + 2), dataset.num_documents)  # [n, count + 2]
+    bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 2]: sequences
+    disordered = (np.diff(bounds) < 0).any(axis=1) | (bounds[:, 0] < 0) | (bounds[:, -1] > len(dataset.sizes))
+    if disordered.any():
+        raise _damaged(dataset, int(firsts[disordered][0]))
+    bounds = bounds[:, :-1]  # one more was looked at: a last one that is far too large would fill the memory
     widths = bounds[:, -1] - bounds[:, 0]  # [n]
     ends = np.cumsum(widths)
     if len(firsts) == 1:
@@ -197,6 +214,13 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
         sizes = dataset.sizes[np.arange(widths.sum()) + np.repeat(bounds[:, 0] - ends + widths, widths)]
     running = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return np.diff(running[bounds - (bounds[:, 0] - ends + widths)[:, None]], axis=1)
+
+
+def _damaged(dataset: IndexedDataset, document: int) -> UserError:
+    return UserError(
+        f"{dataset.prefix}.idx: damaged near document {document}: changed since the sample index was made; "
+        f"{MEND}, and see all of it by tools/dataset.py verify"
+    )
 
 
 def _num_pieces(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:

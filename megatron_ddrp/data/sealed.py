@@ -7,6 +7,7 @@ version, and another dataset's file under this name. It costs about a second per
 from __future__ import annotations
 
 import mmap
+import stat
 import struct
 import zlib
 from pathlib import Path
@@ -25,7 +26,8 @@ def seal(name: str, content: bytes) -> bytes:
 
 def check_seal(path: Path) -> None:
     """Raise `BrokenSealError` for a file that is not as `seal` made it, `OSError` for one that cannot be opened."""
-    if path.stat().st_size < _SUM.size or not path.is_file():
+    status = path.stat()  # once: another process may replace or remove the file at any moment
+    if not stat.S_ISREG(status.st_mode) or status.st_size < _SUM.size:
         raise BrokenSealError(path)
     with (
         open(path, "rb") as stream,

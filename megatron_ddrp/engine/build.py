@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.engine.deepspeed_file import import_quietly, lay_over, offload_device, read_settings
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel.process_group import Ranks
@@ -25,25 +22,11 @@ from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
 """Bounds, in elements, of what DeepSpeed reduces or gathers at once; the second is DeepSpeed's own default."""
 
-RESERVED_SETTINGS = {
-    "train_batch_size": "--global-batch-size",
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "gradient_accumulation_steps": "--global-batch-size and --micro-batch-size",
-    "gradient_clipping": "--clip-grad",
-    "optimizer": "--lr and its kin",
-    "scheduler": "--lr-decay-style",
-    "bf16.enabled": "--bf16",
-    "fp16.enabled": "--fp16",
-    "zero_optimization.stage": "--zero-stage",
-}
-"""DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
-
 
 def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
     """The DeepSpeed engine around this rank's part of a freshly initialised model, which is cut up in place."""
     quiet_deepspeed()
-    if ranks.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for a GPU
+    import_quietly()
     import deepspeed
 
     if ranks.device.type == "cpu":
@@ -58,12 +41,14 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     name_parameters(model)
     has_pipeline = ranks.pipeline_size > 1
     module = build_pipeline(model, config, ranks) if has_pipeline else model
-    optimizer = build_optimizer(module, config.optimizer, ranks.device, config.model.position_encoding)
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
+    settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters)
+    steps_on = torch.device("cpu") if offload_device(settings["zero_optimization"]) != "none" else ranks.device
+    optimizer = build_optimizer(module, config.optimizer, steps_on, config.model.position_encoding)
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        config=deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters),
+        config=settings,
         mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
         dist_init_required=False,
     )
@@ -72,6 +57,22 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
         optimizer.register_step_pre_hook(engine.own_clipping)
     return engine
+
+
+def precision_fault(precision: str, device: torch.device) -> str | None:
+    """Return why a device cannot train in "fp32", "bf16" or "fp16"; None where it can."""
+    if precision == "fp16" and device.type == "cpu":
+        import_quietly()
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            return "there is no GPU here, and this CPU does not compute in float16: use --bf16, or neither for float32"
+    if precision == "bf16" and device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):  # torch.cuda.is_bf16_supported() counts emulation as support
+            name, (major, minor) = torch.cuda.get_device_name(device), capability
+            return f"{name} has compute capability {major}.{minor} and only emulates bfloat16 (8.0 has it): use --fp16"
+    return None
 
 
 def quiet_deepspeed() -> None:
@@ -86,7 +87,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the parameters that are trained; `decays` says which of them decay.
 
-    apex's fused kernel is used on GPUs where importable. `encoding` is a name in `positions.REGISTRY`.
+    apex's fused kernel is used where importable and `device`, on which the optimizer steps, is a GPU. `encoding` is a
+    name in `positions.REGISTRY`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [
@@ -130,42 +132,13 @@ def deepspeed_settings(config: Config, num_micro_batches: int, data_size: int, n
         "bf16": {"enabled": config.training.bf16},
         "fp16": {"enabled": config.training.fp16},
         "zero_allow_untested_optimizer": True,
+        # torch's fused AdamW steps offloaded state: DeepSpeed's would be compiled first, and differ in rounding.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
     if config.parallel.deepspeed_config:
-        settings = lay_over(
-            settings, _read_settings(config.parallel.deepspeed_config), config.parallel.deepspeed_config
-        )
+        settings = lay_over(settings, read_settings(config.parallel), config.parallel.deepspeed_config)
     if config.parallel.zero_stage == 0:
         settings["gradient_clipping"] = 0.0  # `GradientClipping` does it
     return settings
-
-
-def _read_settings(path: str) -> dict[str, Any]:
-    try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"--deepspeed-config {path}: cannot be read: {reason}", WRONG_ARGUMENTS) from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"--deepspeed-config {path}: expected a JSON object", WRONG_ARGUMENTS)
-    return loaded
-
-
-def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
-    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`RESERVED_SETTINGS`)."""
-    merged = dict(below)
-    for key, value in above.items():
-        name = prefix + key
-        if value == "auto":
-            continue
-        if name in RESERVED_SETTINGS and value != below.get(key):
-            raise UserError(
-                f"--deepspeed-config {path}: {name} is {value!r} but the flags say {below.get(key)!r}: "
-                f"set it by {RESERVED_SETTINGS[name]} and leave it out of the file",
-                WRONG_ARGUMENTS,
-            )
-        nested = isinstance(value, dict) and isinstance(below.get(key), dict)
-        merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
-    return merged

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ddrp import checkpoint as files
-from megatron_ddrp.config import Config, flag
+from megatron_ddrp.config import Config, changed_settings, flag
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
@@ -47,7 +47,7 @@ class Resumed:
     progress: Progress
     path: Path
     notes: tuple[str, ...]
-    """What a user should know: damaged checkpoints passed over, a damaged `latest`, another layout."""
+    """What a user should know: checkpoints passed over, a damaged `latest`, another layout, changed settings."""
     weights_only: bool = False
 
 
@@ -232,7 +232,8 @@ def load_checkpoint(
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
     progress = Progress(state["iteration"], state["consumed_samples"], state["consumed_tokens"])
-    return Resumed(progress, path, (*notes, *_change_of_layout(state["layout"], layout(config, ranks))))
+    changes = (*_change_of_layout(state["layout"], layout(config, ranks)), *changed_settings(state["config"], config))
+    return Resumed(progress, path, (*notes, *changes))
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
@@ -289,7 +290,8 @@ def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> No
     ours, theirs = config.to_dict()["model"], Config.from_dict(state["config"]).to_dict()["model"]
     for name, value in theirs.items():
         if name not in CHANGEABLE and ours.get(name) != value:
+            there, here = ("not given" if setting is None else setting for setting in (value, ours.get(name)))
             raise UserError(
-                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {value} there and "
-                f"{ours.get(name)} here; give the same, or another --load and --save"
+                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {there} there and {here} here; "
+                "give the same, or another --load and --save"
             )

@@ -114,9 +114,10 @@ def _take_empty_step(engine: Any, optimizer: Any, stage: int) -> None:
         group["lr"] = 0.0
     if stage == 3:
         for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            before = flat.grad  # under offload DeepSpeed keeps a buffer there, into which it copies gradients
             flat.grad = torch.zeros_like(flat)
             optimizer._optimizer_step(number)
-            flat.grad = None
+            flat.grad = before
     else:
         _step_without_gradient(inner)
     for group, rate in zip(inner.param_groups, rates, strict=True):

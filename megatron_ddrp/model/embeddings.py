@@ -40,10 +40,10 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig, notes_mix: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
         self.config, self.notes_mix = config, notes_mix
+        self.projection: nn.Module | None = None
         if shared is None:
             self.token = nn.Embedding(config.padded_vocab_size, config.hidden_size)
             self.segment = nn.Embedding(NUM_SEGMENTS, config.hidden_size)
-            self.projection = None
         else:
             self.token, self.segment = shared.token, shared.segment
             self.projection = nn.Linear(shared.token.embedding_dim, config.hidden_size)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ddrp.model.electra import GeneratorEmbeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.model.stages import StageState
@@ -99,7 +100,7 @@ class Rows:
     """The rows that a layer works on now: what the modules below have to know of each other.
 
     Attributes:
-        length: tokens of the whole rows of which there are parts now; None where rows are whole.
+        length: tokens of the whole rows of which the layer has parts; None where it is given whole ones.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -117,8 +118,7 @@ class Rows:
     def end_layers(self, layer: nn.Module, inputs: tuple[Tensors], outputs: Tensors) -> Tensors:
         """After the last one: whole rows go on."""
         assert self.length is not None
-        length, self.length = self.length, None
-        return (join(outputs[0], length, self.ranks), *outputs[1:])
+        return (join(outputs[0], self.length, self.ranks), *outputs[1:])
 
     def decode(self, decoder: nn.Module, inputs: tuple[Tensors, EncoderLayer]) -> tuple[Tensors, EncoderLayer]:
         """Before the mask decoder: whole rows from here on, until the next layer begins or embeddings are split."""
@@ -175,7 +175,7 @@ class SplittingNorm(NormOfParts):
 
 
 class LinearOfParts(nn.Module):
-    """A linear map whose parameters learn from all parts."""
+    """The projection behind `SplittingNorm` in ELECTRA's generator, whose parameters learn from all parts."""
 
     def __init__(self, linear: nn.Linear, rows: Rows) -> None:
         super().__init__()
@@ -204,7 +204,6 @@ REPLACED = (
     (r"(attention|feed_forward)\.output", RowParallelLinearToParts),
     (r"(attention|feed_forward)_norm", NormOfParts),
     (r"embeddings\.norm", SplittingNorm),
-    (r"generator\.embeddings\.projection", LinearOfParts),
     (r"(layers\.\d+|embeddings)\.dropout", DropoutOfParts),
 )
 """(pattern of the end of a module's name, what takes its place)."""
@@ -215,6 +214,9 @@ def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     rows = Rows(ranks)
     replace_modules(model, REPLACED, rows)
     for module in model.modules():
+        if type(module) is GeneratorEmbeddings:  # in the former layout whole rows are projected
+            assert isinstance(module.projection, nn.Linear)
+            module.projection = LinearOfParts(module.projection, rows)
         if isinstance(module, EncoderLayer):
             module.register_forward_pre_hook(rows.begin_layer)
             if module.number == module.config.num_layers - 1:

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_ddrp.errors import FAILURE, UserError, run_command
-from megatron_ddrp.launch import first_rank_speaks, launched_rank, launched_world_size
+from megatron_ddrp.errors import FAILURE, UserError
+from megatron_ddrp.launch import first_rank_speaks, launched_world_size, run_rank
 from tasks.glue.arguments import parse_arguments
 from tasks.glue.data import TaskData, read_task, read_test
 from tasks.glue.report import write_report
@@ -88,7 +88,7 @@ def run_on_ranks(options: argparse.Namespace) -> None:
 
     # A day: rank 0 may wait for the runs that another sweep has claimed.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
-    try:
+    with process_group.agreed_errors_told_once("tasks.glue"):
         data = process_group.agree(lambda: read_data(options))
         from tasks.glue.plan import Progress
         from tasks.glue.submission import write_submissions
@@ -103,6 +103,7 @@ def run_on_ranks(options: argparse.Namespace) -> None:
             for encoder in sweep.encoders.values():
                 print(f"  {encoder.name}: {encoder.origin}", flush=True)
         if options.dry_run:
+            process_group.stop()
             return
         first = ranks.rank == 0
         tell = Progress(sweep, store, 1).tell if first else lambda: None
@@ -111,20 +112,8 @@ def run_on_ranks(options: argparse.Namespace) -> None:
             write_submissions(sweep, store)
         if first:
             print(write_report(store, options.output_dir))
-    finally:
-        if sys.exc_info()[0] is None or issubclass(sys.exc_info()[0], UserError):  # type: ignore[arg-type]
-            process_group.stop()
-
-
-def main_of_rank() -> int:
-    """Call `main`; of an error that every rank raises alike, rank 0 alone prints the line."""
-    try:
-        return main()
-    except UserError as error:
-        if launched_rank() == 0 or not error.agreed:
-            raise
-        sys.exit(error.exit_code)
+        process_group.stop()
 
 
 if __name__ == "__main__":
-    run_command(main_of_rank, "tasks.glue")
+    run_rank(main, "tasks.glue")

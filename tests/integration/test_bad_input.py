@@ -45,13 +45,15 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
         ({"bf16": True, "zero_stage": 0}, ("--bf16", "--zero-stage 0", "1 or higher")),
         ({"fp16": True, "zero_stage": 0}, ("--fp16", "--zero-stage 0")),
         ({"bf16": True, "fp16": True}, ("--bf16", "--fp16")),
+        ({"fp16": True}, ("--fp16: there is no GPU here", "--bf16")),
         ({"global_batch_size": 10}, ("--global-batch-size is 10", "8 or 12")),
         ({"hcd_heads": 5}, ("--hcd-heads 5", "--num-attention-heads 4")),
         ({"position_encoding": "sinusoidal"}, ("sinusoidal", "absolute", "ddrp")),
         ({"train_iters": "many"}, ("--train-iters", "many")),
         ({"split": "90,-1"}, ("--split", "90,-1")),
         ({"hidden_sizes": 32}, ("--hidden-sizes", "did you mean --hidden-size?")),
-        ({"lr": -1.0, "min_lr": 0.0}, ("--lr -1.0",)),
+        ({"lr": -1.0}, ("--lr is -1.0", "at least 0")),
+        ({"seed": 2**70}, ("--seed is 1180591620717411303424", "lie in")),
         ({"data_path": None}, ("--data-path is missing",)),
         ({"vocab_file": None}, ("--vocab-file",)),
     ],
@@ -70,6 +72,12 @@ def test_vocabulary_of_another_dataset(tiny_corpus: TinyCorpus, flags: Flags, tm
     vocab_file = tmp_path / "other.txt"
     vocab_file.write_text(tiny_corpus.vocab_file.read_text(encoding="utf-8") + "unheard\n", encoding="utf-8")
     refuse(flags, tmp_path, {"vocab_file": vocab_file}, FAILURE, "made by tokenizer", "preprocess")
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_that_memory_does_not_hold(world_size: int, flags: Flags) -> None:
+    result = start_ranks(flags(hidden_size=10**8), world_size)
+    assert_refused(result, FAILURE, "out of memory: DefaultCPUAllocator: can't allocate", "--hidden-size", "--dry-run")
 
 
 def copied_dataset(corpus: TinyCorpus, folder: Path, *suffixes: str) -> Path:
@@ -147,6 +155,7 @@ def test_yaml_with_a_wrong_value(text: str, word: str, flags: Flags, tmp_path: P
         ('{"bf16": {"enabled": true}}', ("bf16.enabled", "--bf16")),
         ('{"optimizer": {"type": "Lamb"}}', ("optimizer", "--lr")),
         ('{"bf16": ', ("cannot be read",)),
+        ('{"zero_optimisation": {"stage": 1}}', ("no setting zero_optimisation", "zero_optimization?")),
     ],
 )
 def test_deepspeed_file_against_the_flags(settings: str, words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:

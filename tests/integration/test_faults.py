@@ -45,20 +45,25 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+def signal_at_step(step: int, rank: int, number: signal.Signals) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
+    at_step(step, rank, functools.partial(send, number))
+
+
 def lines(text: str) -> list[str]:
     """Standard error, without what gloo's own threads print."""
     return [line for line in text.splitlines() if not line.startswith("[")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_stops_all_of_them_and_loses_nothing(
     number: signal.Signals, flags: Flags, tmp_path: Path
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     start_ranks(flags(save=whole, **DROPOUT), 2).check()
     command = flags(save=parts, load=parts, **DROPOUT)
-    told = start_ranks(command, 2, before=functools.partial(at_step, 3, 1, functools.partial(send, number)))
+    told = start_ranks(command, 2, before=functools.partial(signal_at_step, 3, 1, number))
     assert told.exit_codes == [ASKED_TO_STOP] * 2
     assert told.stderr == ["", ""]
     assert f"stopped at step 3 by {number.name}" in told.stdout[0]

@@ -107,7 +107,7 @@ def test_an_older_electra_goes_on_in_its_own_layout(flags: Flags, tmp_path: Path
     for name, load, changes in (
         ("whole", "older", {}),
         ("part", "older", {"exit_interval": 2}),
-        ("part", "part", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        ("part", "part", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "checkpoint_activations": True}),
     ):
         size = changes.get("tensor_model_parallel_size", 1)
         folders = {"load": tmp_path / load, "save": tmp_path / name}

@@ -154,3 +154,13 @@ def test_loading_from_another_folder_leaves_it_alone(flags: Flags, tmp_path: Pat
     start_ranks(arguments(flags, target, load=source, train_iters=5)).check()
     assert [row["iteration"] for row in training_rows(target)] == [4, 5]
     assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+
+
+def test_changed_settings_are_told_at_a_resume(flags: Flags, tmp_path: Path) -> None:
+    start_ranks(flags(save=tmp_path, exit_interval=1)).check()
+    changes = {"lr": 2e-3, "mask_prob": 0.2, "save_interval": 3, "exit_interval": 2}
+    said = start_ranks(flags(save=tmp_path, load=tmp_path, **changes)).check().stdout[0].splitlines()
+    place = said.index(f"resumed from {tmp_path} at step 1")
+    assert [line for line in said[:place] if " → " in line] == ["--mask-prob: 0.15 → 0.2", "--lr: 0.001 → 0.002"]
+    again = start_ranks(flags(save=tmp_path, load=tmp_path, **changes, log_interval=9)).check().stdout[0]
+    assert " → " not in again

@@ -115,6 +115,7 @@ def test_an_empty_yaml_changes_nothing(tmp_path):
         ("a: b: c", "cannot be read"),
         ("num-layers: 0", "--num-layers is 0"),
         ("num-layers: .inf", "num-layers: got inf, expected a whole number"),
+        ("lr: .nan", "--lr is nan: it must be at least 0 and finite"),
     ],
 )
 def test_mistakes_in_yaml_are_refused_in_one_line(tmp_path, text, message):

@@ -2,10 +2,22 @@
 
 import dataclasses
 import json
+import re
+import typing
 
 import pytest
 
-from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, concerns, flag, load_config, save_config
+from megatron_ddrp.config import (
+    Config,
+    ModelConfig,
+    ObjectiveConfig,
+    changed_settings,
+    concerns,
+    flag,
+    load_config,
+    save_config,
+)
+from megatron_ddrp.config.option import check_range
 from megatron_ddrp.errors import UserError
 
 
@@ -87,7 +99,7 @@ REFUSED = [
     ("model", {"relative_distance": 0}, "--relative-distance is 0"),
     ("model", {"ffn_hidden_size": 0}, "--ffn-hidden-size is 0"),
     ("model", {"ffn_hidden_size": -4}, "--ffn-hidden-size is -4"),
-    ("model", {"seq_length": 2}, "at least 3"),
+    ("model", {"seq_length": 2}, "--seq-length is 2: it must lie in [3, "),
     ("model", {"hidden_size": 100}, "not divisible"),
     ("model", {"hidden_dropout": 1.0}, "--hidden-dropout is 1.0"),
     ("model", {"attention_dropout": -0.1}, "--attention-dropout is -0.1"),
@@ -107,6 +119,14 @@ REFUSED = [
     ("checkpoint", {"keep_last": -1}, "--keep-last is -1"),
     ("checkpoint", {"exit_interval": 0}, "--exit-interval is 0"),
     ("logging", {"log_interval": 0}, "--log-interval is 0"),
+    ("optimizer", {"lr": float("nan")}, "--lr is nan: it must be at least 0 and finite"),
+    ("optimizer", {"adam_beta2": 1.0}, "--adam-beta2 is 1.0: it must lie in [0, 1)"),
+    ("optimizer", {"weight_decay": float("inf")}, "--weight-decay is inf: it must be at least 0 and finite"),
+    ("optimizer", {"clip_grad": -1.0}, "--clip-grad is -1.0"),
+    ("model", {"init_method_std": float("nan")}, "--init-method-std is nan"),
+    ("objective", {"notes_min_count": 9, "notes_max_count": 8}, "--notes-min-count 9 is above --notes-max-count 8"),
+    ("training", {"seed": 2**70}, f"--seed is {2**70}: it must lie in [0, 9223372036854775808)"),
+    ("training", {"train_iters": 2**31}, "it must be at least 1 and below 2^31"),
 ]
 
 
@@ -118,6 +138,33 @@ def test_impossible_settings_are_refused_in_one_line(concern, changes, message):
     assert refusal.value.exit_code == 2
 
 
+def numbers():
+    """(concern, field) of every option that is a number."""
+    for concern, section in concerns().items():
+        hints = typing.get_type_hints(section)
+        for f in dataclasses.fields(section):
+            types = typing.get_args(hints[f.name]) or (hints[f.name],)
+            if "help" in f.metadata and "choices" not in f.metadata and {int, float} & set(types):
+                yield concern, f
+
+
+@pytest.mark.parametrize("concern, f", numbers(), ids=lambda value: getattr(value, "name", None))
+def test_every_number_has_a_range_without_inf_and_nan(concern, f):
+    assert re.fullmatch(r"[\[(]\d+, (\d+|inf)[\])]", f.metadata["within"])
+    for value in (float("inf"), float("-inf"), float("nan"), -1, "many", True):
+        with pytest.raises(UserError, match=f"{flag(f.name)} is {value}: it must"):
+            Config().replace(**{concern: {f.name: value}})
+
+
+def test_a_range_holds_the_ends_that_it_names():
+    for within, held, refused in (("[0, 1)", (0, 0.5), (-1e-9, 1)), ("(0, 1]", (1e-9, 1), (0, 1.1))):
+        for value in held:
+            check_range("x", value, within)
+        for value in refused:
+            with pytest.raises(UserError):
+                check_range("x", value, within)
+
+
 def test_pairs_of_concerns_are_refused():
     with pytest.raises(UserError, match="--bf16 with --zero-stage 0"):
         Config().replace(training={"bf16": True}, parallel={"zero_stage": 0})
@@ -126,6 +173,25 @@ def test_pairs_of_concerns_are_refused():
         Config().replace(model={"num_attention_heads": 1}, objective={"hcd_heads": 0})
     Config().replace(model={"num_attention_heads": 1}, objective={"hcd_weight": 0.0})
     Config().replace(model={"num_attention_heads": 1}, objective={"objective": "mlm", "hcd_weight": None})
+
+
+def test_changed_settings_are_lines_with_the_flags_names():
+    before = changed().to_dict()
+    now = changed().replace(
+        optimizer={"lr": 2e-3, "weight_decay": 0.0},
+        data={"data_path": ("0.3", "A", "0.7", "B")},
+        training={"bf16": False, "num_threads": 3},
+        checkpoint={"save": "other", "keep_last": 1},
+        logging={"log_interval": 7},
+    )
+    assert changed_settings(before, now) == [
+        "--data-path: none → 0.3 A 0.7 B",
+        "--lr: 0.0001 → 0.002",
+        "--weight-decay: 0.01 → 0.0",
+    ]
+    assert changed_settings(json.loads(json.dumps(now.to_dict())), now) == []
+    del before["optimizer"]["lr"], before["data"]
+    assert changed_settings(before, now) == ["--weight-decay: 0.01 → 0.0"]
 
 
 def test_configurations_are_frozen():

@@ -114,6 +114,14 @@ def test_sequence_parallelism_needs_less_and_one_rank_has_nothing_to_share(capsy
         )
 
 
+def test_a_precision_that_this_machine_lacks_is_a_warning(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text, facts = run_dry(capsys, "--fp16")
+    assert text.startswith("warning: a run on this machine would be refused: --fp16: there is no GPU here")
+    assert facts["parameters"] > 0
+    assert "warning" not in run_dry(capsys, "--bf16")[0]
+
+
 def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     settings = tmp_path / "ds.json"
     settings.write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}}')
@@ -121,6 +129,11 @@ def test_offloaded_state_is_on_the_host(capsys, tmp_path):
     memory = facts["memory_per_rank"]
     assert memory["optimizer"] == 0 and memory["buffers"] == 2000
     assert memory["on_host"] == pytest.approx(12 * facts["parameters"], rel=0.01) and "in host memory" in text
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    settings.write_text(json.dumps({"zero_optimization": both}))
+    memory = run_dry(capsys, f"--bf16 --zero-stage 3 --deepspeed-config {settings}")[1]["memory_per_rank"]
+    assert memory["on_host"] == pytest.approx(14 * facts["parameters"], rel=0.01)
+    assert memory["weights"] < 0.01 * memory["on_host"]
 
 
 def test_the_notes_dictionary_is_on_the_host(capsys, tiny_corpus):
@@ -174,8 +187,14 @@ def test_device_memory_is_a_bound(capsys):
         run_dry(capsys, f"--bf16 --world-size 16 --device-memory {between}")
 
 
-@pytest.mark.parametrize("line", ["--world-size 2", "--dry-run --world-size 0", "--dry-run --device-memory -1"])
-def test_assumptions_go_with_a_dry_run_and_are_above_zero(line, capsys):
+def test_assumptions_go_with_a_dry_run(capsys):
     with pytest.raises(SystemExit) as end:
-        parse_arguments(line.split())
+        parse_arguments(["--world-size", "2"])
     assert end.value.code == 2 and re.fullmatch(r"[^\n]+\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("line", ["--world-size 0", "--device-memory -1", "--device-memory inf", "--device-memory nan"])
+def test_assumptions_have_a_range(line):
+    with pytest.raises(UserError, match=f"{line.replace(' ', ' is ')}.*: it must") as error:
+        parse_arguments(["--dry-run", *line.split()])
+    assert error.value.exit_code == 2

@@ -3,9 +3,11 @@
 import errno
 import pickle
 
+import numpy as np
 import pytest
+import torch
 
-from megatron_ddrp.errors import UserError, refusals_as_user_errors, run_command
+from megatron_ddrp.errors import UserError, allocations_as_user_errors, refusals_as_user_errors, run_command
 
 
 def outcome(main, capsys):
@@ -46,3 +48,22 @@ def test_bugs_keep_their_traceback(bug):
 
 def test_the_exit_code_crosses_processes():
     assert pickle.loads(pickle.dumps(UserError("x", exit_code=2))).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(2**56),
+        lambda: torch.empty(2**62, 2**62, device="meta"),
+        lambda: np.empty(2**50),
+        lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+    ],
+)
+def test_memory_that_cannot_be_had_is_one_line(allocate):
+    with pytest.raises(UserError, match="^out of memory: [^[][^\n]+; use a smaller"), allocations_as_user_errors():
+        allocate()
+
+
+def test_other_runtime_errors_stay_bugs():
+    with pytest.raises(RuntimeError, match="shapes"), allocations_as_user_errors():
+        fail(RuntimeError("shapes differ"))

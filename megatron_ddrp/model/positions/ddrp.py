@@ -8,9 +8,10 @@ i = query, j = key. `D` is `[3, d]`, `K^rd` is `[r_s, d]`; both are shared by th
 `--relative-table per-layer`. That is 3·d + r_s·d parameters, 4,288 for a base model, as section 5.4 counts.
 
 Closed gaps: eq. 12 leaves the clip's bounds open; r_s − 1 makes δ use exactly the r_s rows that the paper counts. The
-initialisation is not given. Departure: `D` is drawn around 1 (`DIRECTION_INIT_MEAN`), all else as every embedding is.
-With both around 0 their product starts, and for thousands of steps stays, too small to learn from: docs/results.md has
-the measurement.
+initialisation is not given. Departures: `D` is drawn around 1 with a deviation of 0.5 (`--direction-init spread`), all
+else as every embedding is, and weight decay, which pulls towards 0, does not act on this gain. With both around 0
+(`embedding`) their product starts, and for thousands of steps stays, too small to learn from. With `D` close to 1
+(`ones`) the rows for +k and −k start equal and stay so. docs/results.md has the measurements.
 
 Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count "compared
 with BERT" reads literally only if it stays. Ours leaves it out; `--absolute-embedding` puts it back.
@@ -24,27 +25,12 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
 
-SPREAD = 0.25
+SPREAD = 0.5
 """Standard deviation of `spread`."""
 
-LEFT = 2
-"""Row of `D` for keys to the left of the query (ρ of eq. 11)."""
-
-
-def split_dimensions(head_dim: int) -> Tensor:
-    """Return `[3, head_dim]` ones, but −1 in the second half of the row for keys to the left.
-
-    The first half of a head's dimensions then starts with what is even in i − j, the second half with what is odd.
-    """
-    rows = torch.ones(3, head_dim)
-    rows[LEFT, head_dim // 2 :] = -1
-    return rows
-
-
 DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "halves": lambda noise, std: split_dimensions(noise.shape[-1]) + std * noise,
-    "ones": lambda noise, std: 1 + std * noise,
     "spread": lambda noise, std: 1 + SPREAD * noise,
+    "ones": lambda noise, std: 1 + std * noise,
     "free": lambda noise, std: noise,
     "embedding": lambda noise, std: std * noise,
 }

@@ -2,9 +2,11 @@
 
 import io
 import os
+import random
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +124,28 @@ def test_no_random_damage_passes_for_an_index(dataset, cached):
     for seed in range(60):
         path.write_bytes(damaged(whole, seed))
         assert_made_again(dataset, cached)
+
+
+def test_an_index_damaged_behind_the_cache_is_refused_where_it_is_used(dataset):
+    """The cache is found by the time and some pages of the .idx; a disk's own damage changes neither."""
+    totals = sample_totals(dataset, 32)
+    expected = [tokens.tobytes() for tokens in SampleIndex(dataset, (0, 1000), 32).tokens(np.arange(totals[-1, 0]))]
+    path = Path(f"{dataset.prefix}.idx")
+    whole, draw = path.read_bytes(), random.Random(0)
+    unseen = refused = 0
+    for _ in range(60):
+        content = bytearray(whole)
+        content[draw.randrange(34, len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        try:
+            index = SampleIndex(IndexedDataset(dataset.prefix), (0, 1000), 32, totals)
+            found = [tokens.tobytes() for tokens in index.tokens(np.arange(len(index)))]
+        except UserError as error:
+            refused += 1
+            assert str(error).startswith(dataset.prefix) and "\n" not in str(error)
+        else:
+            unseen += found != expected  # a border between two documents of one block that moved by a little
+    assert refused > 50 and unseen < 3
 
 
 def test_many_writers_at_once_leave_one_whole_file(dataset, tmp_path):

@@ -1,0 +1,220 @@
+"""The file of `--deepspeed_config`: read, checked key by key against DeepSpeed's own models, laid over the flags."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+RESERVED_SETTINGS = {
+    "train_batch_size": "--global-batch-size",
+    "train_micro_batch_size_per_gpu": "--micro-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size and --micro-batch-size",
+    "gradient_clipping": "--clip-grad",
+    "optimizer": "--lr and its kin",
+    "scheduler": "--lr-decay-style",
+    "bf16.enabled": "--bf16",
+    "fp16.enabled": "--fp16",
+    "zero_optimization.stage": "--zero-stage",
+}
+"""DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
+
+TOP_LEVEL = [
+    "activation_checkpointing",
+    "aio",
+    "autotuning",
+    "bf16",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "csv_monitor",
+    "data_efficiency",
+    "data_types",
+    "dataloader_drop_last",
+    "datastates_ckpt",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "expert_parallel",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "log_level",
+    "managed_gradient_accumulation",
+    "memory_breakdown",
+    "optimizer",
+    "pipeline",
+    "prescale_gradients",
+    "scheduler",
+    "seq_parallel_communication_data_type",
+    "steps_per_print",
+    "tensor_parallel",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism",
+    "vocabulary_size",
+    "wall_clock_breakdown",
+    "wandb",
+    "weight_quantization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+]
+"""Keys that DeepSpeed looks up, without those that it refuses itself and `bfloat16`, which our `bf16` would hide."""
+
+
+def read_settings(config: ParallelConfig) -> dict[str, Any]:
+    """Return the settings of the file; none without one. Raise `UserError` for what DeepSpeed or we cannot use."""
+    path = config.deepspeed_config
+    if not path:
+        return {}
+    try:
+        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        _refuse(path, f"cannot be read: {reason}")
+    if not isinstance(loaded, dict):
+        _refuse(path, "expected a JSON object")
+    _check_names(path, loaded, TOP_LEVEL)
+    import_quietly()
+    _check_models(path, loaded)
+    _check_plain_sections(path, loaded)
+    if isinstance(loaded.get("fp16"), dict) and loaded["fp16"].get("auto_cast") is True:
+        _refuse(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
+    if loaded.get("zero_force_ds_cpu_optimizer") is True:
+        _refuse(path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out")
+    for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+        if offload_device(loaded.get("zero_optimization"), name) != "none" and config.zero_stage not in stages:
+            allowed = " or ".join(map(str, stages))
+            _refuse(path, f"zero_optimization.{name} needs --zero-stage {allowed}, which is {config.zero_stage}")
+    return loaded
+
+
+def offload_device(zero: Mapping[str, Any] | None, name: str = "offload_optimizer") -> str:
+    """Return where `zero_optimization` puts the optimizer's state, or parameters: "none", "cpu" or "nvme"."""
+    section = zero.get(name) if isinstance(zero, Mapping) else None
+    return section.get("device", "none") if isinstance(section, Mapping) else "none"
+
+
+def import_quietly() -> None:
+    """Import DeepSpeed without its warning that there is no GPU where there is none."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401
+
+
+def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
+    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`RESERVED_SETTINGS`)."""
+    merged = dict(below)
+    for key, value in above.items():
+        name = prefix + key
+        if value == "auto":
+            continue
+        if name in RESERVED_SETTINGS and value != below.get(key):
+            flags = RESERVED_SETTINGS[name]
+            _refuse(
+                path,
+                f"{name} is {value!r} but the flags say {below.get(key)!r}: set it by {flags} and leave it out of the "
+                "file",
+            )
+        nested = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
+    return merged
+
+
+def _check_models(path: str, settings: dict[str, Any]) -> None:
+    """Have DeepSpeed's models check the sections that they describe: names and values, nested ones too."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+        **{name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()},
+    }
+    for section in models.keys() & settings.keys():
+        values = settings[section]
+        if values == "auto":
+            continue
+        if not isinstance(values, dict):
+            _refuse(path, f"{section} is {values!r}: expected a JSON object")
+        try:
+            models[section](**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            *inside, name = (str(part) for part in first["loc"]) if first["loc"] else ("",)
+            where = ".".join([section, *inside]) + "."
+            if first["type"] == "extra_forbidden":
+                _check_names(path, [name], _field_names(_model_inside(models[section], inside)), where)
+            _refuse(path, f"{(where + name).rstrip('.')} is {first['input']!r}: {first['msg']}")
+        except (TypeError, ValueError, AssertionError) as error:
+            _refuse(path, f"{section}: {error}")
+
+
+def _model_inside(model: Any, names: Iterable[str]) -> Any:
+    """Return the model of a nested section, such as `offload_optimizer` of `zero_optimization`."""
+    for name in names:
+        found = next(f for key, f in model.model_fields.items() if name in (key, f.alias))
+        choices = typing.get_args(found.annotation) or (found.annotation,)
+        model = next(choice for choice in choices if hasattr(choice, "model_fields"))
+    return model
+
+
+def _field_names(model: Any) -> list[str]:
+    return [name for key, field in model.model_fields.items() for name in (key, field.alias) if name]
+
+
+def _check_plain_sections(path: str, settings: dict[str, Any]) -> None:
+    """Check the names inside of sections for which DeepSpeed has no model, by its defaults for them."""
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+    from deepspeed.runtime.config import get_pipeline_config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    known = {
+        "activation_checkpointing": vars(DeepSpeedActivationCheckpointingConfig({})),
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        "aio": AIO_DEFAULT_DICT,
+        # The pipeline engine reads the last one from the same section, without a default of its own.
+        "pipeline": [*get_pipeline_config({}), "use_reentrant"],
+    }
+    for section, names in known.items():
+        if isinstance(settings.get(section), dict):
+            _check_names(path, settings[section], names, section + ".")
+
+
+def _check_names(path: str, given: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
+    """Refuse the first name that DeepSpeed does not know, with the nearest one that it does."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {prefix}{close[0]}?" if close else f"; it knows {', '.join(sorted(names))}"
+            _refuse(path, f"DeepSpeed has no setting {prefix}{name}{hint}")
+
+
+def _refuse(path: str, reason: str) -> NoReturn:
+    raise UserError(f"--deepspeed-config {path}: {reason}", WRONG_ARGUMENTS)

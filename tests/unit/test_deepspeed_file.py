@@ -1,0 +1,113 @@
+"""The file of `--deepspeed_config`: what DeepSpeed does not know, or we cannot use, is refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.engine.deepspeed_file import TOP_LEVEL, import_quietly, offload_device, read_settings
+from megatron_ddrp.errors import UserError
+
+
+def read(folder: Path, text: str, zero_stage: int = 1) -> dict[str, Any]:
+    path = folder / "deepspeed.json"
+    path.write_text(text, encoding="utf-8")
+    return read_settings(ParallelConfig(deepspeed_config=str(path), zero_stage=zero_stage))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"zero_optimisation": {"stage": 2}}', "no setting zero_optimisation; did you mean zero_optimization?"),
+        (
+            '{"zero_optimization": {"offload_optimiser": {"device": "cpu"}}}',
+            "zero_optimization.offload_optimiser; did you mean zero_optimization.offload_optimizer?",
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}',
+            "offload_optimizer.devise; did you mean zero_optimization.offload_optimizer.device?",
+        ),
+        (
+            '{"zero_optimization": {"stage3_prefetch_bucketsize": 1}}',
+            "did you mean zero_optimization.stage3_prefetch_bucket_size?",
+        ),
+        ('{"bf16": {"enable": true}}', "no setting bf16.enable; did you mean bf16.enabled?"),
+        ('{"fp16": {"initial_scale": 8}}', "did you mean fp16.initial_scale_power?"),
+        ('{"bfloat16": {"enabled": true}}', "did you mean bf16?"),
+        ('{"activation_checkpointing": {"profiles": true}}', "did you mean activation_checkpointing.profile?"),
+        ('{"tensorboard": {"output_dir": "x"}}', "did you mean tensorboard.output_path?"),
+        ('{"pipeline": {"partitions": "uniform"}}', "did you mean pipeline.partition?"),
+        ('{"zzz": 1}', "no setting zzz; it knows activation_checkpointing, "),
+        ('{"zero_optimization": {"reduce_bucket_size": "many"}}', "zero_optimization.reduce_bucket_size is 'many'"),
+        ('{"zero_optimization": {"offload_optimizer": {"device": "disk"}}}', "offload_optimizer.device is 'disk'"),
+        ('{"zero_optimization": 3}', "zero_optimization is 3: expected a JSON object"),
+        ('{"fp16": {"auto_cast": true}}', "fp16.auto_cast is not supported"),
+        ('{"zero_force_ds_cpu_optimizer": true}', "torch's fused AdamW"),
+        ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload_param needs --zero-stage 3"),
+        ("[" * 100_000, "cannot be read"),
+        ("[1]", "expected a JSON object"),
+    ],
+)
+def test_what_deepspeed_does_not_know_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        read(tmp_path, text)
+    assert words in str(error.value) and error.value.exit_code == 2
+    assert str(error.value).startswith(f"--deepspeed-config {tmp_path / 'deepspeed.json'}: ")
+
+
+def test_offload_wants_a_stage_that_shards(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'
+    assert [offload_device(read(tmp_path, text, stage)["zero_optimization"]) for stage in (1, 2, 3)] == ["cpu"] * 3
+    with pytest.raises(UserError, match="offload_optimizer needs --zero-stage 1 or 2 or 3, which is 0"):
+        read(tmp_path, text, 0)
+
+
+def test_what_deepspeed_knows_is_taken(tmp_path: Path) -> None:
+    settings = {
+        "zero_optimization": {"stage": "auto", "stage3_param_persistence_threshold": 7, "overlap_comm": False},
+        "fp16": {"initial_scale_power": 8, "auto_cast": False},
+        "wall_clock_breakdown": True,
+        "train_batch_size": "auto",
+        "activation_checkpointing": {"profile": True},
+        "flops_profiler": {"enabled": True, "profile_step": 3},
+        "csv_monitor": {"enabled": True, "output_path": "x"},
+        "bf16": "auto",
+    }
+    assert read(tmp_path, json.dumps(settings)) == settings
+    assert read_settings(ParallelConfig()) == {}
+
+
+class Asked(dict):
+    """Notes the keys that it is asked for."""
+
+    names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> Asked:
+        return self
+
+
+def test_every_key_that_deepspeed_asks_for_is_known_here() -> None:
+    import_quietly()
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
+
+    asked = Asked(train_batch_size=8)
+    assert copy.copy(asked) is asked
+    DeepSpeedConfig(asked)
+    assert len(Asked.names) > 40
+    assert Asked.names - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - {"bfloat16"} == set(TOP_LEVEL)

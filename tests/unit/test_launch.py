@@ -1,0 +1,56 @@
+"""How a rank ends: with its exit code and its words, and without Python's teardown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import atexit, os
+atexit.register(os.abort)  # stands for the threads of a process group, which abort in some teardowns
+from megatron_ddrp.errors import UserError, agreed_by_all
+from megatron_ddrp.launch import run_rank
+
+def fail(error):
+    raise error
+
+print("said before", end="")
+run_rank(lambda: {main}, "tool")
+"""
+
+
+def end(main: str, **variables: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a process that runs `main` as a rank."""
+    words = [sys.executable, "-c", PROGRAM.format(main=main)]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=60)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "error"),
+    [
+        ("None", 0, ""),
+        ("75", 75, ""),
+        ("fail(UserError('wrong', 2))", 2, "tool: error: wrong\n"),
+        ("fail(KeyboardInterrupt())", 130, "tool: error: interrupted\n"),
+    ],
+)
+def test_a_rank_ends_with_its_code_and_no_teardown(main: str, code: int, error: str) -> None:
+    assert end(main) == (code, "said before", error)
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    code, said, error = end("1 / 0")
+    assert (code, said) == (1, "said before")
+    assert error.startswith("Traceback") and error.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_an_agreed_error_is_told_by_rank_0_and_another_by_its_own_rank() -> None:
+    agreed, own = "fail(agreed_by_all('x'))", "fail(UserError('x'))"
+    assert [end(agreed, RANK=rank)[2] for rank in "01"] == ["tool: error: x\n", ""]
+    assert [end(own, RANK=rank)[2] for rank in "01"] == ["tool: error: x\n"] * 2
+    assert end(agreed, RANK="1")[0] == 1
