@@ -41,6 +41,15 @@ def truncate(path: Path, generator: random.Random) -> str:
     return f"{size} of {len(data)} bytes left"
 
 
+def cut_row(path: Path, generator: random.Random) -> str:
+    """Cut the file off within a line, not between two, where nothing would show it."""
+    data = path.read_bytes()
+    ends = [place for place, byte in enumerate(data) if byte == ord("\n")]
+    size = generator.choice([size for size in range(1, len(data)) if not {size - 1, size} & {*ends}])
+    path.write_bytes(data[:size])
+    return f"{size} of {len(data)} bytes left"
+
+
 def zero_block(path: Path, generator: random.Random) -> str:
     """Overwrite a block with zeros; the block holds at least one byte that is none."""
     data = bytearray(path.read_bytes())

@@ -1,8 +1,8 @@
 """Which files are damaged, how, and by which commands they are then read: the plan of all cases.
 
 Left out is what no reader can tell, for lack of a sum: another value in a valid file that somebody else wrote (a weight
-or a setting of a foreign Hugging Face folder), another number in a row of metrics.jsonl, an older name in `latest`
-(which is how one goes back), and ids in a .bin for readers that are not asked to sum it up.
+or a setting of a foreign Hugging Face folder), another number in a row of metrics.jsonl and rows missing at its end, an
+older name in `latest` (which is how one goes back), and ids in a .bin for readers that are not asked to sum it up.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.endurance.damage.harm import (
     TEXT,
     Harm,
     blank,
+    cut_row,
     drop_key,
     edit_sizes,
     flip_header_bit,
@@ -118,7 +119,7 @@ KINDS = (
     Kind(
         "run: metrics.jsonl",
         "run/metrics.jsonl",
-        VALID_OR_NOT | {"wrong type": wrong_row},
+        VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_row},
         ("training", "training_report.py"),
         loses=True,
     ),

@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,10 +97,12 @@ def _perform(command: Command) -> None:
     redirect_streams(command.stdout, command.stderr)
     os.chdir(command.folder)
     import torch
+    import tqdm
 
     from megatron_ddrp.data import preprocess
 
     torch.set_num_threads(1)
+    tqdm.tqdm.set_lock(threading.RLock())  # its own holds a semaphore that nobody frees when this process exits
     preprocess.CHUNK_BYTES = CHUNK_BYTES
     if command.stop_after is not None:
         _stop_after(command.stop_after)
