@@ -20,9 +20,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset_index import dataset_path, file_size
-from megatron_ddrp.data.indexed_dataset import IndexedDataset, read_manifest
+from megatron_ddrp.data.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.inputs import reading_progress
 from megatron_ddrp.data.inspection import DatasetSummary, first_documents, summarize
+from megatron_ddrp.data.manifest import read_manifest
 from megatron_ddrp.data.merging import merge
 from megatron_ddrp.data.samples import check_tokenizer
 from megatron_ddrp.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer

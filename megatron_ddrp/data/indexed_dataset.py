@@ -14,7 +14,6 @@ only the SHA-256 in the manifest tells (`verification.py`, `--verify-data`).
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ import numpy as np
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset_index import CHUNK, MEND, SIZE, DatasetIndex, dataset_path, file_size, write_index
 from megatron_ddrp.data.index_faults import index_faults
+from megatron_ddrp.data.manifest import read_manifest, write_manifest
 from megatron_ddrp.errors import UserError
 
 CHUNK_TOKENS = 1 << 22
@@ -36,28 +36,6 @@ CHUNK_TOKENS = 1 << 22
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The type that stores ids of a vocabulary: uint16 below 65,500 pieces, else int32 (Megatron's rule)."""
     return np.uint16 if vocab_size < 65_500 else np.int32
-
-
-def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The contents of `PREFIX.json`, or None where there is none. Raises `UserError` when it is no manifest."""
-    path = dataset_path(prefix, ".json")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
-        raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
-    return manifest
-
-
-def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path, ids_sha256: str | None = None) -> None:
-    """Write `PREFIX.json`, with `files` in it: bytes and SHA-256 of the two files, that of the ids if it is at hand."""
-    hashes = {"bin": (ids, ids_sha256 or file_sha256(ids)), "idx": (index, file_sha256(index))}
-    files = {name: {"bytes": file_size(file), "sha256": digest} for name, (file, digest) in hashes.items()}
-    with AtomicFile(path) as stream:
-        stream.write((json.dumps({**manifest, "files": files}, indent=2, sort_keys=True) + "\n").encode())
 
 
 class IndexedDataset:
@@ -163,16 +141,6 @@ def token_chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
     with open(path, "rb", buffering=0) as stream:
         while len(tokens := np.fromfile(stream, dtype, CHUNK_TOKENS)):
             yield tokens
-
-
-def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while data := stream.read(1 << 20):
-            digest.update(data)
-            advance(len(data))
-    return digest.hexdigest()
 
 
 class IndexedDatasetWriter:

@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset_index import dataset_path, write_index
-from megatron_ddrp.data.indexed_dataset import write_manifest
+from megatron_ddrp.data.manifest import write_manifest
 from megatron_ddrp.errors import UserError
 
 PARTS = ("ids", "sizes", "documents")

@@ -19,7 +19,8 @@ import numpy as np
 
 from megatron_ddrp.data.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
 from megatron_ddrp.data.index_faults import FaultList, index_faults
-from megatron_ddrp.data.indexed_dataset import file_sha256, read_manifest, token_chunks
+from megatron_ddrp.data.indexed_dataset import token_chunks
+from megatron_ddrp.data.manifest import file_sha256, read_manifest
 from megatron_ddrp.data.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 

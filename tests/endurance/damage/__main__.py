@@ -1,6 +1,6 @@
 """Damage files of every kind in every way, and compare what every command makes of them with the healthy file.
 
-    python -m tests.endurance.damage [--repeats 4] [--only TEXT] [--write]
+    python -m tests.endurance.damage [--repeats 3] [--only TEXT] [--write]
     python -m tests.endurance.damage --cases 60 --seed 3
     python -m tests.endurance.damage --case "run: latest, latest | blank | training | 0"
 
@@ -117,7 +117,7 @@ def write(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=4, help="cases of each damage that chance has a part in")
+    parser.add_argument("--repeats", type=int, default=3, help="cases of each damage that chance has a part in")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds it")
     parser.add_argument("--case", metavar="NAME", help="one case; its folder is kept, and its output shown")
     parser.add_argument("--cases", type=int, metavar="N", help="so many, drawn by chance evenly over the kinds")

@@ -1,0 +1,37 @@
+"""A manifest that is not as it was written is refused; one of an earlier version has no sum and passes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.manifest import MANIFEST_SUM, read_manifest
+from megatron_ddrp.errors import UserError
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "p", np.uint16) as writer:
+        writer.append([1, 2])
+        writer.end_document()
+        writer.finalize({"tokens": 2, "inputs": [("a.txt", 7)], "tokenizer": {"vocab_size": 9}})
+    return tmp_path / "p"
+
+
+def test_what_was_written_is_read(prefix):
+    manifest = read_manifest(prefix)
+    assert {name: manifest[name] for name in ("tokens", "inputs")} == {"tokens": 2, "inputs": [["a.txt", 7]]}
+    assert MANIFEST_SUM not in manifest
+
+
+@pytest.mark.parametrize("change", [{"tokens": 3}, {"inputs": []}, {"tokenizer": {}}, {"more": 1}, {MANIFEST_SUM: 5}])
+def test_an_edited_manifest_is_refused(prefix, change):
+    path = prefix.with_suffix(".json")
+    written = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(written | change), encoding="utf-8")
+    with pytest.raises(UserError, match="damaged or edited"):
+        read_manifest(prefix)
+    del written[MANIFEST_SUM]
+    path.write_text(json.dumps(written | {"tokens": 3}), encoding="utf-8")
+    assert read_manifest(prefix)["tokens"] == 3
