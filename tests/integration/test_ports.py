@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.parallel.process_group import listen
+from megatron_ddrp.parallel.rendezvous import listen
 from tests.integration.launch import free_port, start_ranks
 from tests.integration.test_faults import at_step
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel import rendezvous
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def join_alone(monkeypatch):
         monkeypatch.setenv(name, value)
 
     def join():
-        process_group._join("gloo", datetime.timedelta(seconds=60))
+        rendezvous.join("gloo", datetime.timedelta(seconds=60))
         return dist.get_backend()
 
     yield join

@@ -1,0 +1,123 @@
+"""How the processes of a run meet, and on which addresses they listen for one another: docs/launching.md, "Ports"."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import ipaddress
+import os
+import socket
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ddrp.errors import UserError
+
+
+def complete_environment() -> None:
+    """Give torch the variables that `deepspeed` and `torchrun` set: under plain `python` and under `srun` as well."""
+    if "RANK" in os.environ:
+        return
+    slurm = "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
+    os.environ["RANK"] = os.environ["SLURM_PROCID"] if slurm else "0"
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"] if slurm else "1"
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"] if slurm else "0"
+
+
+def join(backend: str, timeout: datetime.timedelta) -> None:
+    """Form the process group: without a port for one rank, through a store at MASTER_ADDR for several."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if _is_loopback(os.environ.get("MASTER_ADDR", "localhost")) and "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, so nobody else need reach us
+    if world_size == 1:
+        _join_alone(backend, timeout)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself hosts the store
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = _open_store(rank, world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _join_alone(backend: str, timeout: datetime.timedelta) -> None:
+    """Form a process group of one rank, by torch's backend without communication, since any other opens a port.
+
+    One rank's calls have to copy their input to their output. Not all of them do in every version of torch; where they
+    do not, the real backend serves.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers it
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    if not _copies_to_itself():
+        dist.destroy_process_group()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _copies_to_itself() -> bool:
+    """Return whether the calls that DeepSpeed and we make give a single rank its own input back."""
+    given = torch.arange(1.0, 5.0)
+    calls: tuple[Callable[[Tensor], object], ...] = (
+        lambda got: dist.all_gather_into_tensor(got, given),
+        lambda got: dist.all_gather([got], given),
+        lambda got: dist.reduce_scatter_tensor(got, given.clone()),
+        lambda got: dist.reduce_scatter(got, [given.clone()]),
+        lambda got: dist.all_to_all_single(got, given),
+        lambda got: dist.all_reduce(got.copy_(given)),
+        lambda got: dist.broadcast(got.copy_(given), 0),
+    )
+    outputs = [torch.zeros(4) for _ in calls]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer names, which torch 2.6 does not have
+        for call, got in zip(calls, outputs, strict=True):
+            call(got)
+    return all(torch.equal(got, given) for got in outputs)
+
+
+def _open_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(f"{missing[0]} is not set, but RANK is: let deepspeed or torchrun set both, or set none")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        try:
+            listener = listen(address, port)
+        except OSError as error:
+            raise UserError(
+                f"rank 0 cannot meet the other ranks: {address}:{port}: {error.strerror}; give a free --master_port"
+            ) from error
+    descriptor = listener.detach() if listener else None
+    return dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)
+
+
+def listen(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at one address; None where the store has to listen on every interface.
+
+    It has to where the address belongs to another machine that forwards to this one, and where a host name stands for
+    the loopback interface on this machine alone, as in Debian's /etc/hosts. Raises `OSError` where the port is taken.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(place[0]).is_loopback and not _is_loopback(address):
+        return None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    return listener
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address means this machine on every machine: `localhost`, 127.0.0.1, ::1."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a host name
+        return False
