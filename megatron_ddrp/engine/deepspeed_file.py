@@ -95,8 +95,11 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         _refuse(path, "expected a JSON object")
     _check_names(path, loaded, TOP_LEVEL)
     import_quietly()
-    _check_models(path, loaded)
-    _check_plain_sections(path, loaded)
+    try:
+        _check_models(path, loaded)
+        _check_plain_sections(path, loaded)
+    except ImportError as error:
+        _refuse(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
     if isinstance(loaded.get("fp16"), dict) and loaded["fp16"].get("auto_cast") is True:
         _refuse(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
     if loaded.get("zero_force_ds_cpu_optimizer") is True:

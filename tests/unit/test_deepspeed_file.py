@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_what_deepspeed_does_not_know_is_refused(text: str, words: str, tmp_path
         read(tmp_path, text)
     assert words in str(error.value) and error.value.exit_code == 2
     assert str(error.value).startswith(f"--deepspeed-config {tmp_path / 'deepspeed.json'}: ")
+
+
+def test_a_deepspeed_without_these_models_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_quietly()
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.precision_config", None)
+    with pytest.raises(UserError, match="this DeepSpeed is too old to check it .*: pip install --upgrade deepspeed"):
+        read(tmp_path, '{"bf16": {"enabled": true}}')
 
 
 def test_offload_wants_a_stage_that_shards(tmp_path: Path) -> None:
