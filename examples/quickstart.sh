@@ -26,7 +26,7 @@ TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 32 --train-iters "$STEP
 OUTPUT_ARGS=(--log-interval 20 --eval-interval 200 --eval-iters 16 --save-interval 400 --keep-last 1)
 NOTE="CoLA is the layout here, not the data: the task is to tell sentences of the corpus from such with two words \
 swapped, scored on documents that fine-tuning has not seen."
-GLUE_ARGS=(--tasks CoLA --grid quick --batch-size 16 --lr 2e-4 --epochs 2 --seeds 1 --max-seq-length 64)
+GLUE_ARGS=(--tasks CoLA --grid quick --batch-size 32 --lr 5e-4 --epochs 3 --seeds 1 --max-seq-length 64)
 
 fail() {
     echo "quickstart: error: $*" >&2
