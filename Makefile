@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 	@$(BIN)/python -c 'import sys, torch; print(f"ready: .venv with Python {sys.version.split()[0]}, torch {torch.__version__}")'
 
-quickstart: $(STAMP) ## text → tokenizer → pre-training → export → fine-tuning → report, in about 5 minutes
+quickstart: $(STAMP) ## text → tokenizer → pre-training → export → fine-tuning → report, in about 6 minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" OUT='$(OUT)' CORPUS='$(CORPUS)' bash examples/quickstart.sh
 
 test: $(STAMP) ## the whole test suite, under 15 minutes on 2 cores

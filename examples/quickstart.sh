@@ -2,7 +2,7 @@
 # The main job from text to a fine-tuned encoder, small enough for a laptop. `make quickstart` runs it.
 #
 #   hardware   2 CPU cores, 2 GB of memory (one GPU is used where there is one)
-#   time       about 5 minutes
+#   time       about 6 minutes
 #   result     OUT/report/report.md: the validation masked-LM loss falls well below the unigram level, and the
 #              pre-trained encoder scores above the same encoder with random weights
 #
