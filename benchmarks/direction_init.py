@@ -1,4 +1,4 @@
-"""How DDRP's `D` should start: loss, and whether the encoding tells left from right, for several starts.
+"""Compare starts of DDRP's `D` by their loss, and by how well the encoding tells left from right.
 
     python benchmarks/direction_init.py --data-path P --vocab-file vocab.txt --output DIR [--seeds 1234 1235 1236]
     python benchmarks/direction_init.py … --arms spread ones bert-r -- --train-iters 2000    # some arms, other flags

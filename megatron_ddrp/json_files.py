@@ -1,8 +1,10 @@
-"""JSON files that somebody else may have written: every mistake in them is one line that names the file."""
+"""JSON objects: read from files that somebody else may have written, and summed up so that a change shows."""
 
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +28,9 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; copy the file again")
     return value
+
+
+def object_sum(value: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of a JSON object, written with sorted keys and without spaces, as eight hexadecimal digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -25,7 +25,7 @@ def launched_rank() -> int:
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process; read it before `process_group.start` fills the variables in."""
+    """Return whether a launcher started this process; ask before `process_group.start` fills the variables in."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 

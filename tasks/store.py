@@ -10,12 +10,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import zlib
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
 
 Key = TypeVar("Key", bound=Hashable)
 Row = dict[str, Any]
@@ -73,7 +73,7 @@ class Store(Generic[Key]):
                 return
             stream.truncate(self._offset)  # what a killed writer left of a line
             stream.seek(self._offset)
-            stream.write(json.dumps(row | {SUM: _sum(row)}).encode() + b"\n")
+            stream.write(json.dumps(row | {SUM: object_sum(row)}).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
             self._read(stream)
@@ -100,7 +100,7 @@ class Store(Generic[Key]):
         if not isinstance(row, dict):
             raise TypeError("expected a JSON object")
         expected = row.pop(SUM, None)
-        if expected is not None and expected != _sum(row):
+        if expected is not None and expected != object_sum(row):
             raise _Changed("changed since it was written (its sum does not match)")
         return self._as_written_now(row)
 
@@ -112,7 +112,3 @@ class Store(Generic[Key]):
 
 class _Changed(ValueError):
     """A line whose sum does not match."""
-
-
-def _sum(row: Row) -> str:
-    return f"{zlib.crc32(json.dumps(row).encode()):08x}"

@@ -50,7 +50,7 @@ class Candidates(NamedTuple):
     paths: list[Path]
     """The newest first, damaged ones included."""
     notes: tuple[str, ...]
-    """What a user should know of `latest`, one line each."""
+    """Lines for the user about `latest`: damage, or newer checkpoints left alone."""
 
 
 def candidates(folder: Path) -> Candidates:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
 
 STATE = "state.json"
 SUM = "crc32"
@@ -23,7 +23,7 @@ SUM = "crc32"
 WEIGHTS_ONLY = "weights_only"
 """Key of an imported checkpoint: there is no optimizer state, and training begins at iteration 0."""
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What is kept of fp16's dynamic loss scaler."""
+"""Fields of fp16's dynamic loss scaler that a checkpoint keeps."""
 
 _COUNTS = ("iteration", "consumed_samples", "consumed_tokens")
 _OF_TRAINING = (*_COUNTS, "optimizer_step", "loss_scaler", "layout", "files", "config")
@@ -53,14 +53,9 @@ def read_state(path: Path) -> dict[str, Any]:
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write state.json with its own sum, on disk at return."""
     with (path / STATE).open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps({**state, SUM: _sum(state)}, indent=2) + "\n")
+        stream.write(json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sum(state: Mapping[str, Any]) -> str:
-    text = json.dumps(state, sort_keys=True, separators=(",", ":"))
-    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _checked(state: Any, folder: str) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def _checked(state: Any, folder: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError("expected an object")
     if SUM in state:
-        written, found = state.pop(SUM), _sum(state)
+        written, found = state.pop(SUM), object_sum(state)
         if written != found:
             raise ValueError(f"CRC-32 {found} instead of {written!s:.20}")
     needed: tuple[str, ...] = _OF_OLDER_VERSIONS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset_index import dataset_path, file_size
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
 
 MANIFEST_SUM = "crc32"
 """Key of the manifest's own sum."""
@@ -33,7 +33,7 @@ def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
         raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
-    if MANIFEST_SUM in manifest and manifest.pop(MANIFEST_SUM) != _sum_of(manifest):
+    if MANIFEST_SUM in manifest and manifest.pop(MANIFEST_SUM) != object_sum(manifest):
         raise UserError(f"{path}: damaged or edited (its {MANIFEST_SUM} does not match); copy it again, or remove it")
     return manifest
 
@@ -46,14 +46,9 @@ def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path,
     hashes = {"bin": (ids, ids_sha256 or file_sha256(ids)), "idx": (index, file_sha256(index))}
     files = {name: {"bytes": file_size(file), "sha256": digest} for name, (file, digest) in hashes.items()}
     content = json.loads(json.dumps({**manifest, "files": files}))  # as it will be read
-    content[MANIFEST_SUM] = _sum_of(content)
+    content[MANIFEST_SUM] = object_sum(content)
     with AtomicFile(path) as stream:
         stream.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _sum_of(manifest: dict[str, Any]) -> str:
-    """Return the CRC-32 of a manifest without its sum."""
-    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
 def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:

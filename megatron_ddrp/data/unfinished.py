@@ -26,6 +26,7 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset_index import dataset_path, write_index
 from megatron_ddrp.data.manifest import write_manifest
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
 
 PARTS = ("ids", "sizes", "documents")
 """What grows: token ids; int32 tokens of each sequence; int32 sequences of each document."""
@@ -158,7 +159,7 @@ class UnfinishedDatasets:
         found = [path for path in self.folder.iterdir() if path.name != "lock"]
         try:
             saved = json.loads((self.folder / "job.json").read_bytes())
-            usable = saved.pop(SUM) == _sum_of(saved) and saved["job"] == json.loads(json.dumps(self._job))
+            usable = saved.pop(SUM) == object_sum(saved) and saved["job"] == json.loads(json.dumps(self._job))
             for number, files in enumerate(saved["written"]):
                 for part, (length, crc) in zip(PARTS, files, strict=True):
                     usable = usable and _crc_of(self._path(number, part), length) == crc
@@ -185,12 +186,7 @@ class UnfinishedDatasets:
         content = {"job": self._job, "state": self.state, "written": written, "published": published}
         content = json.loads(json.dumps(content))  # as it will be read
         with AtomicFile(self.folder / "job.json") as stream:
-            stream.write(json.dumps({**content, SUM: _sum_of(content)}).encode())
-
-
-def _sum_of(content: dict[str, Any]) -> int:
-    """Return the CRC-32 of JSON values."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+            stream.write(json.dumps({**content, SUM: object_sum(content)}).encode())
 
 
 def _crc_of(path: Path, length: int) -> int | None:

@@ -47,7 +47,7 @@ class Resumed:
     progress: Progress
     path: Path
     notes: tuple[str, ...]
-    """What a user should know: checkpoints passed over, a damaged `latest`, another layout, changed settings."""
+    """Lines for the user: checkpoints passed over, a damaged `latest`, another layout, changed settings."""
     weights_only: bool = False
 
 
