@@ -71,7 +71,7 @@ def _refusal(error: OSError, path: object = None) -> str:
 
 
 _NO_MEMORY = re.compile("can't allocate|out of memory|storage size calculation overflowed", re.I)
-"""How torch words it, as a plain RuntimeError on CPUs."""
+"""Words of the RuntimeError that torch raises on CPUs without enough memory."""
 
 
 @contextlib.contextmanager

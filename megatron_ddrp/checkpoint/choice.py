@@ -12,7 +12,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tensor_files import damage
 
 MODEL, OPTIMIZER, BESIDE = "weights", "optimizer", "beside"
-"""How the names of files begin: the model, Adam's moments, and what a run keeps beside the model."""
+"""Beginnings of file names: the model, Adam's moments, and what a run keeps beside the model."""
 
 
 def to_standard_error(line: str) -> None:

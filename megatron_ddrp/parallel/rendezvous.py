@@ -1,4 +1,4 @@
-"""How the processes of a run meet, and on which addresses they listen for one another: docs/launching.md, "Ports"."""
+"""Bring the processes of a run together, each listening where docs/launching.md, "Ports", says."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def listen(address: str, port: int) -> socket.socket | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address means this machine on every machine: `localhost`, 127.0.0.1, ::1."""
+    """Return whether an address means the machine that uses it: `localhost`, 127.0.0.1, ::1."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:  # a host name
