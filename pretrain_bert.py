@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.errors import allocations_as_user_errors
-from megatron_ddrp.launch import first_rank_speaks, run_rank
+from megatron_ddrp.run.launch import first_rank_speaks, run_rank
 
 
 def main() -> int:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.host_memory import keep_freed_memory
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.attention import backend_function, resolve_backend
+from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws, draw, token_cosine
+from megatron_ddrp.run.host_memory import keep_freed_memory
 
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from measure import median_interval, time_rounds, verdict
 
-from tasks.glue.data import Encoded
-from tasks.glue.encoder import HuggingFaceEncoder
-from tasks.glue.finetune import FineTuning
-from tasks.glue.runs import Run
+from megatron_ddrp.tasks.glue.data import Encoded
+from megatron_ddrp.tasks.glue.encoder import HuggingFaceEncoder
+from megatron_ddrp.tasks.glue.finetune import FineTuning
+from megatron_ddrp.tasks.glue.runs import Run
 
 BATCH, VOCABULARY, BOUND = 32, 8192, 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

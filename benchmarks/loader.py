@@ -24,12 +24,12 @@ from measure import median_interval, time_rounds
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.dataset_index import DatasetIndex
-from megatron_ddrp.data.index_faults import index_faults
-from megatron_ddrp.data.loader import BatchLoader
-from megatron_ddrp.data.masking import MASKINGS
-from megatron_ddrp.data.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.loader import BatchLoader
+from megatron_ddrp.data.batches.masking import MASKINGS
+from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.dataset.dataset_index import DatasetIndex
+from megatron_ddrp.data.dataset.index_faults import index_faults
 
 BOUND = 1e6
 STEPS = 4

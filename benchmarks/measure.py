@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_ddrp.host_memory import keep_freed_memory
+from megatron_ddrp.run.host_memory import keep_freed_memory
 
 BOOTSTRAP_DRAWS = 4000
 

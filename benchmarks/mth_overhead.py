@@ -25,9 +25,9 @@ import torch
 from measure import Interval, median_interval, time_rounds, verdict
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import Bert, build_model
-from megatron_ddrp.model.attention import BACKENDS, resolve_backend
+from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws, draw, token_cosine
 

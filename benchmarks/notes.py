@@ -26,8 +26,8 @@ from measure import median_interval, time_rounds, verdict
 from torch import nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.rare_words import RareWords
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.embeddings import Embeddings

@@ -49,10 +49,10 @@ from arms import (
 from measure import median_interval, time_rounds, verdict
 
 from megatron_ddrp.config import POSITION_ENCODINGS
-from megatron_ddrp.data.batch import Batch
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.packing import join_samples, pack_rows
-from megatron_ddrp.data.samples import SampleIndex
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.packing import join_samples, pack_rows
+from megatron_ddrp.data.batches.samples import SampleIndex
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 
 BASE = "absolute mlm"
 WITH_DECODER = "deberta mlm, mask decoder on"

@@ -10,16 +10,16 @@ import torch
 
 from megatron_ddrp.config import Config, flag
 from megatron_ddrp.corpus import Corpus, verify_data
-from megatron_ddrp.data.loader import count_micro_batches
-from megatron_ddrp.data.rare_words import RareWords
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.batches.loader import count_micro_batches
+from megatron_ddrp.data.batches.rare_words import RareWords
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.launch import launched_rank, launched_world_size
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.run.launch import launched_rank, launched_world_size
 
 GIB = 2**30
 

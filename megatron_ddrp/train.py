@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_ddrp import stopping
 from megatron_ddrp.checkpoint import last_name, newest, read_state, refuse_folders
+from megatron_ddrp.checkpoint.note_files import load_notes, note_tensors
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
-from megatron_ddrp.data.loader import BatchLoader, iterate
+from megatron_ddrp.data.batches.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine, precision_fault
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
@@ -27,18 +27,18 @@ from megatron_ddrp.errors import (
     allocations_as_user_errors,
     refusals_as_user_errors,
 )
-from megatron_ddrp.host_memory import keep_freed_memory
-from megatron_ddrp.launch import is_launched
-from megatron_ddrp.log import Clock, MetricsLog, UnsavedWork, check_writers, progress_line, similarities, terms
 from megatron_ddrp.model import Encoder, build_model, count_parameters
-from megatron_ddrp.model.attention import refusal, resolve_backend
+from megatron_ddrp.model.attention.backends import refusal, resolve_backend
 from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.note_files import load_notes, note_tensors
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
-from megatron_ddrp.run_folder import RunFolder
-from megatron_ddrp.stopping import StopRequests
+from megatron_ddrp.run import stopping
+from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.launch import is_launched
+from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, check_writers, progress_line, similarities, terms
+from megatron_ddrp.run.run_folder import RunFolder
+from megatron_ddrp.run.stopping import StopRequests
 
 
 def train(config: Config) -> int:

@@ -1,1 +1,1 @@
-"""Downstream evaluation of pre-trained encoders."""
+"""Entry points: `python -m tasks.NAME` runs `megatron_ddrp.tasks.NAME`."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 
 NUM_DOCUMENTS = 600
 NUM_WORDS = 500

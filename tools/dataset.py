@@ -19,15 +19,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.dataset_index import dataset_path, file_size
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.inputs import reading_progress
-from megatron_ddrp.data.inspection import DatasetSummary, first_documents, summarize
-from megatron_ddrp.data.manifest import read_manifest
-from megatron_ddrp.data.merging import merge
-from megatron_ddrp.data.samples import check_tokenizer
-from megatron_ddrp.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron_ddrp.data.verification import verify
+from megatron_ddrp.data.batches.samples import check_tokenizer
+from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
+from megatron_ddrp.data.dataset.manifest import read_manifest
+from megatron_ddrp.data.dataset.merging import merge
+from megatron_ddrp.data.dataset.verification import verify
+from megatron_ddrp.data.preprocess.inputs import reading_progress
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
 
 TERMINATED = 143

@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.data.inputs import INPUT_HELP
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
-from megatron_ddrp.data.tokenizer import TOKENIZER_TYPES
+from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.errors import run_command
 
 TERMINATED = 143

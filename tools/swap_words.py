@@ -23,8 +23,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.documents import iter_documents
-from megatron_ddrp.data.inputs import INPUT_HELP
+from megatron_ddrp.data.preprocess.documents import iter_documents
+from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.errors import UserError, run_command
 
 MIN_WORDS, MAX_WORDS = 6, 30

@@ -25,10 +25,10 @@ import numpy as np
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
-from megatron_ddrp.metrics import METRICS, Row, ends_in_half_a_line, read_rows
-from tasks import markdown
+from megatron_ddrp.run.metrics import METRICS, Row, ends_in_half_a_line, read_rows
+from megatron_ddrp.tasks import markdown
 
 PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.model.attention import probabilities
+from megatron_ddrp.model.attention.backends import probabilities
+from megatron_ddrp.model.attention.logits import allowed_pairs
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.logits import allowed_pairs
 from megatron_ddrp.model.stages import StageState
 from megatron_ddrp.objectives.mth import Draws
 

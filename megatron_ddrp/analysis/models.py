@@ -17,7 +17,7 @@ from megatron_ddrp.checkpoint import (
     whole_checkpoints,
 )
 from megatron_ddrp.config import Config
-from megatron_ddrp.data.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder

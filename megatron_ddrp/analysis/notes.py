@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from megatron_ddrp.checkpoint import BESIDE, TOKENIZER, choose_checkpoint
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.rare_words import RareWords, WordFinder
-from megatron_ddrp.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_ddrp.checkpoint.note_files import read_notes
+from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.note_files import read_notes
 
 SENTENCE_ENDS = (".", "!", "?")
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_ddrp.corpus import check_ids, open_dataset
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.blend import Blend
-from megatron_ddrp.data.samples import NUM_SPECIAL_TOKENS, SampleIndex, sample_totals, split_documents
-from megatron_ddrp.data.tokenizer import Tokenizer
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 
 class Sentences:

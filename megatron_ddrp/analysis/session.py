@@ -19,7 +19,7 @@ from megatron_ddrp.analysis.sentences import Sentences
 from megatron_ddrp.checkpoint import STATE, read_config
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.blend import read_blend
+from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model import Encoder
 

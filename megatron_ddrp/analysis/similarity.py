@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.bert import first_tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.analysis.direction import divide_heads, layer_maps, sides
-from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model import Encoder
 
 THRESHOLD = 0.7

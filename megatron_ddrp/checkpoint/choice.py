@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_ddrp.checkpoint.folder import WEIGHTS, candidates, is_checkpoint
 from megatron_ddrp.checkpoint.state import read_state
+from megatron_ddrp.checkpoint.tensor_files import damage
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tensor_files import damage
 
 MODEL, OPTIMIZER, BESIDE = "weights", "optimizer", "beside"
 """Beginnings of file names: the model, Adam's moments, and what a run keeps beside the model."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.checkpoint.state import STATE, write_state
+from megatron_ddrp.checkpoint.tensor_files import sync_folder
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tensor_files import sync_folder
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
 _NAME = re.compile(r"iter_[0-9]+")

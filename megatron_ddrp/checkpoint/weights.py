@@ -9,10 +9,10 @@ from typing import Any
 from megatron_ddrp.checkpoint.choice import MODEL, choose_checkpoint, kind_of
 from megatron_ddrp.checkpoint.folder import TOKENIZER, WEIGHTS, tag
 from megatron_ddrp.checkpoint.state import WEIGHTS_ONLY, read_state, write_state
+from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config
-from megatron_ddrp.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tensor_files import Form, write_tensors
 
 
 class StoredTensors:

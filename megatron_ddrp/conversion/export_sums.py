@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_ddrp.checkpoint.tensor_files import damage, facts
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.tensor_files import damage, facts
 
 SUMS = "export_sums.json"
 

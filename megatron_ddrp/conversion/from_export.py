@@ -19,8 +19,8 @@ from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS, find_tokenize
 from megatron_ddrp.conversion.huggingface_layouts import checked
 from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weights, fill, read_weights, refuse_sizes
 from megatron_ddrp.conversion.weight_names import own_name
-from megatron_ddrp.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model
 

@@ -30,7 +30,7 @@ from megatron_ddrp.conversion.huggingface_weights import (
     rename,
 )
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
-from megatron_ddrp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder, build_model, on_meta_device

@@ -23,7 +23,7 @@ from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
-from megatron_ddrp.data.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model.embeddings import NUM_SEGMENTS, adds_absolute_embedding

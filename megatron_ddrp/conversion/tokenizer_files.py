@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.conversion.sentencepiece_model import WORD_START, unigram_tokenizer
-from megatron_ddrp.data.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, Tokenizer
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 PROBED_PIECES = 2000

@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ddrp import checkpoint as files
+from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config, changed_settings, flag
 from megatron_ddrp.engine import optimizer_state as state_of
 from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
-from megatron_ddrp.tensor_files import Form, write_tensors
 
 Moments = tuple[str | None, ...]
 """What is stored of a parameter: Adam's moments by name; None is its weight."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ddrp.config import ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.stages import (
     GENERATOR_CORRECT,
     HCD,

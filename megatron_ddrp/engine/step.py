@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import Config, ObjectiveConfig
-from megatron_ddrp.data.batch import Batch
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.data.rare_words import Occurrences
 from megatron_ddrp.engine.layout import WeightedLoss, own_part
 from megatron_ddrp.engine.losses import Counts, num_sums, own_counts, step_losses
 from megatron_ddrp.engine.schedule import learning_rate

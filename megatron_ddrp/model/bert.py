@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead

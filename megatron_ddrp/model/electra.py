@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer

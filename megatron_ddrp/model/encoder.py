@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.attention import attend_from, backend_function, resolve_backend
-from megatron_ddrp.model.logits import attention_logits
+from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
+from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.model.stages import HCD, StageState
 from megatron_ddrp.objectives.mth import document_mask

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import HCD, REPLACED, REPLACED_FOUND, RTD, RTD_CORRECT, TCD, StageState

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 
 
 def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:

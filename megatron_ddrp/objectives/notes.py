@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import ObjectiveConfig
-from megatron_ddrp.data.batch import Batch
-from megatron_ddrp.data.rare_words import Occurrences, RareWords, find_occurrences
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.rare_words import Occurrences, RareWords, find_occurrences
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Value of `--notes-dtype` → type of the stored notes."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model.logits import allowed_pairs, attention_logits
+from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.objectives import mth
 from megatron_ddrp.parallel.collectives import sum_of_ranks

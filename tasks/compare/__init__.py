@@ -1,1 +1,1 @@
-"""`python -m tasks.compare`: train the models of a plan at one budget, score and look into them, and write one page."""
+"""The entry point of `megatron_ddrp.tasks.compare`."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatron_ddrp.config import POSITION_ENCODINGS
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import documents, write_vocabulary
 from tests.integration.conftest import TINY, command_line
 from tests.integration.courses import Course, largest_differences, run_courses

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_ddrp.model.attention import eager_attention, sdpa_attention
-from megatron_ddrp.model.flex_attention import flex_attention, why_not_flex
-from megatron_ddrp.model.triton_attention import triton_attention, why_not_triton
+from megatron_ddrp.model.attention.backends import eager_attention, sdpa_attention
+from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
+from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import (
     NO_HEADS,
     answer,

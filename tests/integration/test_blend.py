@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import TinyCorpus
 from tests.integration.launch import read_rows, start_ranks, training_rows
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import StoredTensors, newest, read_state, write_state
-from megatron_ddrp.run_folder import sole_writer
+from megatron_ddrp.run.run_folder import sole_writer
 from tests.endurance.kills import kill_and_compare
 from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import start_ranks, training_rows

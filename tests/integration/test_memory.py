@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import on_meta_device
 from tests.integration.held_memory import held_by

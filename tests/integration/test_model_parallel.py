@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import TinyCorpus, documents, write_vocabulary
 from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import start_ranks, training_rows

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import POSITION_ENCODINGS, Config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.batch import Batch
-from megatron_ddrp.data.loader import BatchLoader
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.losses import count_sequences
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.attention import BACKENDS
+from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.objectives.mth import draw
 from tests.integration.launch import read_rows, start_ranks, training_rows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import TinyCorpus
 from tests.integration.launch import start_ranks, training_rows
 

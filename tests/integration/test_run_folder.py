@@ -12,8 +12,8 @@ import torch
 from megatron_ddrp.checkpoint import load_model, newest, read_state
 from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.tokenizer import load_tokenizer
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
 from megatron_ddrp.model.stages import LM
 from megatron_ddrp.objectives.mth import Draws
 from tests.conftest import TinyCorpus

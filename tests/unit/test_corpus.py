@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
 from tests.conftest import TinyCorpus, write_vocabulary
 

@@ -192,7 +192,7 @@ def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedP
 
 def write_dataset(folder: Path) -> str:
     """Thirty documents of 40 tokens: eight words, each often enough for the notes of rare words and not too often."""
-    from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
+    from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
 
     prefix = str(folder / "corpus_text_document")
     with IndexedDatasetWriter(prefix, "uint16") as writer:

@@ -11,7 +11,7 @@ TAKE_AND_FREE = """
 import json
 import resource
 import torch
-from megatron_ddrp.host_memory import keep_freed_memory
+from megatron_ddrp.run.host_memory import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

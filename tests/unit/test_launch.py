@@ -13,7 +13,7 @@ PROGRAM = """
 import atexit, os
 atexit.register(os.abort)  # stands for the threads of a process group, which abort in some teardowns
 from megatron_ddrp.errors import UserError, agreed_by_all
-from megatron_ddrp.launch import run_rank
+from megatron_ddrp.run.launch import run_rank
 
 def fail(error):
     raise error

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.log import MetricsLog
-from megatron_ddrp.metrics import DAMAGED, METRICS, MetricsFile, read_rows
+from megatron_ddrp.run.log import MetricsLog
+from megatron_ddrp.run.metrics import DAMAGED, METRICS, MetricsFile, read_rows
 
 BAD_LINES = {
     "not-json": b'{"iteration": 2, "lo',

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from megatron_ddrp.config import Config, load_config
-from megatron_ddrp.data.tokenizer import build_tokenizer, load_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.run_folder import LOCK, RunFolder
+from megatron_ddrp.run.run_folder import LOCK, RunFolder
 
 
 @pytest.fixture

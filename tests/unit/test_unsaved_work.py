@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.log import UnsavedWork
+from megatron_ddrp.run.log import UnsavedWork
 
 
 def said(monkeypatch: pytest.MonkeyPatch, seconds: list[float], train_iters: int, **checkpoint: Any) -> list[str]:

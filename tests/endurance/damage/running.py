@@ -30,10 +30,10 @@ MORE_PRELOADED = [
     "megatron_ddrp.analysis.run_maps",
     "megatron_ddrp.conversion.from_huggingface",
     "megatron_ddrp.conversion.to_huggingface",
-    "megatron_ddrp.data.preprocess",
-    "tasks.glue.figure",
-    "tasks.glue.sweep",
-    "tasks.glue.workers",
+    "megatron_ddrp.data.preprocess.pipeline",
+    "megatron_ddrp.tasks.glue.figure",
+    "megatron_ddrp.tasks.glue.sweep",
+    "megatron_ddrp.tasks.glue.workers",
     "tests.endurance.damage.running",
 ]
 CHUNK_BYTES = 1 << 13
@@ -99,7 +99,7 @@ def _perform(command: Command) -> None:
     import torch
     import tqdm
 
-    from megatron_ddrp.data import preprocess
+    from megatron_ddrp.data.preprocess import pipeline as preprocess
 
     torch.set_num_threads(1)
     tqdm.tqdm.set_lock(threading.RLock())  # its own holds a semaphore that nobody frees when this process exits
@@ -118,7 +118,7 @@ def _perform(command: Command) -> None:
 
 def _stop_after(chunks: int) -> None:
     """End preprocessing as SIGTERM would after so many chunks."""
-    from megatron_ddrp.data import preprocess
+    from megatron_ddrp.data.preprocess import pipeline as preprocess
 
     add = preprocess._Run._add
 

@@ -12,8 +12,8 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.models import find_all, find_snapshots
 from megatron_ddrp.analysis.sentences import Sentences
 from megatron_ddrp.config import Config
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from tools import analyze

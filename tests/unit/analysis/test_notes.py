@@ -11,15 +11,15 @@ import torch
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.analysis.notes import analyze_notes, nearest_notes, share_of_sentences
+from megatron_ddrp.checkpoint.note_files import note_tensors
+from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config, ObjectiveConfig
-from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.rare_words import WordFinder
-from megatron_ddrp.data.tokenizer import build_tokenizer
-from megatron_ddrp.data.word_counts import count_rare_words
+from megatron_ddrp.data.batches.rare_words import WordFinder
+from megatron_ddrp.data.batches.word_counts import count_rare_words
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.note_files import note_tensors
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.tensor_files import Form, write_tensors
 
 ROOT = Path(__file__).resolve().parents[3]
 SENTENCES = ["the cat sings .", "the red dog !", "the the .", "the cat and the bird", "red ."]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.compare.courses import Course
-from tasks.compare.jobs import Job, open_store
-from tasks.compare.plan_file import read_plan
-from tasks.compare.work import Work
+from megatron_ddrp.tasks.compare.courses import Course
+from megatron_ddrp.tasks.compare.jobs import Job, open_store
+from megatron_ddrp.tasks.compare.plan_file import read_plan
+from megatron_ddrp.tasks.compare.work import Work
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
 

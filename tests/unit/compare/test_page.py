@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tasks.compare.claims import all_claims, summary
-from tasks.compare.document import Bullets, Code, Heading, Table, Text, markdown, to_html
-from tasks.compare.jobs import log_file
-from tasks.compare.page import write_page
-from tasks.compare.results import LOSS, STEP_SECONDS, TOKEN_SIMILARITY, Arm, Results
+from megatron_ddrp.tasks.compare.claims import all_claims, summary
+from megatron_ddrp.tasks.compare.document import Bullets, Code, Heading, Table, Text, markdown, to_html
+from megatron_ddrp.tasks.compare.jobs import log_file
+from megatron_ddrp.tasks.compare.page import write_page
+from megatron_ddrp.tasks.compare.results import LOSS, STEP_SECONDS, TOKEN_SIMILARITY, Arm, Results
 from tests.unit.compare.conftest import finish_course, finish_similarity, record
 
 LOSSES = {"BERT (MLM)": 6.5, "BERT (MTH)": 6.25}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.errors import UserError
-from tasks.compare.arguments import parse_arguments
-from tasks.compare.plan_file import read_plan
+from megatron_ddrp.tasks.compare.arguments import parse_arguments
+from megatron_ddrp.tasks.compare.plan_file import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from megatron_ddrp.errors import UserError
-from tasks.compare.forecast import Forecast
-from tasks.compare.jobs import Claim, Job, job_name, open_store
-from tasks.compare.plan_file import read_plan
-from tasks.compare.running import Runner
+from megatron_ddrp.tasks.compare.forecast import Forecast
+from megatron_ddrp.tasks.compare.jobs import Claim, Job, job_name, open_store
+from megatron_ddrp.tasks.compare.plan_file import read_plan
+from megatron_ddrp.tasks.compare.running import Runner
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
 
 def test_workers_share_the_cores(runner, folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("tasks.compare.running.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("megatron_ddrp.tasks.compare.running.os.cpu_count", lambda: 8)
     threads = "import os; open('{}', 'w').write(os.environ.get('OMP_NUM_THREADS', 'all'))"
     for workers, expected in ((4, "2"), (1, "all")):
         told = folder / f"threads-{workers}"

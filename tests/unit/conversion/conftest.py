@@ -12,8 +12,8 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.conversion.from_export import load_hugging_face
 from megatron_ddrp.conversion.from_huggingface import import_folder
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.model import build_model
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##ing", "é", "Cat", "the", ",", "."]
@@ -99,7 +99,7 @@ def offline(tmp_path, monkeypatch):
 
 
 def read_for_glue(folder):
-    from tasks.glue.encoder import load_encoder
+    from megatron_ddrp.tasks.glue.encoder import load_encoder
 
     load_encoder(folder)
 

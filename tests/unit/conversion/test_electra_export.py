@@ -5,7 +5,7 @@ import torch
 
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from tasks.glue.encoder import load_encoder
+from megatron_ddrp.tasks.glue.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 
@@ -44,7 +44,7 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
 
 @torch.no_grad()
 def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer):
-    from megatron_ddrp.data.batch import Batch
+    from megatron_ddrp.data.batches.batch import Batch
 
     load = write_checkpoint(tmp_path / "run", tokenizer, "electra")
     model, _, _ = load_model(load)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from megatron_ddrp.conversion.export_sums import SUMS
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import READERS, write_checkpoint
 

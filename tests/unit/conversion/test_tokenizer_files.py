@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 
 TEXTS = [
     "The cats, singing  birds\tand Caté.",

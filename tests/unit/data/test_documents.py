@@ -10,9 +10,9 @@ import sys
 import pytest
 import zstandard
 
-from megatron_ddrp.data import documents as documents_module
-from megatron_ddrp.data.documents import iter_chunks, iter_documents
-from megatron_ddrp.data.inputs import InputFile, OpenInput
+from megatron_ddrp.data.preprocess import documents as documents_module
+from megatron_ddrp.data.preprocess.documents import iter_chunks, iter_documents
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput
 from megatron_ddrp.errors import UserError
 
 PACK = {

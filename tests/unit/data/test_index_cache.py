@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.index_cache import cache_path, cached_totals
-from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.batches.index_cache import cache_path, cached_totals
+from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.data.sealed import seal
 from megatron_ddrp.errors import UserError
 from tests.unit.data.damage import damaged
@@ -47,7 +47,7 @@ def test_a_second_opening_reads_what_the_first_wrote(dataset, tmp_path, monkeypa
     mode = stat.S_IMODE(os.stat(tmp_path / "data" / name).st_mode)
     assert mode == stat.S_IMODE(os.stat(dataset.prefix + ".idx").st_mode)
 
-    monkeypatch.setattr("megatron_ddrp.data.index_cache.sample_totals", None)
+    monkeypatch.setattr("megatron_ddrp.data.batches.index_cache.sample_totals", None)
     again, note = cached_totals(dataset, 32)
     assert note is None and np.array_equal(again, totals)
 
@@ -152,8 +152,8 @@ def test_many_writers_at_once_leave_one_whole_file(dataset, tmp_path):
     folder = tmp_path / "cache"
     program = (
         "import sys, zlib\n"
-        "from megatron_ddrp.data.index_cache import cached_totals\n"
-        "from megatron_ddrp.data.indexed_dataset import IndexedDataset\n"
+        "from megatron_ddrp.data.batches.index_cache import cached_totals\n"
+        "from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset\n"
         "dataset = IndexedDataset(sys.argv[1])\n"
         "for _ in range(50):\n"
         "    totals, note = cached_totals(dataset, 32, sys.argv[2])\n"

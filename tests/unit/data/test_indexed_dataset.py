@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.dataset_index import HEADER
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron_ddrp.data.dataset.dataset_index import HEADER
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_ddrp.errors import UserError
 
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"

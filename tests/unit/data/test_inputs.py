@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data.inputs import InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,8 @@ def test_the_hash_is_that_of_the_file_on_disk(tmp_path, packed):
 
 def test_packed_standard_input_is_known_by_its_first_bytes():
     program = (
-        "from megatron_ddrp.data.documents import iter_documents\nprint([text for (text,) in iter_documents(['-'])])"
+        "from megatron_ddrp.data.preprocess.documents import iter_documents\n"
+        "print([text for (text,) in iter_documents(['-'])])"
     )
     stream = io.BytesIO()
     with gzip.GzipFile(fileobj=stream, mode="wb") as packed:

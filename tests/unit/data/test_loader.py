@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.blend import Blend
-from megatron_ddrp.data.loader import BatchLoader, iterate
-from megatron_ddrp.data.masking import Masker
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.loader import BatchLoader, iterate
+from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.errors import UserError
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -209,6 +209,6 @@ def test_iterate_stays_two_steps_ahead_and_closes_when_the_consumer_stops():
 
 
 def test_the_data_path_does_not_import_torch():
-    program = "import sys, megatron_ddrp.data.loader; print('torch' in sys.modules)"
+    program = "import sys, megatron_ddrp.data.batches.loader; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_ddrp.data.manifest import MANIFEST_SUM, read_manifest
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.dataset.manifest import MANIFEST_SUM, read_manifest
 from megatron_ddrp.errors import UserError
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.masking import MASKINGS, Masker
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.masking import MASKINGS, Masker
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
 from tests.reference import masking as twin
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.masking import MASKINGS, Masker
-from megatron_ddrp.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_ddrp.data.vocabulary import train_sentencepiece
-from megatron_ddrp.data.wordpiece import WordPieceTokenizer
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.masking import MASKINGS, Masker
+from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron_ddrp.data.tokenizers.vocabulary import train_sentencepiece
+from megatron_ddrp.data.tokenizers.wordpiece import WordPieceTokenizer
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 ASSETS, TEXT = SHARED / "small_assets.tar.xz", SHARED / "sample.jsonl.xz"

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data import dataset_index, indexed_dataset
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_ddrp.data.merging import merge
-from megatron_ddrp.data.verification import verify
+from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.dataset.merging import merge
+from megatron_ddrp.data.dataset.verification import verify
 from megatron_ddrp.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -122,7 +122,7 @@ def test_another_id_and_a_moved_border_are_refused(tmp_path, suffix, place, valu
 def test_killed_halfway_nothing_has_the_final_name(tmp_path):
     prefixes = [write(tmp_path / name, [[[1, 2]], [[3]]]) for name in "ab"]
     program = (
-        "import os, sys\nfrom megatron_ddrp.data.merging import merge\n"
+        "import os, sys\nfrom megatron_ddrp.data.dataset.merging import merge\n"
         "merge(sys.argv[1], sys.argv[2:], advance=lambda size: os.kill(os.getpid(), 9))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "all"), *prefixes]

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.blend import Blend
-from megatron_ddrp.data.loader import BatchLoader
-from megatron_ddrp.data.masking import Masker
-from megatron_ddrp.data.packing import join_samples, pack_rows
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.loader import BatchLoader
+from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.packing import join_samples, pack_rows
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
 VOCAB = 300

@@ -19,9 +19,9 @@ import sentencepiece
 
 import megatron_ddrp
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data import preprocess as preprocess_module
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
-from megatron_ddrp.data.tokenizer import build_tokenizer
+from megatron_ddrp.data.preprocess import pipeline as preprocess_module
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 
 ROOT = Path(__file__).parents[3]

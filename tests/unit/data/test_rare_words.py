@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_ddrp.data import word_counts
-from megatron_ddrp.data.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.rare_words import WordFinder, find_occurrences
-from megatron_ddrp.data.tokenizer import build_tokenizer
-from megatron_ddrp.data.word_counts import count_rare_words, open_rare_words
+from megatron_ddrp.data.batches import word_counts
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.rare_words import WordFinder, find_occurrences
+from megatron_ddrp.data.batches.word_counts import count_rare_words, open_rare_words
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.unit.data.damage import damaged
 

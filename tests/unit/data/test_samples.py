@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.dataset_index import HEADER
-from megatron_ddrp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.samples import SampleIndex, check_tokenizer, split_documents
+from megatron_ddrp.data.batches.samples import SampleIndex, check_tokenizer, split_documents
+from megatron_ddrp.data.dataset.dataset_index import HEADER
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.errors import UserError
 
 

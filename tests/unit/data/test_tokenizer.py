@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
-from megatron_ddrp.data.vocabulary_fit import warn_of_impossible
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, build_tokenizer, load_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.errors import UserError
 
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
@@ -122,7 +122,7 @@ def test_decoded_text(vocab_file):
 
 
 def test_a_full_cache_changes_no_ids(vocab_file, monkeypatch):
-    from megatron_ddrp.data import wordpiece
+    from megatron_ddrp.data.tokenizers import wordpiece
 
     words = [f"the{i} cafés [MASK] 中{i}文" for i in range(50)]
     expected = _wordpiece(vocab_file, True).encode_batch(words * 2)

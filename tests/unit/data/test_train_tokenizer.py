@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data.tokenizer import build_tokenizer
-from megatron_ddrp.data.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.errors import UserError
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"

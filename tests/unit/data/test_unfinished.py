@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data import preprocess as preprocess_module
-from megatron_ddrp.data.preprocess import PreprocessConfig, preprocess
-from megatron_ddrp.data.unfinished import PARTS
+from megatron_ddrp.data.preprocess import pipeline as preprocess_module
+from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.unfinished import PARTS
 from megatron_ddrp.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,7 @@ KILLS = 10
 PROGRAM = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-from megatron_ddrp.data import preprocess
+from megatron_ddrp.data.preprocess import pipeline as preprocess
 preprocess.CHUNK_BYTES, preprocess.CHECKPOINT_SECONDS = 8_000, 0.0
 sys.argv[0] = {str(ROOT / "tools" / "preprocess_data.py")!r}
 if __name__ == "__main__":
@@ -267,7 +267,7 @@ def test_a_bad_record_keeps_what_is_done_for_on_error_skip(config, tmp_path, mon
 
 
 def test_two_processes_do_not_write_the_same_datasets(config, tmp_path):
-    from megatron_ddrp.data.unfinished import UnfinishedDatasets
+    from megatron_ddrp.data.preprocess.unfinished import UnfinishedDatasets
 
     settings = config()
     with (

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ddrp.data import IndexedDataset, index_faults, indexed_dataset
-from megatron_ddrp.data.dataset_index import HEADER
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_ddrp.data.inspection import document_lengths, first_documents
-from megatron_ddrp.data.verification import check_sums, verify
+from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data.dataset import index_faults, indexed_dataset
+from megatron_ddrp.data.dataset.dataset_index import HEADER
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.dataset.inspection import document_lengths, first_documents
+from megatron_ddrp.data.dataset.verification import check_sums, verify
 from megatron_ddrp.errors import UserError
 
 VOCAB_SIZE = 1000

@@ -6,10 +6,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from tasks.glue.metrics import METRICS
-from tasks.glue.predictions import write_predictions
-from tasks.glue.runs import Run, RunStore, count_undefined
-from tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue.metrics import METRICS
+from megatron_ddrp.tasks.glue.predictions import write_predictions
+from megatron_ddrp.tasks.glue.runs import Run, RunStore, count_undefined
+from megatron_ddrp.tasks.glue.tasks import TASKS
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]
 
@@ -110,7 +110,7 @@ def checkpoint_folder(tmp_path, request):
 
     from megatron_ddrp import checkpoint
     from megatron_ddrp.config import Config, save_config
-    from megatron_ddrp.data.tokenizer import build_tokenizer
+    from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
     from megatron_ddrp.model import build_model
 
     folder = tmp_path / "run"

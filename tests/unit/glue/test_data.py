@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from tasks.glue.data import (
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.tasks.glue.data import (
     Example,
     GlueDataError,
     dev_order,
@@ -16,7 +16,7 @@ from tasks.glue.data import (
     train_order,
     truncate,
 )
-from tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue.tasks import TASKS
 
 
 class WordTokenizer:

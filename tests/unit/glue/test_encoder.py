@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_ddrp.errors import UserError
-from tasks.glue.data import Example, encode, pad_batch
-from tasks.glue.encoder import load_encoder
-from tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue.data import Example, encode, pad_batch
+from megatron_ddrp.tasks.glue.encoder import load_encoder
+from megatron_ddrp.tasks.glue.tasks import TASKS
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 

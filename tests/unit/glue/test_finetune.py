@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.glue.data import Encoded
-from tasks.glue.finetune import FineTuning, finetune, layer_depths, learning_rate_factor
-from tasks.glue.runs import Run
+from megatron_ddrp.tasks.glue.data import Encoded
+from megatron_ddrp.tasks.glue.finetune import FineTuning, finetune, layer_depths, learning_rate_factor
+from megatron_ddrp.tasks.glue.runs import Run
 
 HIDDEN = 8
 

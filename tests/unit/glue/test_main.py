@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from megatron_ddrp.errors import UserError
-from tasks.glue.__main__ import main, parse_arguments
+from megatron_ddrp.tasks.glue.command import main, parse_arguments
 
 MNLI_LABELS = {"contradiction", "entailment", "neutral"}
 
@@ -86,7 +86,7 @@ def test_wrong_arguments_exit_with_2(glue_dir, tmp_path, wrong, capsys):
 
 
 def test_the_command_line_needs_no_torch():
-    code = "import sys\nfrom tasks.glue.__main__ import parse_arguments\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom megatron_ddrp.tasks.glue.command import parse_arguments\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

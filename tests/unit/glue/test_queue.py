@@ -7,8 +7,8 @@ import random
 import signal
 import time
 
-from tasks.glue.queue import Claims, drain
-from tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.queue import Claims, drain
+from megatron_ddrp.tasks.glue.runs import Run, RunStore
 from tests.unit.glue.conftest import finished
 
 RUNS = [

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from tasks.glue.__main__ import main
-from tasks.glue.predictions import read_predictions, write_predictions
-from tasks.glue.recheck import trusted_runs
-from tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue.command import main
+from megatron_ddrp.tasks.glue.predictions import read_predictions, write_predictions
+from megatron_ddrp.tasks.glue.recheck import trusted_runs
+from megatron_ddrp.tasks.glue.tasks import TASKS
 from tests.unit.glue.conftest import scored_folder
 
 PREDICTIONS = [[0, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]

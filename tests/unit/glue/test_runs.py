@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ddrp.errors import UserError
-from tasks.glue.runs import GRIDS, Point, Run, RunStore, grid
+from megatron_ddrp.tasks.glue.runs import GRIDS, Point, Run, RunStore, grid
 from tests.unit.glue.conftest import finished
 
 RUN = Run("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)

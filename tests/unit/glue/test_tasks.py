@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.glue.data import read_examples
-from tasks.glue.metrics import METRICS
-from tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.glue.data import read_examples
+from megatron_ddrp.tasks.glue.metrics import METRICS
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 
 def test_the_paper_averages_eight_tasks_without_wnli():

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_ddrp.model.attention import eager_attention
-from megatron_ddrp.model.logits import attention_logits
+from megatron_ddrp.model.attention.backends import eager_attention
+from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 
 NO_HEADS = torch.empty(0, dtype=torch.long)

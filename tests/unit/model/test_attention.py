@@ -7,9 +7,9 @@ encoding of today asks for it.
 import pytest
 import torch
 
-from megatron_ddrp.model import blocks
-from megatron_ddrp.model.attention import BACKENDS, resolve_backend
-from megatron_ddrp.model.logits import allowed_pairs, attention_logits
+from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
+from megatron_ddrp.model.attention.cpu import blocks
+from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import REGISTRY, PositionTerms
 from megatron_ddrp.objectives.mth import document_mask
 from tests.reference import mth

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.model import blocked, blocked_positions, blocks, relative
-from megatron_ddrp.model.attention import eager_attention
-from megatron_ddrp.model.blocked import blocked_attention
-from megatron_ddrp.model.blocked_positions import KeyTable, QueryTable
+from megatron_ddrp.model.attention import relative
+from megatron_ddrp.model.attention.backends import eager_attention
+from megatron_ddrp.model.attention.cpu import blocked, blocks
+from megatron_ddrp.model.attention.cpu import positions as blocked_positions
+from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
+from megatron_ddrp.model.attention.cpu.positions import KeyTable, QueryTable
+from megatron_ddrp.model.attention.cpu.scratch import Scratch
+from megatron_ddrp.model.attention.relative import BandTile, spread_values
 from megatron_ddrp.model.positions.contract import PositionTerms
-from megatron_ddrp.model.relative import BandTile, spread_values
-from megatron_ddrp.model.scratch import Scratch
 
 HEADS, DIM = 4, 4
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_ddrp.model import blocks
-from megatron_ddrp.model.attention import BACKENDS
+from megatron_ddrp.model.attention.backends import BACKENDS
+from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.positions import PositionTerms
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.electra import generator_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.attention import BACKENDS
+from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.mth import Draws
 from tests.unit.model.tiny import (

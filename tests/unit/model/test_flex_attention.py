@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from megatron_ddrp.model.attention import sdpa_attention
-from megatron_ddrp.model.flex_attention import flex_attention, why_not_flex
+from megatron_ddrp.model.attention.backends import sdpa_attention
+from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
 from tests.unit.model.attention_cases import NO_HEADS, answer, assert_answers_close, make_case, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model
 from megatron_ddrp.objectives.mth import Draws
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model

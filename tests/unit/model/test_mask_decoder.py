@@ -5,7 +5,7 @@ import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, encoder, on_meta_device
 from megatron_ddrp.model.positions import REGISTRY

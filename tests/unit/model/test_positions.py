@@ -8,8 +8,8 @@ import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.attention import attend_from, eager_attention
-from megatron_ddrp.model.logits import attention_logits
+from megatron_ddrp.model.attention.backends import attend_from, eager_attention
+from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.positions.tupe import relative_bucket
 from tests.reference.tupe import t5_bucket, tupe_bucket

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ddrp.model.attention.relative import collect_values, spread, spread_values
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.relative import collect_values, spread, spread_values
 
 BOUNDS = [(0, 0), (-1, 1), (-3, 3), (-4, 3), (-1, 6), (0, 5), (-5, 0), (-20, 20)]
 LENGTHS = [1, 2, 3, 7, 8, 19]

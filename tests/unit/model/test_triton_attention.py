@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.model import triton_attention as module
-from megatron_ddrp.model.triton_attention import triton_attention, why_not_triton
+from megatron_ddrp.model.attention.gpu import triton_attention as module
+from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import NO_HEADS, make_case
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def test_maths_under_the_interpreter():
 
 
 def test_package_needs_no_triton():
-    script = "import sys; sys.modules['triton'] = None; import megatron_ddrp.model.triton_attention"
+    script = "import sys; sys.modules['triton'] = None; import megatron_ddrp.model.attention.gpu.triton_attention"
     result = run(["-c", script])
     assert result.returncode == 0, result.stderr
 
@@ -87,9 +87,9 @@ COMPILE = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from megatron_ddrp.model import triton_kernels
+from megatron_ddrp.model.attention.gpu import triton_kernels
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.triton_attention import _Problem
+from megatron_ddrp.model.attention.gpu.triton_attention import _Problem
 
 def zeros(*shape):
     return torch.zeros(*shape, dtype=torch.bfloat16)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.model import triton_attention as module
-from megatron_ddrp.model.attention import sdpa_attention
-from megatron_ddrp.model.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
+from megatron_ddrp.model.attention.backends import sdpa_attention
+from megatron_ddrp.model.attention.gpu import triton_attention as module
+from megatron_ddrp.model.attention.gpu.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
 from tests.unit.model.attention_cases import (
     NO_HEADS,
     answer,

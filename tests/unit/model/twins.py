@@ -5,7 +5,7 @@
 
 import torch
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from tests.reference import attention, deberta, losses, mth, positions, tupe
 
 EPS = 1e-12

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.data.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.objectives.mlm import masked_lm_sum
 from tests.reference import losses
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ObjectiveConfig
-from megatron_ddrp.data.batch import IGNORED_LABEL
-from megatron_ddrp.data.rare_words import RareWords
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.model import build_model
 from megatron_ddrp.objectives.notes import NoteDictionary, blend, window_means
 from tests.reference import notes as loops

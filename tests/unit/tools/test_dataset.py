@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.data.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import run_command
 from tools import dataset as tool
 

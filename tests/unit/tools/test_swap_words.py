@@ -82,8 +82,8 @@ def test_the_seed_decides_everything():
 
 
 def test_the_files_are_read_as_cola(tmp_path, monkeypatch):
-    from tasks.glue.data import read_task
-    from tasks.glue.tasks import TASKS
+    from megatron_ddrp.tasks.glue.data import read_task
+    from megatron_ddrp.tasks.glue.tasks import TASKS
 
     path = tmp_path / "corpus.txt"
     path.write_text("\n\n".join(corpus()))

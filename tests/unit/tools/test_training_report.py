@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.errors import UserError
 from tools.training_report import draw_losses, panels, read_metrics, read_text, report, series, unigram_level
 
@@ -76,7 +76,7 @@ def test_the_figure_is_a_png(tmp_path, rows):
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("megatron_ddrp.data.indexed_dataset.CHUNK_TOKENS", chunk)
+    monkeypatch.setattr("megatron_ddrp.data.dataset.indexed_dataset.CHUNK_TOKENS", chunk)
     with IndexedDatasetWriter(tmp_path / "p", np.uint16) as writer:
         for ids in ([1, 1], [7, 5]):
             writer.append(ids)

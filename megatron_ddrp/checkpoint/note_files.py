@@ -1,0 +1,54 @@
+"""The note dictionary inside a checkpoint: tensors beside the model's, the same in every layout, dropped at export.
+
+notes/words, notes/vectors     numbers of the words that were met, and their notes `[met, hidden]`
+notes/hashes, notes/counts     of all rare words, see `RareWords`
+notes/pieces, notes/ends       the words themselves
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ddrp.checkpoint import BESIDE, StoredTensors
+from megatron_ddrp.data.batches.rare_words import RareWords
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.objectives.notes import NoteDictionary
+
+
+def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:
+    """What a checkpoint keeps of a dictionary."""
+    met, words = notes.met.nonzero().squeeze(-1), notes.words
+    return {
+        "notes/words": met + 1,
+        "notes/vectors": notes.notes[met],
+        "notes/hashes": torch.from_numpy(words.hashes.view(np.int64)),
+        "notes/counts": torch.from_numpy(words.counts),
+        "notes/pieces": torch.from_numpy(words.pieces),
+        "notes/ends": torch.from_numpy(words.ends),
+    }
+
+
+def read_notes(path: Path) -> tuple[RareWords, Tensor, Tensor]:
+    """(all rare words, numbers of those met `[met]`, their notes `[met, hidden]`) of one checkpoint."""
+    stored = StoredTensors(path, BESIDE)
+    if "notes/words" not in stored.names:
+        raise UserError(f"{path} holds no notes: it is of a run without --notes; give one with them")
+    hashes, counts, pieces, ends = (stored[f"notes/{name}"].numpy() for name in ("hashes", "counts", "pieces", "ends"))
+    words = RareWords(hashes.view(np.uint64), counts, pieces, ends)
+    return words, stored["notes/words"], stored["notes/vectors"]
+
+
+def load_notes(notes: NoteDictionary, path: Path) -> None:
+    """Fill a dictionary; a change of `--notes-dtype` is a conversion. Raises `UserError` where the words are others."""
+    words, met, vectors = read_notes(path)
+    if not np.array_equal(words.hashes, notes.words.hashes) or vectors.shape[1] != notes.notes.shape[1]:
+        raise UserError(
+            f"{path} holds notes of {len(words):,} other words: go on with the data, --split, --notes-min-count and "
+            "--notes-max-count of the run that wrote it"
+        )
+    notes.notes[met - 1] = vectors.to(notes.notes.dtype)
+    notes.met[met - 1] = True

@@ -1,0 +1,1 @@
+"""From datasets to micro-batches: samples, packing, masks, blends."""

@@ -1,0 +1,203 @@
+"""Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and costs nothing.
+
+Training reads an endless stream: epoch after epoch of the samples, each epoch in its own order, of one corpus or of
+several blended (`blend.py`). Position p of the stream names an epoch and a sample, with the masks of the two;
+nothing is stored. A global batch is `global_batch_size` consecutive positions: the same samples with the same masks for
+every number of ranks, micro-batch size and resume point.
+
+Within the global batch the samples are sorted by length and dealt so that all ranks hold rows of similar length at the
+same time, and each micro-batch is cut to its longest row. Order and cut are free: the losses are sums over the global
+batch, divided by its counts.
+
+With packing the same samples share rows, and the rows are dealt instead. Ranks and steps need a fixed number of
+micro-batches, so that it is the micro-batches that shrink: `micro_batch_size` samples lie in fewer rows on average.
+
+Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.packing import join_samples, pack_rows
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+
+ROW_MULTIPLE = 8
+"""Cut rows are a multiple of this long, as tensor cores like them."""
+_STEPS_AHEAD = 2
+
+
+class BatchLoader:
+    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there.
+
+    `rank` and `world_size` are those of data parallelism. `mark_rare_words` gives `note_ids` from ids
+    before masking `[rows, seq]` and whether each row holds its text's end (`WordFinder.number`). Raises `UserError`
+    (exit code 2) where the global batch does not divide into micro-batches.
+
+    Attributes:
+        num_micro_batches: micro-batches a rank and step, the gradient accumulation steps.
+    """
+
+    def __init__(
+        self,
+        samples: Blend,
+        masker: Masker,
+        *,
+        cls_id: int,
+        sep_id: int,
+        pad_id: int,
+        seq_length: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+        cut_padding: bool = True,
+        packing: bool = False,
+        mark_rare_words: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]] | None = None,
+    ) -> None:
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        self.num_micro_batches = count_micro_batches(global_batch_size, micro_batch_size, world_size)
+        self.samples = samples
+        self.masker = masker
+        self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
+        self.seq_length = seq_length
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.cut_padding = cut_padding
+        self.packing = packing
+        self.mark_rare_words = mark_rare_words
+
+    def step(self, consumed_samples: int) -> list[Batch]:
+        """`num_micro_batches` batches of int64 `[micro_batch_size, seq]`, of the samples from `consumed_samples` on.
+
+        With packing `[rows, seq]`, where numbers of rows differ by at most one. `sequence_ids` are positions in the
+        stream, the same in every layout. Raises `UserError` for a token id that the vocabulary does not have.
+        """
+        positions = consumed_samples + np.arange(self.global_batch_size)
+        epochs, indices = self.samples.visits(positions, self.seed, self.shuffle)
+        lengths = self.samples.lengths(indices)  # [global_batch]
+        micro_batches = self._deal(lengths)
+        mine = np.array([sample for rows in micro_batches for row in rows for sample in row])  # in order of use
+        samples = self._read(positions[mine], epochs[mine], indices[mine], lengths[mine])
+        batches = []
+        begin = 0
+        for rows in micro_batches:
+            documents = np.array([len(row) for row in rows])
+            end = begin + int(documents.sum())
+            width = self._row_length(max(int(lengths[row].sum()) for row in rows))
+            chosen = samples.map(itemgetter(slice(begin, end)))
+            if self.packing:
+                batches.append(join_samples(chosen, documents, width, self.pad_id))
+            else:
+                batches.append(chosen.map(itemgetter((slice(None), slice(width)))).map(np.ascontiguousarray))
+            begin = end
+        return batches
+
+    def _deal(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+        """This rank's micro-batches of rows of samples, from the lengths `[global_batch]`: short rows first."""
+        parts = self.num_micro_batches * self.world_size
+        if self.packing:
+            rows = pack_rows(lengths, self.seq_length, min_rows=parts)
+        else:
+            rows = [[sample] for sample in np.argsort(lengths, kind="stable").tolist()]
+        size, rest = divmod(len(rows), parts)  # the first parts, of the shortest rows, take one row more
+        ends = [part * size + min(part, rest) for part in range(parts + 1)]
+        mine = range(self.rank, parts, self.world_size)  # ranks work on neighbouring parts at the same time
+        return [rows[ends[part] : ends[part + 1]] for part in mine]
+
+    def _read(
+        self,
+        positions: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> Batch:
+        """Read and mask the given samples, one a row, cut to the longest; all arguments `[samples]`."""
+        columns = np.arange(self._row_length(int(lengths.max())))
+        valid = columns < lengths[:, None]  # [samples, seq]
+        input_ids = np.full(valid.shape, self.pad_id, np.int64)
+        input_ids[:, 0] = self.cls_id
+        input_ids[np.arange(len(lengths)), lengths - 1] = self.sep_id
+        for row, tokens in zip(input_ids, self.samples.tokens(indices), strict=True):
+            row[1 : len(tokens) + 1] = tokens
+        self._check_vocabulary(input_ids, indices)
+        document_ids = valid.astype(np.int64)
+        masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)
+        note_ids = self.mark_rare_words(input_ids, lengths < self.seq_length) if self.mark_rare_words else None
+        return Batch(
+            input_ids=masked_ids,
+            labels=labels,
+            document_ids=document_ids,
+            position_ids=document_ids * columns,
+            segment_ids=np.zeros_like(document_ids),
+            sequence_ids=document_ids * positions[:, None],
+            note_ids=note_ids,
+        )
+
+    def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+        """Refuse ids `[rows, seq]` outside the vocabulary, naming the dataset of the first."""
+        vocab_size = self.masker.vocab_size
+        if not input_ids.size or (input_ids.min() >= 0 and input_ids.max() < vocab_size):
+            return
+        row, column = np.argwhere((input_ids < 0) | (input_ids >= vocab_size))[0]
+        raise UserError(
+            f"{self.samples.source(int(indices[row]))}: token id {input_ids[row, column]}, but the vocabulary has "
+            f"{vocab_size} pieces (ids from 0 to {vocab_size - 1}); give the vocabulary that the dataset was "
+            "preprocessed with, or preprocess again",
+            FAILURE,
+        )
+
+    def _row_length(self, longest: int) -> int:
+        """Common length of rows of up to so many tokens."""
+        if not self.cut_padding:
+            return self.seq_length
+        return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
+
+
+def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Micro-batches a rank and step; `UserError` with the nearest legal sizes where the division leaves a rest."""
+    at_once = micro_batch_size * world_size
+    if global_batch_size > 0 and global_batch_size % at_once == 0:
+        return global_batch_size // at_once
+    below = global_batch_size // at_once * at_once
+    nearest = f"{below} or {below + at_once}" if below > 0 else f"{at_once}"
+    raise UserError(
+        f"--global-batch-size is {global_batch_size}: expected a multiple of --micro-batch-size {micro_batch_size} x "
+        f"{world_size} data-parallel ranks = {at_once}; nearest: {nearest}",
+        WRONG_ARGUMENTS,
+    )
+
+
+def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Generator[list[Batch], None, None]:
+    """The micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
+
+    What fails in the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the
+    step in the making and drops it.
+    """
+    begins = (consumed_samples + step * loader.global_batch_size for step in range(steps))
+    pending: deque[Future[list[Batch]]] = deque()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader") as worker:
+        try:
+            for begin in begins:
+                pending.append(worker.submit(loader.step, begin))
+                if len(pending) > _STEPS_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

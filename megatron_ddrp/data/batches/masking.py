@@ -1,0 +1,268 @@
+"""Dynamic masking (DDRP paper, section 4.3), vectorised over a batch and a pure function of its indices.
+
+A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
+- `whole-word`: a word, the piece that starts it and the pieces that continue it, is a unit; a word of more than four
+  pieces is split, each piece its own unit.
+- `token`: each piece is a unit.
+- `ngram`: units are runs of one to three neighbouring words, p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942;
+  SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops what
+  overlaps; here the whole row is first cut into runs, from its start and each length drawn anew, so that runs never
+  overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single; one
+  that alone exceeds the budget is shortened, word by word.
+
+In random order a unit is taken if it still fits in the budget `max(1, round(mask_prob · n))`; one that would overflow
+it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10 %), drawn
+for each piece on its own.
+
+Where the papers are silent:
+- Where no unit fits (a short row of multi-piece words), the first unit in random order is taken: at least one word is
+  always predicted, and a word is never half masked.
+- A continuation piece without its start (a row that begins inside a word) starts a unit.
+- [UNK] stands for a word, so it may be selected; it is never drawn as a random piece. The structural pieces, [CLS],
+  [SEP], [PAD] and [MASK], are neither.
+- Halves are rounded to even.
+
+All draws hash (seed, purpose, epoch, sample, column), so a row's masks do not depend on the other rows, on its padding
+or on which rank asks. To mask packed rows, mask first and pack after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
+
+MASKINGS = ("whole-word", "token", "ngram")
+MAX_WORD_PIECES = 4
+"""A word of more pieces than this is masked piece by piece."""
+MAX_NGRAM = 3
+"""Words in the longest n-gram."""
+
+# A unit's sort key is one integer, row | 32 random bits | unit number, so that one plain sort orders all units.
+_UNIT_BITS = 20
+_ROW_BITS = 12
+_CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
+
+
+class Masker:
+    """`masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
+
+    For a tokenizer `t`: `Masker(t.word_starts, t.special_ids, t.mask_id, t.vocab_size, unk_id=t.unk_id)`.
+
+    `word_starts` is bool `[vocab_size]`: the piece starts a word. `special_ids` are never drawn as random pieces, and
+    never selected but for `unk_id`. `mask_share` and `random_share` are the shares of the selected pieces that become
+    [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0). `masking` is one of `MASKINGS`.
+    """
+
+    def __init__(
+        self,
+        word_starts: NDArray[np.bool_],
+        special_ids: Iterable[int],
+        mask_id: int,
+        vocab_size: int,
+        mask_prob: float = 0.15,
+        seed: int = 1234,
+        *,
+        masking: str = "whole-word",
+        unk_id: int | None = None,
+        mask_share: float = 0.8,
+        random_share: float = 0.1,
+    ) -> None:
+        if not 0 < mask_prob <= 1:
+            raise ValueError(f"mask_prob is {mask_prob}: expected a share of the tokens in (0, 1], such as 0.15")
+        if min(mask_share, random_share) < 0 or mask_share + random_share > 1 + 1e-9:
+            raise ValueError(f"mask_share {mask_share} and random_share {random_share}: expected a sum of at most 1")
+        if masking not in MASKINGS:
+            raise ValueError(f"masking is {masking!r}: expected one of {', '.join(MASKINGS)}")
+        if len(word_starts) != vocab_size:
+            raise ValueError(f"word_starts has {len(word_starts)} entries: expected vocab_size = {vocab_size}")
+        special = np.fromiter(special_ids, np.int64)
+        self.vocab_size = vocab_size
+        self.mask_id = mask_id
+        self.mask_prob = mask_prob
+        self.seed = seed
+        self.masking = masking
+        self._word_starts = np.array(word_starts, bool)
+        if masking == "token":
+            self._word_starts[:] = True
+        self._mask_below, self._random_below = mask_share, mask_share + random_share
+        ordinary = np.ones(vocab_size, bool)
+        ordinary[special] = False
+        ordinary[mask_id] = False
+        self._selectable = ordinary.copy()  # [vocab_size]
+        if unk_id is not None:
+            ordinary[unk_id] = False
+            self._selectable[unk_id] = True
+        self._random_pieces = np.flatnonzero(ordinary)
+        if not self._random_pieces.size:
+            raise ValueError(
+                f"all {vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"
+            )
+
+    def __call__(
+        self, input_ids: NDArray[np.int64], document_ids: NDArray[np.int64], epochs: ArrayLike, sample_ids: ArrayLike
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Masked copies: input ids and labels, both int64 `[rows, seq]`; the arguments are left as they are.
+
+        `document_ids` `[rows, seq]` is 0 at padding; `epochs` and `sample_ids` `[rows]` name each row's draws. Ids lie
+        in [0, vocab_size); seq is at most 2**20.
+        """
+        num_rows, seq_length = input_ids.shape
+        assert seq_length <= 1 << _UNIT_BITS, f"rows of {seq_length} tokens exceed the sort key"
+        masked = np.array(input_ids, np.int64, order="C")
+        labels = np.full_like(masked, IGNORED_LABEL)
+        order_keys, ngram_keys, action_keys, piece_keys = (
+            np.broadcast_to(hash_uint64(self.seed, purpose, epochs, sample_ids), num_rows)
+            for purpose in ("mask-order", "mask-ngram", "mask-action", "mask-piece")
+        )  # [rows]
+        chunk = min(max(1, _CHUNK_TOKENS // max(1, seq_length)), 1 << _ROW_BITS)
+        for begin in range(0, num_rows, chunk):
+            rows = slice(begin, begin + chunk)
+            selected, selected_rows = self._select(
+                masked[rows], document_ids[rows] != 0, order_keys[rows], ngram_keys[rows]
+            )
+            columns = selected - selected_rows * seq_length
+            ids = masked[rows].reshape(-1)  # a view: rows of a contiguous array
+            originals = ids[selected]
+            labels[rows].reshape(-1)[selected] = originals
+            action = to_unit(fold_in(action_keys[rows][selected_rows], columns))
+            draw = to_unit(fold_in(piece_keys[rows][selected_rows], columns)) * self._random_pieces.size
+            pieces = self._random_pieces[draw.astype(np.int64)]
+            replaced = np.where(action < self._random_below, pieces, originals)
+            ids[selected] = np.where(action < self._mask_below, self.mask_id, replaced)
+        return masked, labels
+
+    def _select(
+        self,
+        input_ids: NDArray[np.int64],
+        valid: NDArray[np.bool_],
+        order_keys: NDArray[np.uint64],
+        ngram_keys: NDArray[np.uint64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Flat indices into `[rows, seq]` of the tokens to predict, and the row of each; both `[selected]`."""
+        num_rows, seq_length = input_ids.shape
+        selectable = self._selectable[input_ids] & valid  # [rows, seq]
+        num_tokens = np.count_nonzero(selectable, axis=1)  # [rows]
+        flat = np.flatnonzero(selectable)  # [tokens]: from here on, only the ordinary tokens
+        if not flat.size:
+            return flat, flat
+        budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
+        gaps = ~_shift_right(selectable)  # [rows, seq]: no ordinary token comes right before
+        first, single = _units((self._word_starts[input_ids] | gaps).reshape(-1)[flat])  # [units]
+        row_ends = np.cumsum(num_tokens)
+        unit_rows = _rows_of(first, row_ends)
+        if self.masking == "ngram":
+            alone = single | gaps.reshape(-1)[flat[first]]  # [units]: joins no unit on its left
+            lengths = _draw_lengths(fold_in(ngram_keys[unit_rows], flat[first] - unit_rows * seq_length))
+            units = _join_words(first, alone, single, lengths, flat.size, budgets[unit_rows])
+            first, unit_rows = first[units], unit_rows[units]
+        sizes = np.diff(first, append=flat.size)
+        unit_columns = flat[first] - unit_rows * seq_length
+        keys = fold_in(order_keys[unit_rows], unit_columns) >> np.uint64(32) << np.uint64(_UNIT_BITS)
+        keys |= unit_rows.astype(np.uint64) << np.uint64(32 + _UNIT_BITS)
+        keys |= np.arange(first.size, dtype=np.uint64)
+        keys.sort()
+        order = (keys & np.uint64((1 << _UNIT_BITS) - 1)).astype(np.int64)  # [units]: by row, then by random key
+        taken = _take_greedily(order, unit_rows, sizes, budgets)
+        return flat[np.repeat(taken, sizes)], np.repeat(unit_rows[taken], sizes[taken])
+
+
+def _shift_right(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`values` `[rows, seq]` moved one column to the right, False entering."""
+    shifted = np.zeros_like(values)
+    shifted[:, 1:] = values[:, :-1]
+    return shifted
+
+
+def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """First token of each word or piece of a long word, and whether it is such a piece; both `[units]`.
+
+    `starts` `[tokens]` says which tokens start a word.
+    """
+    first = np.flatnonzero(starts)
+    sizes = np.diff(first, append=starts.size)
+    too_long = sizes > MAX_WORD_PIECES
+    if not too_long.any():
+        return first, too_long
+    single = np.repeat(too_long, sizes)  # [tokens]
+    first = np.flatnonzero(starts | single)
+    return first, single[first]
+
+
+def _rows_of(first: NDArray[np.int64], row_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Row of each unit `[units]`, from its first token and the number of tokens up to each row's end `[rows]`."""
+    return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
+
+
+def _draw_lengths(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Words in an n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
+    shares = 1 / np.arange(1, MAX_NGRAM + 1)
+    return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), to_unit(hashes), side="right")
+
+
+def _join_words(
+    first: NDArray[np.int64],
+    alone: NDArray[np.bool_],
+    single: NDArray[np.bool_],
+    lengths: NDArray[np.int64],
+    num_tokens: int,
+    budgets: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Which units, ascending, start an n-gram when the row is cut into n-grams from its start.
+
+    All arguments `[units]` but `num_tokens`: first token; joins no unit on its left, where each row begins too; is a
+    piece of a long word, which none joins; words of the n-gram that would start here; the budget of its row.
+    """
+    num_units = len(first)
+    units = np.arange(num_units)
+    # How many units from each one on could be in one n-gram: up to the next that joins none on its left.
+    bounds = np.append(np.flatnonzero(alone), num_units)
+    room = np.where(single, 1, bounds[np.searchsorted(bounds, units, side="right")] - units)
+    lengths = np.minimum(lengths, room)
+    ends = np.append(first, num_tokens)  # [units + 1]
+    for words in range(MAX_NGRAM, 1, -1):
+        over = (lengths == words) & (ends[np.minimum(units + words, num_units)] - first > budgets)
+        lengths[over] = words - 1
+    # Runs of joined units are walked side by side, a word's n-gram naming where the next begins.
+    starts = np.zeros(num_units + 1, bool)
+    place, end = bounds[:-1], bounds[1:]
+    while place.size:
+        starts[place] = True
+        place = place + lengths[place]
+        going = place < end
+        place, end = place[going], end[going]
+    return np.flatnonzero(starts)
+
+
+def _take_greedily(
+    order: NDArray[np.int64], unit_rows: NDArray[np.int64], sizes: NDArray[np.int64], budgets: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Which units, bool `[units]`, are taken when each row takes its units in `order` while they fit its budget.
+
+    Exact, in at most 1 + the largest unit's size passes. Units larger than what remains will never fit and are set
+    aside; of the others a row takes the longest run from the front that fits. The unit that ends the run is larger than
+    what then remains, so less than the largest unit remains after the first pass, and less after each pass.
+    """
+    taken = np.zeros(order.size, bool)
+    remaining = budgets.copy()  # [rows]
+    candidates = order
+    while True:
+        candidates = candidates[sizes[candidates] <= remaining[unit_rows[candidates]]]
+        if not candidates.size:
+            break
+        rows, tokens = unit_rows[candidates], sizes[candidates]
+        running = np.cumsum(tokens)
+        row_begins = np.searchsorted(rows, np.arange(budgets.size))  # rows ascend along `order`
+        before_row = np.concatenate([[0], running])[row_begins]  # [rows]
+        fits = running - before_row[rows] <= remaining[rows]
+        taken[candidates[fits]] = True
+        remaining -= np.bincount(rows[fits], weights=tokens[fits], minlength=budgets.size).astype(np.int64)
+        candidates = candidates[~fits]
+    untouched = np.flatnonzero((remaining == budgets) & (budgets > 0))
+    if untouched.size:
+        taken[order[np.searchsorted(unit_rows[order], untouched)]] = True
+    return taken

@@ -1,0 +1,150 @@
+"""Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466): numbered, found in a batch.
+
+A word is the piece that starts it and the pieces that continue it, as in whole-word masking, whatever the vocabulary;
+pieces alone are not counted. A special piece, such as [UNK], is in none and ends the one before it. Words are told
+apart by a 64-bit hash of their pieces, so that looking one up is a binary search.
+
+A word that a sample's end cuts in two is not found: its first half may be another word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.randomness import fold_in, hash_uint64
+
+
+@dataclass(frozen=True)
+class RareWords:
+    """The rare words of a corpus; word number i, from 1, has row i − 1 everywhere. 0 is no word."""
+
+    hashes: NDArray[np.uint64]
+    """`[words]`, ascending."""
+    counts: NDArray[np.int64]
+    """`[words]`: how often the corpus holds each."""
+    pieces: NDArray[np.int64]
+    """All words' piece ids, one word after another."""
+    ends: NDArray[np.int64]
+    """`[words]`: where each word ends in `pieces`."""
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def word(self, number: int) -> list[int]:
+        """Piece ids of word `number`, from 1."""
+        begin = int(self.ends[number - 2]) if number > 1 else 0
+        return self.pieces[begin : int(self.ends[number - 1])].tolist()
+
+    def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Number of each word by its hash, 0 where it is not rare; the shape of `hashes`."""
+        if not len(self):
+            return np.zeros(hashes.shape, np.int64)
+        row = np.searchsorted(self.hashes, hashes)
+        found = self.hashes[np.minimum(row, len(self) - 1)] == hashes
+        return np.where(found, row + 1, 0)
+
+
+class WordFinder:
+    """Finds whole words in rows of piece ids.
+
+    `word_starts` is bool `[vocab_size]`; `special_ids` are in no word.
+    """
+
+    def __init__(self, word_starts: NDArray[np.bool_], special_ids: NDArray[np.int64]) -> None:
+        self.vocab_size = len(word_starts)
+        self._ordinary = np.ones(len(word_starts), bool)
+        self._ordinary[special_ids] = False
+        self._starts = np.asarray(word_starts, bool) & self._ordinary
+        self._keys = hash_uint64(0, "word-piece", np.arange(len(word_starts)))  # [vocab]
+
+    def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks where rows begin.
+
+        Left out are what begins with a continuation, and special pieces, which end the word before them.
+        """
+        ordinary = self._ordinary[ids]
+        boundary = row_begins | self._starts[ids] | ~ordinary
+        boundary[1:] |= ~ordinary[:-1]
+        first = np.flatnonzero(boundary)
+        sizes = np.diff(first, append=len(ids))
+        whole = self._starts[ids[first]]
+        return first[whole], sizes[whole]
+
+    def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
+        hashes = self._keys[ids[first]]
+        for place in range(1, int(sizes.max(initial=1))):  # fold in each word's second piece, then its third, …
+            longer = np.flatnonzero(sizes > place)
+            hashes[longer] = fold_in(hashes[longer], ids[first[longer] + place])
+        return hashes
+
+    def number(self, rare: RareWords, input_ids: NDArray[np.int64], whole_rows: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """`note_ids` of a Batch for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
+
+        `whole_rows` `[rows]` is False where the text goes on behind the row's [SEP]: the word there may be cut in two.
+        """
+        begins = np.zeros(input_ids.shape, bool)
+        begins[:, :1] = True
+        flat = input_ids.ravel()
+        first, sizes = self.words(flat, begins.ravel())
+        numbers = rare.find(self.hashes(flat, first, sizes))
+        rows, columns = np.divmod(first + sizes, input_ids.shape[1])
+        uncut = whole_rows[np.minimum(rows, len(whole_rows) - 1)] | (columns != input_ids.shape[1] - 1)
+        chosen = (numbers > 0) & uncut
+        note_ids = np.zeros_like(flat)
+        first, sizes, numbers = first[chosen], sizes[chosen], numbers[chosen]
+        for place in range(int(sizes.max(initial=0))):
+            longer = sizes > place
+            note_ids[first[longer] + place] = numbers[longer] if place == 0 else -numbers[longer]
+        return note_ids.reshape(input_ids.shape)
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """The rare words of a micro-batch, `n` in all; places are flat, row · seq + column."""
+
+    words: NDArray[np.int64]
+    """`[n]`."""
+    sequence_ids: NDArray[np.int64]
+    """`[n]`, see `Batch`; with `position_ids` an occurrence's name in every layout."""
+    position_ids: NDArray[np.int64]
+    """`[n]`, of the word's first piece."""
+    windows: NDArray[np.int64]
+    """`[n, 2]`: begin and end (exclusive) of the tokens whose states make the note, inside the word's document."""
+    read_places: NDArray[np.int64]
+    """`[m]`: the pieces that may read a note, those of words without a piece to predict."""
+    read_words: NDArray[np.int64]
+    """`[m]`: the word of each."""
+
+
+def find_occurrences(batch: Batch, window: int) -> Occurrences:
+    """The occurrences that `note_ids` marks in a Batch of arrays `[batch, seq]`, `window` tokens wide either side."""
+    notes, labels, documents = (
+        np.asarray(field).ravel() for field in (batch.note_ids, batch.labels, batch.document_ids)
+    )
+    first = np.flatnonzero(notes > 0)  # [n]
+    in_word = notes != 0
+    occurrence = np.cumsum(notes > 0) - 1  # of each place in a word
+    sizes = np.bincount(occurrence[in_word], minlength=len(first))
+    predicted = np.bincount(occurrence[in_word & (labels != IGNORED_LABEL)], minlength=len(first)) > 0
+    rows = np.arange(len(notes)) // batch.note_ids.shape[1]
+    changes = (np.diff(documents) != 0) | (np.diff(rows) != 0)
+    bounds = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(notes)]])  # of documents and rows
+    document = np.searchsorted(bounds, first, side="right")  # [n]
+    begin = np.maximum(first - window, bounds[document - 1])
+    end = np.minimum(first + sizes + window, bounds[np.minimum(document, len(bounds) - 1)])
+    read_places = np.flatnonzero(in_word)
+    read_places = read_places[~predicted[occurrence[read_places]]]
+    return Occurrences(
+        words=notes[first],
+        sequence_ids=batch.sequence_ids.ravel()[first],
+        position_ids=batch.position_ids.ravel()[first],
+        windows=np.stack([begin, end], axis=1).astype(np.int64),
+        read_places=read_places,
+        read_words=np.abs(notes[read_places]),
+    )

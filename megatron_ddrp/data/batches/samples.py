@@ -1,0 +1,282 @@
+"""Training samples as an index over documents: which tokens of which document make sample i (section 4.3 of the paper).
+
+A sample comes from one document; a longer document gives consecutive pieces of at most `seq_length - 2` tokens, which
+leaves room for [CLS] and [SEP]. There is no filling from the next document and no random shortening. The last piece of
+a document may be short, and is kept: dropping it would lose text, and the loader's sorting by length makes it cheap.
+
+The index keeps running totals before every 64th document, 3/8 byte a document and nothing a sample; what lies between
+two of them is counted again from the dataset's own index when asked for, and must add up to the totals: an index that
+was damaged after they were made is refused. The totals belong to a whole dataset and a sequence length, so that
+training and validation share them whatever `--split` says; `index_cache` keeps them on disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_ddrp.data.dataset.dataset_index import MEND, dataset_path
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+
+SPLIT_NAMES = ("train", "valid", "test")
+MIN_DOCUMENT_TOKENS = 8
+"""Shorter documents give no sample; they stay in the files."""
+NUM_SPECIAL_TOKENS = 2
+BLOCK = 64
+"""Documents between two running totals."""
+_CHUNK = BLOCK << 12  # documents looked at at once while the totals are made
+_SAMPLES, _DOCUMENTS, _TOKENS = range(3)  # columns of the totals
+
+
+class TokenizerIdentity(Protocol):
+    """What names a tokenizer: two with the same fingerprint give the same ids."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+
+class _Pieces(NamedTuple):
+    """Where samples lie, int64 in the shape of what was asked for."""
+
+    documents: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    """First token within the document."""
+    lengths: NDArray[np.int64]
+    """Tokens, without specials."""
+
+
+class SampleIndex:
+    """Samples of the documents `[low, high)` of a dataset.
+
+    `totals` is what `sample_totals(dataset, seq_length)` gives, if it is at hand. Raises `UserError` where not one
+    document is long enough.
+
+    Attributes:
+        num_documents: documents in the range.
+        num_dropped_documents: those under `MIN_DOCUMENT_TOKENS` tokens, which give no sample.
+        num_tokens: tokens in all samples, without specials.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        document_range: tuple[int, int],
+        seq_length: int,
+        totals: NDArray[np.int64] | None = None,
+    ) -> None:
+        low, high = document_range
+        if not 0 <= low <= high <= dataset.num_documents:
+            raise ValueError(f"documents [{low}, {high}) of {dataset.prefix}, which has {dataset.num_documents}")
+        self.dataset = dataset
+        self.seq_length = seq_length
+        self._piece_length = seq_length - NUM_SPECIAL_TOKENS
+        self._totals = sample_totals(dataset, seq_length) if totals is None else totals  # [blocks + 1, 3]
+        self._first_samples = self._totals[:, _SAMPLES]  # [blocks + 1]
+        before, after = self._totals_before(low), self._totals_before(high)
+        self._first, self._last = int(before[_SAMPLES]), int(after[_SAMPLES])
+        self.num_documents = high - low
+        self.num_dropped_documents = self.num_documents - int(after[_DOCUMENTS] - before[_DOCUMENTS])
+        self.num_tokens = int(after[_TOKENS] - before[_TOKENS])
+        if not len(self):
+            raise UserError(
+                f"{dataset.prefix}: no sample in documents [{low}, {high}) of {dataset.num_documents}: "
+                f"{self.num_dropped_documents} of these {self.num_documents} have fewer than {MIN_DOCUMENT_TOKENS} "
+                "tokens; preprocess more text, or give this part a larger share by --split",
+                FAILURE,
+            )
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._last - self._first
+
+    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
+        """Ids of each of the samples `indices` `[n]` without specials, in the dataset's own integer type.
+
+        n arrays `[1 … seq_length - 2]`.
+        """
+        pieces = self._find(np.asarray(indices))
+        firsts = self.dataset.document_indices[pieces.documents].tolist()
+        lasts = self.dataset.document_indices[pieces.documents + 1].tolist()
+        places = zip(firsts, lasts, pieces.begins.tolist(), pieces.lengths.tolist(), strict=True)
+        return [
+            self.dataset.get(first, begin, length)
+            if last - first == 1
+            else self._gather(first, last, begin, begin + length)
+            for first, last, begin, length in places
+        ]
+
+    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of each sample, [CLS] and [SEP] included; the shape of `indices`."""
+        return self._find(np.asarray(indices)).lengths + NUM_SPECIAL_TOKENS
+
+    def source(self, index: int) -> str:
+        """Prefix of the dataset."""
+        return self.dataset.prefix
+
+    def _find(self, indices: NDArray[np.int64]) -> _Pieces:
+        """Documents and places of samples, by a search among the totals and a count of the documents in one block."""
+        if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
+        numbers = indices.ravel() + self._first
+        blocks = np.searchsorted(self._first_samples, numbers, side="right") - 1
+        tokens = _document_tokens(self.dataset, blocks * BLOCK, BLOCK)  # [n, BLOCK]
+        ends = np.cumsum(_num_pieces(tokens, self._piece_length), axis=1)
+        self._check_blocks(blocks, ends[:, -1], (tokens * (tokens >= MIN_DOCUMENT_TOKENS)).sum(axis=1))
+        within = numbers - self._first_samples[blocks]
+        places = np.count_nonzero(ends <= within[:, None], axis=1)  # [n]: the document within its block
+        rows = np.arange(len(numbers))
+        before = np.where(places > 0, ends[rows, places - 1], 0)
+        begins = (within - before) * self._piece_length
+        lengths = np.minimum(self._piece_length, tokens[rows, places] - begins)
+        found = blocks * BLOCK + places, begins, lengths
+        return _Pieces(*(values.reshape(indices.shape) for values in found))
+
+    def _check_blocks(self, blocks: NDArray[np.int64], samples: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Refuse blocks `[n]` whose samples and tokens are not those of the totals."""
+        expected = self._totals[blocks + 1] - self._totals[blocks]  # [n, 3]
+        wrong = np.flatnonzero((expected[:, _SAMPLES] != samples) | (expected[:, _TOKENS] != tokens))
+        if wrong.size:
+            raise _damaged(self.dataset, int(blocks[wrong[0]]) * BLOCK)
+
+    def _totals_before(self, document: int) -> NDArray[np.int64]:
+        """Samples, kept documents and their tokens before a document, `[3]`."""
+        block, rest = divmod(document, BLOCK)
+        tokens = _document_tokens(self.dataset, np.array([block * BLOCK]), rest)  # [1, rest]
+        return self._totals[block] + _count(tokens, self._piece_length).sum(axis=(0, 1))
+
+    def _gather(self, first: int, last: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `[begin, end)` of a document of the sequences `[first, last)`, such as one a sentence."""
+        ends = np.cumsum(self.dataset.sizes[first:last], dtype=np.int64)
+        parts = []
+        sequence = int(np.searchsorted(ends, begin, side="right"))
+        position = begin
+        while position < end:
+            sequence_begin = int(ends[sequence - 1]) if sequence else 0
+            taken = min(int(ends[sequence]), end) - position
+            parts.append(self.dataset.get(first + sequence, position - sequence_begin, taken))
+            position += taken
+            sequence += 1
+        return np.concatenate(parts)
+
+
+def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:
+    """Samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
+
+    The last row is before document `BLOCK * blocks` or, where the last block is not full, at the end. All of the index
+    is read here, so a damaged one is refused here.
+    """
+    if seq_length <= NUM_SPECIAL_TOKENS:
+        raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
+    dataset.check()
+    totals = np.zeros((num_blocks(dataset.num_documents) + 1, 3), np.int64)
+    for low in range(0, dataset.num_documents, _CHUNK):
+        high = min(low + _CHUNK, dataset.num_documents)
+        tokens = _document_tokens(dataset, np.array([low]), high - low)[0]  # [documents]
+        counts = _count(tokens, seq_length - NUM_SPECIAL_TOKENS)  # [documents, 3]
+        begin = low // BLOCK
+        totals[begin + 1 : begin + 1 + num_blocks(high - low)] = np.add.reduceat(
+            counts, np.arange(0, high - low, BLOCK), axis=0
+        )
+    return np.cumsum(totals, axis=0, out=totals)
+
+
+def num_blocks(num_documents: int) -> int:
+    """Blocks that so many documents fill or begin."""
+    return -(-num_documents // BLOCK)
+
+
+def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the tokens of the `count` documents from each of `firsts` `[n]` on, `[n, count]`; 0 past the last one.
+
+    Raises `UserError` where documents end before they begin.
+    """
+    documents = np.minimum(firsts[:, None] + np.arange(count + 2), dataset.num_documents)  # [n, count + 2]
+    bounds = dataset.document_indices[documents].astype(np.int64)  # [n, count + 2]: sequences
+    disordered = (np.diff(bounds) < 0).any(axis=1) | (bounds[:, 0] < 0) | (bounds[:, -1] > len(dataset.sizes))
+    if disordered.any():
+        raise _damaged(dataset, int(firsts[disordered][0]))
+    bounds = bounds[:, :-1]  # one more was looked at: a last one that is far too large would fill the memory
+    widths = bounds[:, -1] - bounds[:, 0]  # [n]
+    ends = np.cumsum(widths)
+    if len(firsts) == 1:
+        sizes = dataset.sizes[bounds[0, 0] : bounds[0, -1]]
+    else:
+        sizes = dataset.sizes[np.arange(widths.sum()) + np.repeat(bounds[:, 0] - ends + widths, widths)]
+    running = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    return np.diff(running[bounds - (bounds[:, 0] - ends + widths)[:, None]], axis=1)
+
+
+def _damaged(dataset: IndexedDataset, document: int) -> UserError:
+    return UserError(
+        f"{dataset.prefix}.idx: damaged near document {document}: changed since the sample index was made; "
+        f"{MEND}, and see all of it by tools/dataset.py verify"
+    )
+
+
+def _num_pieces(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
+    """Samples of documents of so many tokens."""
+    return np.where(tokens >= MIN_DOCUMENT_TOKENS, -(-tokens // piece_length), 0)
+
+
+def _count(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
+    """What documents of so many tokens add to the totals, `[…, 3]`."""
+    kept = tokens >= MIN_DOCUMENT_TOKENS
+    return np.stack([_num_pieces(tokens, piece_length), kept, tokens * kept], axis=-1)
+
+
+def split_documents(num_documents: int, split: str) -> dict[str, tuple[int, int]]:
+    """Contiguous document ranges `{"train": (low, high), "valid": …, "test": …}` in the proportions of `split`.
+
+    `split` is up to three weights, "949,50,1"; missing ones are 0. Each share is rounded and the largest takes the
+    difference, which gives Megatron's ranges wherever training is the largest. A part with a weight that would get
+    nothing takes one document from the largest part while that has more than one. Raises `UserError`, exit code 2.
+    """
+    try:
+        weights = [float(weight) for weight in split.split(",")]
+    except ValueError:
+        weights = []
+    valid = all(math.isfinite(weight) and weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
+    if not valid or len(weights) > len(SPLIT_NAMES):
+        raise UserError(
+            f"--split is {split!r}: expected up to three weights for training, validation and test, none negative and "
+            "not all 0, such as 949,50,1",
+            WRONG_ARGUMENTS,
+        )
+    weights += [0.0] * (len(SPLIT_NAMES) - len(weights))
+    counts = [round(weight / sum(weights) * num_documents) for weight in weights]
+    counts[weights.index(max(weights))] += num_documents - sum(counts)
+    for part, weight in enumerate(weights):
+        largest = counts.index(max(counts))
+        if weight > 0 and counts[part] == 0 and counts[largest] > 1:
+            counts[largest] -= 1
+            counts[part] = 1
+    bounds = [sum(counts[:part]) for part in range(len(SPLIT_NAMES) + 1)]
+    return {name: (bounds[part], bounds[part + 1]) for part, name in enumerate(SPLIT_NAMES)}
+
+
+def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: TokenizerIdentity) -> None:
+    """Refuse a dataset that another tokenizer made, by the fingerprint in its manifest PREFIX.json.
+
+    A dataset without a manifest passes here; the loader still refuses ids outside the vocabulary.
+    """
+    made_by = (IndexedDataset(prefix).manifest or {}).get("tokenizer") or {}
+    fingerprint = made_by.get("fingerprint")
+    if fingerprint is None or fingerprint == tokenizer.fingerprint:
+        return
+    raise UserError(
+        f"{dataset_path(prefix, '.json')}: the dataset was made by tokenizer {str(fingerprint)[:12]} "
+        f"({made_by.get('type', 'unknown type')}, {made_by.get('vocab_size', 'unknown number of')} pieces), but the "
+        f"tokenizer given is {tokenizer.fingerprint[:12]} ({tokenizer.vocab_size} pieces); give the vocabulary and "
+        "--tokenizer-type that it was preprocessed with, or preprocess again",
+        FAILURE,
+    )

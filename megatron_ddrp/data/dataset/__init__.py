@@ -1,0 +1,1 @@
+"""Megatron's indexed files: reading, inspecting, verifying, merging."""

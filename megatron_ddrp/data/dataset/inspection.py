@@ -1,0 +1,148 @@
+"""What an indexed dataset holds: counts, the lengths of its documents, and its first documents, read back.
+
+Lengths are counted in powers of two and quantiles are exact below `LONGEST_COUNTED` tokens, in memory that does not
+grow with the dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.data.batches.samples import MIN_DOCUMENT_TOKENS
+from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.verification import describe_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.vocabulary_fit import describe_unknown, warn_of_unknown
+from megatron_ddrp.errors import UserError
+
+LONGEST_COUNTED = 1 << 20
+"""Documents of this length and beyond count as one length in quantiles."""
+
+QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+BAR = 40
+"""Characters of the histogram's longest bar."""
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """The counts of a dataset."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    shortest: int
+    """Tokens of the shortest document."""
+    longest: int
+    """Tokens of the longest document."""
+    quantiles: dict[str, int]
+    """"0.5" → the median of tokens a document."""
+    short_documents: int
+    """Documents too short to give a training sample."""
+    histogram: list[tuple[int, int, int]]
+    """(lowest, highest, documents) with that many tokens, both included."""
+    tokenizer: dict[str, Any] | None
+    """The manifest's entry, if there is one."""
+    unknown_tokens: int | None
+    """Tokens that are the unknown piece, as the manifest says; None where it does not."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as a dictionary."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The summary as text."""
+        mean = self.tokens / max(1, self.documents)
+        yield (
+            f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens as {self.dtype}, "
+            f"{mean:,.1f} tokens a document"
+        )
+        made_by = "not recorded (no manifest)" if self.tokenizer is None else describe_tokenizer(self.tokenizer)
+        yield f"tokenizer: {made_by}"
+        unknown = self.unknown_tokens
+        yield "unknown pieces: not recorded" if unknown is None else describe_unknown(unknown, self.tokens)
+        if unknown is not None and (warning := warn_of_unknown("this dataset", unknown, self.tokens)):
+            yield warning
+        if not self.documents:
+            return
+        shares = ", ".join(f"{float(name):.0%} {value:,}" for name, value in self.quantiles.items())
+        yield f"tokens a document: shortest {self.shortest:,}, {shares}, longest {self.longest:,}"
+        if self.short_documents:
+            yield f"{self.short_documents:,} have fewer than {MIN_DOCUMENT_TOKENS} tokens and give no training sample"
+        yield ""
+        most = max(count for _, _, count in self.histogram)
+        for low, high, count in self.histogram:
+            span = f"{low:,}" if low == high else f"{low:,} – {high:,}"
+            yield f"{span:>25}  {count:>13,}  {'█' * -(-BAR * count // most)}"
+
+
+def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
+    """Tokens of each document, in chunks `[documents]`. Raises `UserError` where the index is damaged."""
+    dataset.check()
+    for begin in range(0, dataset.num_documents, CHUNK):
+        indices = dataset.document_indices[begin : begin + CHUNK + 1]
+        starts = np.full(len(indices), dataset.num_tokens * dataset.dtype.itemsize)  # bytes
+        inside = indices < len(dataset)
+        starts[inside] = dataset.pointers[indices[inside]]
+        yield np.diff(starts) // dataset.dtype.itemsize
+
+
+def summarize(dataset: IndexedDataset) -> DatasetSummary:
+    """Count the documents of a dataset by their lengths."""
+    counts = np.zeros(LONGEST_COUNTED + 1, np.int64)  # documents of each length, the last entry and beyond
+    bins = np.zeros(64, np.int64)  # documents of 0, 1, 2–3, 4–7, … tokens
+    shortest, longest = np.iinfo(np.int64).max, 0
+    for lengths in document_lengths(dataset):
+        shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
+        counts += np.bincount(np.minimum(lengths, LONGEST_COUNTED), minlength=len(counts))
+        bins += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=len(bins))
+    filled = np.flatnonzero(bins)
+    exponents = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
+    histogram = [((1 << e) >> 1, max(0, (1 << e) - 1), int(bins[e])) for e in exponents]
+    below = np.cumsum(counts)
+    documents, manifest = dataset.num_documents, dataset.manifest or {}
+    unknown = manifest.get("unknown_tokens")
+    ranks = [(q, min(documents - 1, int(q * documents))) for q in QUANTILES] if documents else []
+    return DatasetSummary(
+        documents=documents,
+        sequences=len(dataset),
+        tokens=dataset.num_tokens,
+        dtype=dataset.dtype.name,
+        shortest=shortest if documents else 0,
+        longest=longest,
+        quantiles={str(q): int(np.searchsorted(below, rank, side="right")) for q, rank in ranks},
+        short_documents=int(below[MIN_DOCUMENT_TOKENS - 1]),
+        histogram=histogram,
+        tokenizer=manifest.get("tokenizer"),
+        unknown_tokens=unknown if isinstance(unknown, int) else None,
+    )
+
+
+def first_documents(
+    dataset: IndexedDataset, count: int, num_tokens: int, tokenizer: Tokenizer | None
+) -> Iterator[tuple[int, int, str]]:
+    """(document, its tokens, its beginning) of the first documents: text of at most `num_tokens` tokens, or their ids
+    where there is no tokenizer. An id that the tokenizer does not have is written as `<id N>`."""
+    for document in range(min(count, dataset.num_documents)):
+        first, last = (int(i) for i in dataset.document_indices[document : document + 2])
+        if not 0 <= first <= last <= len(dataset):
+            raise UserError(f"{dataset.prefix}.idx: document {document} is [{first}, {last}): damaged; {MEND}")
+        shown: list[int] = []
+        size = 0
+        for sequence in range(first, last):
+            ids = dataset[sequence]
+            size += len(ids)
+            shown += ids[: max(0, num_tokens - len(shown))].tolist()
+        more = " …" if size > len(shown) else ""
+        if tokenizer is None:
+            yield document, size, " ".join(map(str, shown)) + more
+        elif all(0 <= i < tokenizer.vocab_size for i in shown):
+            yield document, size, " ".join(tokenizer.decode(shown).split()) + more
+        else:
+            foreign = next(i for i in shown if not 0 <= i < tokenizer.vocab_size)
+            yield document, size, f"not of this tokenizer: id {foreign}, expected 0 to {tokenizer.vocab_size - 1}"

@@ -1,0 +1,61 @@
+"""PREFIX.json, the manifest of a dataset: counts, the tokenizer, SHA-256 of both files, and a sum of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
+
+MANIFEST_SUM = "crc32"
+"""Key of the manifest's own sum."""
+
+
+def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the contents of `PREFIX.json` without its own sum, or None where there is no such file.
+
+    Raises `UserError` where it is no manifest, or not as it was written. One without a sum, of an earlier version,
+    passes.
+    """
+    path = dataset_path(prefix, ".json")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a dataset manifest ({error}); preprocess again, or remove it") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("tokenizer") or {}, dict):
+        raise UserError(f"{path}: not a dataset manifest (unexpected content); preprocess again, or remove it")
+    if MANIFEST_SUM in manifest and manifest.pop(MANIFEST_SUM) != object_sum(manifest):
+        raise UserError(f"{path}: damaged or edited (its {MANIFEST_SUM} does not match); copy it again, or remove it")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path, ids_sha256: str | None = None) -> None:
+    """Write `PREFIX.json` with `files` in it, bytes and SHA-256 of the two files, and with a sum of itself.
+
+    `ids_sha256` is the sum of the ids if it is at hand.
+    """
+    hashes = {"bin": (ids, ids_sha256 or file_sha256(ids)), "idx": (index, file_sha256(index))}
+    files = {name: {"bytes": file_size(file), "sha256": digest} for name, (file, digest) in hashes.items()}
+    content = json.loads(json.dumps({**manifest, "files": files}))  # as it will be read
+    content[MANIFEST_SUM] = object_sum(content)
+    with AtomicFile(path) as stream:
+        stream.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+
+
+def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while data := stream.read(1 << 20):
+            digest.update(data)
+            advance(len(data))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""From text in any of its files to an indexed dataset."""

@@ -1,0 +1,143 @@
+"""Documents out of files of JSON lines, plain text, WikiExtractor or Parquet, with every fault named by file and line.
+
+Cutting and parsing are two steps, so that one process reads and many parse:
+
+    iter_chunks(file, …)     → Chunk: about a megabyte of whole records, not looked into
+    parse_chunk(chunk, …)    → the documents' texts, and the records that are none (records.py)
+    iter_documents(names, …) → both in one process
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.preprocess.parquet import parquet_rows
+from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chunk
+from megatron_ddrp.errors import UserError
+
+MAX_RECORD_BYTES = 1 << 28
+"""A longer record is taken for a file of another kind: it would fill the memory of any machine."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BLANK_LINE = re.compile(rb"\n[ \t\r\x0b\x0c]*\n")
+_FIRST = 256  # bytes that tell the format
+_OVERLAP = 64  # bytes of the block before in which a separator may begin
+
+
+def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
+    """All records of an open input in order, in chunks of about `chunk_bytes` unpacked bytes."""
+    before = 0
+    if opened.file.ending == ".parquet":
+        size = opened.describe()["bytes"]  # hashed here, because pyarrow reads the file by itself
+        for rows, done in parquet_rows(opened.file.path, keys, chunk_bytes):
+            yield Chunk("rows", rows, int(done * size) - before)
+            before = int(done * size)
+        return
+    for kind, data in _parts(opened, chunk_bytes):
+        yield Chunk(kind, data, opened.bytes_read - before)
+        before = opened.bytes_read
+
+
+class FaultCounter:
+    """Names the faults in the chunks of a file, given in order, by file and line; raises the first, or goes on."""
+
+    def __init__(self, on_error: str = "stop", line: int = 0):
+        """`on_error` is `stop` or `skip`; `line` lines of the file came before."""
+        self._stop = on_error == "stop"
+        self.line = line
+
+    def add(self, path: str, parsed_faults: Sequence[Fault], lines: int) -> list[str]:
+        """`file:line: why` of each fault of the next chunk, which has `lines` lines. Raises `UserError` with `stop`."""
+        reasons = [f"{path}:{self.line + fault.line}: {fault.reason}" for fault in parsed_faults]
+        if reasons and self._stop:
+            raise UserError(f"{reasons[0]}; mend the file, or leave such records out with --on-error skip")
+        self.line += lines
+        return reasons
+
+
+def iter_documents(
+    names: Sequence[str],
+    json_keys: Sequence[str] = ("text",),
+    on_error: str = "stop",
+    on_skip: Callable[[str], Any] = lambda reason: None,
+    on_read: Callable[[int], Any] = lambda count: None,
+) -> Iterator[Text]:
+    """The texts of every document of the files, folders and patterns (see inputs.py), one for each JSON key.
+
+    `on_skip` is told the reason for each record left out; `on_read` how many bytes of the files were read.
+    """
+    for file in find_inputs(names):
+        counter = FaultCounter(on_error)
+        with OpenInput(file) as opened:
+            for chunk in iter_chunks(opened, json_keys):
+                parsed = parse_chunk(chunk, json_keys)
+                for reason in counter.add(file.path, parsed.faults, parsed.lines):
+                    on_skip(reason)
+                yield from parsed.texts
+                on_read(chunk.read)
+
+
+def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """(format, bytes) cut behind whole records."""
+    rest = opened.read(max(chunk_bytes, _FIRST)).removeprefix(_BYTE_ORDER_MARK)
+    kind = _format(opened.file, rest)
+    end = _ENDS[kind](rest, 0)
+    while True:
+        if end:
+            yield kind, rest[:end]
+            rest = rest[end:]
+        if len(rest) > MAX_RECORD_BYTES:
+            raise UserError(
+                f"{opened.file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
+                f"{opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
+            )
+        block = opened.read(max(chunk_bytes, len(rest)))  # ever larger, or a long record would be copied too often
+        if not block:
+            break
+        start = max(0, len(rest) - _OVERLAP)
+        rest += block
+        end = _ENDS[kind](rest, start)
+    yield kind, rest
+
+
+def _format(file: InputFile, first: bytes) -> str:
+    if first.startswith(b"PAR1"):
+        raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
+    start = first[:_FIRST].lstrip()
+    if file.ending in (".json", ".jsonl"):
+        return "json"
+    if start.startswith(b"<doc ") and b"id=" in start:
+        return "wiki"
+    return "json" if start.startswith(b"{") and not file.ending else "text"
+
+
+def _end_of_line(data: bytes, start: int) -> int:
+    return data.rfind(b"\n", start) + 1
+
+
+def _end_of_text(data: bytes, start: int) -> int:
+    for blank in (b"\n\n", b"\n\r\n"):
+        if (found := data.rfind(blank, start)) >= 0:
+            return found + len(blank)
+    end = 0
+    for match in _BLANK_LINE.finditer(data, start):
+        end = match.end()
+    return end
+
+
+def _end_of_wiki(data: bytes, start: int) -> int:
+    for closing in (b"</doc>\n", b"</doc>\r\n"):
+        if (found := data.rfind(closing, start)) >= 0:
+            return found + len(closing)
+    return 0
+
+
+_ENDS: dict[str, Callable[[bytes, int], int]] = {
+    "json": _end_of_line,
+    "text": _end_of_text,
+    "wiki": _end_of_wiki,
+}
+"""Format → where the last whole record that ends behind `start` ends, or 0."""

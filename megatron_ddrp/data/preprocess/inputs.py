@@ -1,0 +1,273 @@
+"""The files behind `--input`: names, folders and patterns to a fixed order of files, unpacked and hashed while read.
+
+find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
+open_input(file)                            → unpacked bytes; the SHA-256 of the file as it lies on the disk
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from tqdm import tqdm
+
+from megatron_ddrp.data.preprocess.zstd import open_zstd
+from megatron_ddrp.errors import UserError
+
+STANDARD_INPUT = "-"
+ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
+"""Endings of the names that are read; files without one, as WikiExtractor writes them, are known by their content."""
+
+INPUT_HELP = (
+    ".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each also as "
+    ".gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
+    "input"
+)
+"""What `--input` of a command takes."""
+
+DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
+"""What the decompressors raise on a damaged or truncated file."""
+
+BLOCK_BYTES = 1 << 20
+
+PACKINGS: dict[str, Callable[[Any], Any]] = {
+    "": lambda raw: raw,
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+    ".zst": open_zstd,
+}
+"""Ending → a stream of the unpacked bytes."""
+
+_MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
+
+
+class InputFile(NamedTuple):
+    """One file to read."""
+
+    path: str
+    """Where it is; `-` is standard input."""
+    name: str
+    """What a manifest calls it: its name, or its path inside the folder that was given."""
+
+    @property
+    def packing(self) -> str:
+        """A key of `PACKINGS`, by the file's name."""
+        ending = Path(self.path).suffix
+        return ending if ending in PACKINGS else ""
+
+    @property
+    def ending(self) -> str:
+        """The ending of the unpacked file's name, such as `.jsonl`; often empty."""
+        return Path(self.path.removesuffix(self.packing)).suffix
+
+
+def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[InputFile]:
+    """Return the files that files, folders, patterns (`*`, `?`, `**`), pipes and `-` stand for: in the order of the
+    names, sorted within each.
+
+    Of a folder all files with one of `ENDINGS` are taken, at any depth, and WikiExtractor's; not hidden ones, not
+    pipes, not the manifests of datasets, and not the `leave_out` (the vocabulary may lie beside the text). Raises
+    `UserError` for a name that gives no file, an ending that is not read, a packed file of no bytes, and a file that
+    cannot be opened.
+    """
+    apart = [os.path.realpath(path) for path in leave_out]
+    files: list[InputFile] = []
+    for name in names:
+        if name == STANDARD_INPUT or os.path.isfile(name):
+            files.append(InputFile(name, os.path.basename(name)))
+        elif os.path.isdir(name):
+            files += _files_of_folder(name, apart)
+        elif glob.has_magic(name) and not os.path.exists(name):
+            files += _files_of_pattern(name, apart)
+        else:
+            files.append(InputFile(name, os.path.basename(name)))  # a pipe, or nothing: the check tells
+    for file in files:
+        _check(file)
+    streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
+    for file in files:
+        if streams.count(os.path.realpath(file.path)) > 1:
+            raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read once")
+    return files
+
+
+def is_stream(path: str) -> bool:
+    """Tell whether an input can be read only once: standard input, a named pipe, or a shell's `<(command)`."""
+    if path == STANDARD_INPUT:
+        return True
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def reading_progress(paths: Sequence[str], doing: str | None = None, show: bool = True) -> tqdm:
+    """Return a progress bar on stderr over the bytes of the files, compressed where they are, with the time left.
+
+    In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent.
+    """
+    total = None if any(map(is_stream, paths)) else sum(os.path.getsize(path) for path in paths)
+    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
+    return tqdm(
+        desc=doing,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        leave=False,
+        file=sys.stderr,
+        disable=not show,
+        **seldom,
+    )
+
+
+class OpenInput:
+    """An input being read, block by block; use it as a context manager.
+
+    Attributes:
+        file: the `InputFile`.
+        bytes_read: bytes taken from the disk so far.
+    """
+
+    def __init__(self, file: InputFile):
+        self.file = file
+        self._raw = _HashedFile(_open_raw(file.path))
+        buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
+        packing = file.packing
+        if is_stream(file.path):
+            first = buffered.peek(8)
+            packing = next((ending for magic, ending in _MAGIC.items() if first.startswith(magic)), "")
+        self._stream: BinaryIO = PACKINGS[packing](buffered)
+        self._buffered = buffered
+
+    @property
+    def bytes_read(self) -> int:
+        return self._raw.count
+
+    def read(self, count: int) -> bytes:
+        """The next `count` unpacked bytes, fewer only at the end. Raises `UserError` for a damaged file."""
+        try:
+            return self._stream.read(count)
+        except DAMAGED as error:
+            raise UserError(
+                f"{self.file.path}: damaged or cut off after {self.bytes_read} bytes ({error}); copy it again"
+            ) from None
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk."""
+        while self._buffered.read(BLOCK_BYTES):
+            pass
+        return {"name": self.file.name, "bytes": self._raw.count, "sha256": self._raw.digest.hexdigest()}
+
+    def __enter__(self) -> OpenInput:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._buffered.close()
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that counts and hashes what is read from it."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+        self.count = 0
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._raw.readinto(buffer) or 0
+        self.digest.update(memoryview(buffer)[:count])
+        self.count += count
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _open_raw(path: str) -> Any:
+    if path == STANDARD_INPUT:
+        return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+    if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
+        print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
+
+
+def _check(file: InputFile) -> None:
+    if file.path == STANDARD_INPUT:
+        return
+    if not is_stream(file.path):
+        _open_raw(file.path).close()
+        if file.packing and not os.path.getsize(file.path):
+            raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
+    elif file.ending == ".parquet":
+        raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
+    if file.ending not in ("", *ENDINGS):
+        known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
+        raise UserError(f"{file.path}: expected a name that ends in {known}, or in one of these and {packed}")
+
+
+def _files_of_folder(folder: str, apart: Sequence[str]) -> list[InputFile]:
+    files = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
+    if not files:
+        known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
+        raise UserError(f"{folder}: holds no file that ends in {known} (also packed: {packed}), nor WikiExtractor's")
+    return files
+
+
+def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(parent) in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(".unfinished"))
+        for name in names:
+            path = os.path.join(parent, name)
+            file = InputFile(path, os.path.relpath(path, folder))
+            if name.startswith(".") or os.path.realpath(path) in apart or _is_manifest(path) or is_stream(path):
+                continue
+            if file.ending in ENDINGS or (not file.ending and _holds_documents(file)):
+                yield file
+
+
+def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
+    files: dict[str, InputFile] = {}  # by their true path, for `**` follows links in circles
+    for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
+        found = []
+        if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
+            found = [InputFile(path, os.path.basename(path))]
+        elif os.path.isdir(path) and "**" not in pattern:
+            found = sorted(_walk(path, apart), key=lambda file: Path(file.name).parts)
+        for file in found:
+            files.setdefault(os.path.realpath(file.path), file)
+    if not files:
+        raise UserError(f"{pattern}: no such file, and no file matches it as a pattern")
+    return list(files.values())
+
+
+def _is_manifest(path: str) -> bool:
+    return path.endswith(".json") and os.path.exists(path.removesuffix(".json") + ".idx")
+
+
+def _holds_documents(file: InputFile) -> bool:
+    """Whether a file without an ending begins as WikiExtractor's do: with `<doc …>`, or a JSON line."""
+    try:
+        with OpenInput(file) as opened:
+            return opened.read(64).lstrip().startswith((b"<doc ", b"{"))
+    except UserError:
+        return False

@@ -1,0 +1,209 @@
+"""Datasets being written: a folder that a killed run leaves behind and the same command takes up again.
+
+PREFIX.unfinished/ holds one set of growing files a dataset (ids, sizes, documents) and job.json: which command this is,
+and the length and CRC-32 of the part of each growing file that is known to be on the disk. Taking up cuts the files
+back to that point; another command's leftovers and damaged ones are thrown away, never added to. When all is written,
+the index and the manifest are made in the same folder, and only then are the three files of each dataset renamed to
+where they belong, the index last: a kill at any moment leaves either no dataset or the whole one, and the same command
+finishes the renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset.dataset_index import dataset_path, write_index
+from megatron_ddrp.data.dataset.manifest import write_manifest
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
+
+PARTS = ("ids", "sizes", "documents")
+"""What grows: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+
+SUM = "crc32"
+"""Key of job.json's own sum."""
+
+
+class _GrowingFile:
+    """A file that bytes are appended to; `crc` is the sum of all that it holds."""
+
+    def __init__(self, path: Path, length: int, crc: int):
+        """Open `path` and cut it back to its first `length` bytes, whose sum is `crc`."""
+        self.stream: BinaryIO = open(path, "ab", buffering=1 << 20)  # noqa: SIM115
+        self.stream.truncate(length)
+        self.stream.seek(0, os.SEEK_END)
+        self.crc = crc
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self.stream.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+
+    def sync(self) -> list[int]:
+        """Bring everything to the disk; return the file's length and sum."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        return [self.stream.tell(), self.crc]
+
+
+class UnfinishedDatasets:
+    """The growing files of some datasets; use it as a context manager.
+
+    Attributes:
+        state: what `checkpoint` was last given, by this or a killed run; None at the start.
+        discarded: another command's leftovers lay here, or damaged ones, and are gone.
+    """
+
+    def __init__(self, folder: str, prefixes: Sequence[str], dtype: np.dtype, job: dict[str, Any]):
+        """`job` tells this command from others: JSON values. Raises `UserError` when another process is at it."""
+        self.folder = Path(folder)
+        self._prefixes, self._dtype, self._job = prefixes, dtype, job
+        self._lock = self._take_lock()
+        self.discarded = False
+        self.state: dict[str, Any] | None = None
+        self._published = False
+        saved = self._read_job()
+        if saved is not None:
+            self.state, self._published = saved["state"], saved["published"]
+        self._files: list[list[_GrowingFile]] = [] if self._published else self._open_files(saved)
+
+    def append(self, number: int, ids: bytes, sizes: np.ndarray, documents: np.ndarray) -> None:
+        """Add documents to dataset `number`: ids end to end; int32 sizes `[sequences]`; int32 `[documents]`."""
+        for file, data in zip(self._files[number], (ids, sizes.tobytes(), documents.tobytes()), strict=True):
+            file.write(data)
+
+    def checkpoint(self, state: dict[str, Any]) -> None:
+        """From here a killed run goes on: everything appended is on the disk, and `state` beside it."""
+        written = [[file.sync() for file in files] for files in self._files]
+        self.state = state
+        self._write_job(written, published=False)
+
+    def publish(self, manifests: Sequence[dict[str, Any]]) -> None:
+        """Give every dataset its name, with its manifest."""
+        if not self._published:
+            for number, manifest in enumerate(manifests):
+                for growing in self._files[number]:
+                    growing.sync()
+                ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
+                with AtomicFile(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
+                    write_index(file, self._dtype, lengths, counts)
+                write_manifest(text, manifest, ids, index)
+            self._write_job([], published=True)
+            self._published = True
+        for number, prefix in enumerate(self._prefixes):
+            ids, index, manifest_path = (dataset_path(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+            if self._path(number, "ids").exists():
+                # An old index or manifest must never stand beside the new ids, not even after a crash right here.
+                index.unlink(missing_ok=True)
+                manifest_path.unlink(missing_ok=True)
+                os.replace(self._path(number, "ids"), ids)
+            for part, path in (("json", manifest_path), ("idx", index)):
+                if self._path(number, part).exists():
+                    os.replace(self._path(number, part), path)
+        self.discard()
+        _sync_folder(self.folder.parent)
+
+    @property
+    def published(self) -> bool:
+        """Whether only the renaming is left to do."""
+        return self._published
+
+    def discard(self) -> None:
+        """Remove the folder and everything in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> UnfinishedDatasets:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in [file.stream for files in self._files for file in files] + [self._lock]:
+            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+                stream.close()
+
+    def _path(self, number: int, part: str) -> Path:
+        return self.folder / f"{number}.{part}"
+
+    def _take_lock(self) -> BinaryIO:
+        path = self.folder / "lock"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held the lock before may just have finished and removed the folder.
+            ours = path.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
+        except BlockingIOError:
+            ours = False
+        except OSError:
+            ours = True  # a file system without locks
+        if not ours:
+            lock.close()
+            raise UserError(f"{self.folder}: another process is writing here; wait for it, or choose another prefix")
+        return lock
+
+    def _read_job(self) -> dict[str, Any] | None:
+        """Return job.json of a run of this same command whose files are whole; remove any other leftovers."""
+        found = [path for path in self.folder.iterdir() if path.name != "lock"]
+        try:
+            saved = json.loads((self.folder / "job.json").read_bytes())
+            usable = saved.pop(SUM) == object_sum(saved) and saved["job"] == json.loads(json.dumps(self._job))
+            for number, files in enumerate(saved["written"]):
+                for part, (length, crc) in zip(PARTS, files, strict=True):
+                    usable = usable and _crc_of(self._path(number, part), length) == crc
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            usable = False
+        if usable:
+            return saved
+        self.discarded = any(path.name == "job.json" for path in found)
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return None
+
+    def _open_files(self, saved: dict[str, Any] | None) -> list[list[_GrowingFile]]:
+        nothing = [[0, 0]] * len(PARTS)
+        return [
+            [
+                _GrowingFile(self._path(number, part), *written)
+                for part, written in zip(PARTS, saved["written"][number] if saved else nothing, strict=True)
+            ]
+            for number in range(len(self._prefixes))
+        ]
+
+    def _write_job(self, written: list[list[list[int]]], published: bool) -> None:
+        content = {"job": self._job, "state": self.state, "written": written, "published": published}
+        content = json.loads(json.dumps(content))  # as it will be read
+        with AtomicFile(self.folder / "job.json") as stream:
+            stream.write(json.dumps({**content, SUM: object_sum(content)}).encode())
+
+
+def _crc_of(path: Path, length: int) -> int | None:
+    """Return the CRC-32 of the first `length` bytes of a file; None if it is shorter."""
+    crc = 0
+    with open(path, "rb") as stream:
+        while length > 0:
+            data = stream.read(min(length, 1 << 20))
+            if not data:
+                return None
+            crc, length = zlib.crc32(data, crc), length - len(data)
+    return crc
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

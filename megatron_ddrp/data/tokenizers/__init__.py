@@ -1,0 +1,1 @@
+"""Tokenizers behind one contract, and the vocabularies they need."""

@@ -1,0 +1,129 @@
+"""What preprocessing does to each chunk of the input, in whichever process: parse, split into sentences, tokenize."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
+from megatron_ddrp.data.preprocess.sentences import Splitter, sentence_splitter
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """What `tools/preprocess_data.py` is asked to do."""
+
+    input: tuple[str, ...]
+    """Files, folders and patterns of documents (see inputs.py and documents.py); `-` is standard input."""
+    output_prefix: str
+    """Datasets are named PREFIX_KEY_document, or PREFIX_KEY_sentence with `split_sentences`."""
+    tokenizer_type: str
+    """One of tokenizer.TOKENIZER_TYPES."""
+    vocab_file: str | None = None
+    """vocab.txt of the WordPiece types."""
+    tokenizer_model: str | None = None
+    """SentencePiece .model, or Hugging Face folder."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of the JSON lines to take; each makes a dataset."""
+    workers: int = 1
+    """Tokenizing processes."""
+    split_sentences: bool = False
+    """One sequence a sentence instead of one a document."""
+    append_eod: bool = False
+    """End each document with [SEP]."""
+    on_error: str = "stop"
+    """`stop` at a record that cannot be read, or `skip` and count it."""
+    overwrite: bool = False
+    """Replace existing datasets."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UserError(f"--workers {self.workers}: expected at least 1", WRONG_ARGUMENTS)
+        if self.on_error not in ("stop", "skip"):
+            raise UserError(f"--on-error {self.on_error}: expected stop or skip", WRONG_ARGUMENTS)
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
+
+    def dataset_prefix(self, key: str) -> str:
+        """The prefix of the dataset of one JSON key."""
+        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
+
+    @property
+    def prefixes(self) -> list[str]:
+        """One prefix for each key."""
+        return [self.dataset_prefix(key) for key in self.json_keys]
+
+    @property
+    def unfinished_folder(self) -> str:
+        """Where the datasets grow."""
+        return f"{self.output_prefix}.unfinished"
+
+
+class TokenizedDocuments(NamedTuple):
+    """Documents of a chunk under one JSON key, without those that have no tokens."""
+
+    ids: bytes
+    """Token ids end to end, as the dataset stores them."""
+    sizes: np.ndarray
+    """int32, tokens of each sequence `[sequences]`."""
+    documents: np.ndarray
+    """int32, sequences of each document `[documents]`."""
+    empty: int
+    """Documents left out because they have no tokens."""
+    unknown: int
+    """Tokens that are the unknown piece."""
+
+
+class TokenizedChunk(NamedTuple):
+    """A worker's answer to a chunk."""
+
+    by_key: list[TokenizedDocuments]
+    faults: list[Fault]
+    lines: int
+    read: int
+    """Bytes of the input file, as it lies on the disk."""
+    text_bytes: int
+    """Bytes of the records, unpacked."""
+
+
+class ChunkTokenizer:
+    """Tokenizes chunks; each process has its own."""
+
+    def __init__(self, config: PreprocessConfig):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+        self._config = config
+        self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        self.splitter_name: str | None = None
+        self._split: Splitter = lambda text: [text]
+        if config.split_sentences:
+            self.splitter_name, self._split = sentence_splitter()
+
+    def __call__(self, chunk: Chunk) -> TokenizedChunk:
+        keys = self._config.json_keys
+        texts, faults, lines = parse_chunk(chunk, keys)
+        by_key = [self._tokenize([text[k] for text in texts]) for k in range(len(keys))]
+        return TokenizedChunk(by_key, faults, lines, chunk.read, chunk.text_bytes)
+
+    def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
+        documents = [self._split(text) for text in texts]
+        encoded = iter(self.tokenizer.encode_packed([sequence for document in documents for sequence in document]))
+        dtype = self.tokenizer.dtype
+        end = np.array([self.tokenizer.sep_id], dtype).tobytes() if self._config.append_eod else b""
+        all_ids: list[bytes] = []
+        sequences: list[int] = []
+        for document in documents:
+            kept = [ids for _ in document if (ids := next(encoded))]
+            if kept:
+                kept[-1] += end
+                all_ids += kept
+                sequences.append(len(kept))
+        sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
+        tokens = b"".join(all_ids)
+        unknown = int(np.count_nonzero(np.frombuffer(tokens, dtype) == self.tokenizer.unk_id))
+        empty = len(texts) - len(sequences)
+        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), empty, unknown)

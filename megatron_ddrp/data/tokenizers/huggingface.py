@@ -1,0 +1,124 @@
+"""Any tokenizer.json of the `tokenizers` library, from a local folder as Hugging Face models carry it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, missing_specials, read_bytes
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import read_object
+
+SPARE_IDS = 2**16
+"""Ids without a piece that a vocabulary may have."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """`HuggingFace` from a folder with tokenizer.json, or that file itself.
+
+    The special roles come from `named` (role → piece), the folder's tokenizer_config.json or special_tokens_map.json,
+    or the usual names.
+    """
+
+    library = "tokenizers"
+    file_name = "tokenizer.json"
+
+    def __init__(self, path: str | os.PathLike[str], named: Mapping[str, str] | None = None):
+        file = Path(path) / self.file_name if Path(path).is_dir() else Path(path)
+        if not file.exists() and file.with_name("vocab.txt").exists():
+            raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")
+        content = read_bytes(file)
+        try:
+            layout = json.loads(content)
+            self._backend = RustTokenizer.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception, and Python's reader RecursionError
+            raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({error})") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._read_specials_as_text()
+        if getattr(self._backend.model, "dropout", None):
+            self._backend.model.dropout = None  # the same text must always give the same ids
+        ids = self._backend.get_vocab(with_added_tokens=True)
+        specials = find_specials(ids, named or _named_specials(file.parent))
+        if missing := missing_specials(specials):
+            raise UserError(f"{file}: lacks {missing}; add them to the tokenizer or use another one")
+        if max(ids.values()) >= len(ids) + SPARE_IDS:
+            raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
+        pieces = [""] * (max(ids.values()) + 1)
+        for piece, i in ids.items():
+            pieces[i] = piece
+        added = self._backend.get_added_tokens_decoder()
+        super().__init__(
+            "HuggingFace",
+            pieces,
+            specials,
+            _word_start_rule(layout),
+            content,
+            more_special_ids=[i for i, token in added.items() if token.special],
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._only_text(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._only_text(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def _read_specials_as_text(self) -> None:
+        self._backend.encode_special_tokens = True  # "[MASK]" in a text is text
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._read_specials_as_text()  # which the library forgets when pickled
+
+
+def _named_specials(folder: Path) -> dict[str, str]:
+    """Role → piece as the folder's configuration files say; empty without them."""
+    named = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.exists():
+            config = read_object(path)
+            for role in ("cls", "sep", "pad", "mask", "unk"):
+                token = config.get(f"{role}_token")
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    named[role] = token
+    return named
+
+
+def _word_start_rule(layout: dict[str, Any]) -> Callable[[str], bool]:
+    """Which pieces begin a word, read off a tokenizer.json's parts.
+
+    WordPiece-like: without the continuation prefix. Metaspace: with its ▁. Byte-level: with Ġ (space), Ċ (newline)
+    or ĉ (tab). A vocabulary that marks word ends, or nothing, gives every piece as a word of its own.
+    """
+    model = layout["model"]
+    for part in _parts(layout.get("pre_tokenizer")) + _parts(layout.get("decoder")):
+        if part.get("type") == "Metaspace":
+            mark = part.get("replacement", "\u2581")
+            return lambda piece: piece.startswith(mark)
+        if part.get("type") == "ByteLevel":
+            return lambda piece: piece.startswith(("\u0120", "\u010a", "\u0109"))
+    prefix = model.get("continuing_subword_prefix")
+    if prefix:
+        return lambda piece: not piece.startswith(prefix)
+    return lambda piece: True
+
+
+def _parts(component: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A component of a tokenizer.json and, for a sequence, the components inside it."""
+
+    def walk(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield part
+        for inner in part.get("pretokenizers", part.get("decoders", [])):
+            yield from walk(inner)
+
+    return list(walk(component)) if component else []

@@ -1,0 +1,53 @@
+"""SentencePiece models (Kudo and Richardson, arXiv:1808.06226) as pre-training tokenizers.
+
+A model's own control pieces ([CLS] or <s>, [SEP] or </s>, …) take the special roles; roles that the model lacks are
+appended after its pieces, so that any model serves without training it again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import sentencepiece
+
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer, find_specials, read_bytes
+from megatron_ddrp.errors import UserError
+
+WORD_START = "\u2581"  # ▁, which SentencePiece writes for a space
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """`SentencePiece` from a .model file."""
+
+    library = "sentencepiece"
+    file_name = "tokenizer.model"
+
+    def __init__(self, model_file: str | os.PathLike[str]):
+        content = read_bytes(model_file)
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except (RuntimeError, OSError):
+            raise UserError(f"{os.fspath(model_file)}: not a SentencePiece model; expected a .model file") from None
+        own = range(self._processor.GetPieceSize())
+        pieces = [self._processor.IdToPiece(i) for i in own]
+        specials = find_specials({piece: i for i, piece in enumerate(pieces)}) | {"unk": self._processor.unk_id()}
+        for role, names in SPECIAL_PIECES.items():
+            if role not in specials:
+                specials[role] = len(pieces)
+                pieces.append(names[0])
+        super().__init__(
+            "SentencePiece",
+            pieces,
+            specials,
+            begins_word=lambda piece: piece.startswith(WORD_START),
+            content=content,
+            more_special_ids=[i for i in own if self._processor.IsControl(i)],
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._only_text(self._processor.EncodeAsIds(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.DecodePieces([self.pieces[i] for i in ids])

@@ -1,0 +1,201 @@
+"""One interface over WordPiece, SentencePiece and Hugging Face tokenizers, all from local files.
+
+What pre-training needs of a tokenizer beside ids: where words start (whole-word masking for any vocabulary), which ids
+are special (never a random replacement, never produced by text), and a fingerprint that ties a dataset to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset.indexed_dataset import token_dtype
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace")
+SPECIAL_PIECES = {
+    "cls": ("[CLS]", "<cls>", "<s>"),
+    "sep": ("[SEP]", "<sep>", "</s>"),
+    "pad": ("[PAD]", "<pad>"),
+    "mask": ("[MASK]", "<mask>"),
+    "unk": ("[UNK]", "<unk>"),
+}
+"""Role → names under which vocabularies carry it, the first being BERT's."""
+
+DESCRIPTION_FILE = "megatron_tokenizer.json"
+
+
+class Tokenizer(ABC):
+    """Text ↔ ids of one vocabulary.
+
+    Attributes:
+        tokenizer_type: one of `TOKENIZER_TYPES`.
+        pieces: `vocab_size` strings, id → piece.
+        cls_id, sep_id, pad_id, mask_id, unk_id: the ids of [CLS], [SEP], [PAD], [MASK], [UNK].
+        special_ids: int64 `[special]`, sorted: these five and whatever else the vocabulary marks as special.
+        word_starts: bool `[vocab_size]`, True where a piece begins a word. A text's first piece begins a word even if
+            its piece does not say so.
+        fingerprint: SHA-256 of the type and the vocabulary's content, in hexadecimal.
+    """
+
+    library: str
+    """The package that tokenizes; its version belongs into a manifest."""
+    file_name: str
+    """Name of the vocabulary's file in a folder written by `save`."""
+
+    def __init__(
+        self,
+        tokenizer_type: str,
+        pieces: Sequence[str],
+        specials: Mapping[str, int],
+        begins_word: Callable[[str], bool],
+        content: bytes,
+        more_special_ids: Iterable[int] = (),
+    ):
+        """`specials` maps the five roles to ids; `content` is what the fingerprint covers and `save` writes."""
+        self.tokenizer_type = tokenizer_type
+        self.pieces = list(pieces)
+        self.cls_id, self.sep_id = specials["cls"], specials["sep"]
+        self.pad_id, self.mask_id, self.unk_id = specials["pad"], specials["mask"], specials["unk"]
+        special = {*specials.values(), *more_special_ids}
+        self.special_ids = np.array(sorted(special), dtype=np.int64)  # [special]
+        self.word_starts = np.array([i in special or begins_word(piece) for i, piece in enumerate(self.pieces)])
+        self.fingerprint = hashlib.sha256(tokenizer_type.encode() + b"\n" + content).hexdigest()
+        self._content = content
+        self._never_from_text = special - {self.unk_id}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; every id is below it."""
+        return len(self.pieces)
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without [CLS] and [SEP]. A special token's name inside the text is ordinary text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type in which a dataset stores these ids, little-endian."""
+        return np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
+
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
+        """`encode` of each text as the bytes that a dataset stores, `dtype.itemsize` for each id."""
+        return [np.array(ids, self.dtype).tobytes() for ids in self.encode_batch(texts)]
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Readable text of ids."""
+
+    def count_impossible(self) -> int:
+        """Return the number of ordinary pieces that no text can give, since text is normalized before it is cut."""
+        return 0
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the vocabulary and its description into a folder, from which `load_tokenizer` makes an equal one."""
+        names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}
+        description = {
+            "tokenizer_type": self.tokenizer_type,
+            "file": self.file_name,
+            "vocab_size": self.vocab_size,
+            "special_tokens": names,
+            "fingerprint": self.fingerprint,
+        }
+        for name, data in (
+            (self.file_name, self._content),
+            (DESCRIPTION_FILE, (json.dumps(description, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()),
+        ):
+            with AtomicFile(Path(folder) / name) as stream:
+                stream.write(data)
+
+    def _only_text(self, ids: list[int]) -> list[int]:
+        """The ids with every special one that text must not produce replaced by [UNK]."""
+        if self._never_from_text.isdisjoint(ids):
+            return ids
+        return [self.unk_id if i in self._never_from_text else i for i in ids]
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    vocab_file: str | os.PathLike[str] | None = None,
+    tokenizer_model: str | os.PathLike[str] | None = None,
+) -> Tokenizer:
+    """Make the tokenizer that `--tokenizer-type`, `--vocab-file` and `--tokenizer-model` name.
+
+    `vocab_file` is a vocab.txt for the WordPiece types; `tokenizer_model` is a SentencePiece .model, or for HuggingFace
+    a folder with tokenizer.json (or that file). Raises `UserError` for a missing file or an unusable vocabulary.
+    """
+    if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        from megatron_ddrp.data.tokenizers.wordpiece import WordPieceTokenizer
+
+        return WordPieceTokenizer(_given(vocab_file, "--vocab-file", tokenizer_type), tokenizer_type)
+    if tokenizer_type == "SentencePiece":
+        from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(_given(tokenizer_model, "--tokenizer-model", tokenizer_type))
+    if tokenizer_type == "HuggingFace":
+        from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(_given(tokenizer_model, "--tokenizer-model", tokenizer_type))
+    allowed = ", ".join(TOKENIZER_TYPES)
+    raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {allowed}", WRONG_ARGUMENTS)
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` wrote into a folder. Raises `UserError` when it is missing or was changed."""
+    path = Path(folder) / DESCRIPTION_FILE
+    try:
+        description = json.loads(read_bytes(path))
+        kind, file = description["tokenizer_type"], Path(folder) / description["file"]
+        names, fingerprint = description["special_tokens"], description["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a tokenizer description ({error!r}); save the tokenizer again") from None
+    if kind == "HuggingFace":
+        from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+        tokenizer: Tokenizer = HuggingFaceTokenizer(file, names)
+    else:
+        tokenizer = build_tokenizer(kind, vocab_file=file, tokenizer_model=file)
+    if tokenizer.fingerprint != fingerprint:
+        raise UserError(f"{file}: not the vocabulary that was saved here (fingerprint differs); copy the folder again")
+    return tokenizer
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """A file's content. Raises `UserError` naming the file when it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{os.fspath(path)}: {error.strerror}; give a local file that can be read") from None
+
+
+def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Role → id for the roles found in a vocabulary `ids` (piece → id): by the given names first, then by the usual."""
+    found = {}
+    for role, usual in SPECIAL_PIECES.items():
+        for name in ((named or {}).get(role), *usual):
+            if name is not None and name in ids:
+                found[role] = ids[name]
+                break
+    return found
+
+
+def missing_specials(found: Mapping[str, int]) -> str:
+    """The roles that were not found, by BERT's names, comma-separated; empty when all were."""
+    return ", ".join(names[0] for role, names in SPECIAL_PIECES.items() if role not in found)
+
+
+def _given(path: str | os.PathLike[str] | None, flag: str, tokenizer_type: str) -> str | os.PathLike[str]:
+    if path is None:
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path)", WRONG_ARGUMENTS)
+    return path

@@ -1,0 +1,160 @@
+"""Vocabularies learned from text: WordPiece (a vocab.txt) and SentencePiece unigram (a .model), the same every time.
+
+The Rust WordPiece trainer numbers its alphabet in the order of a hash table, and ties between merges fall by these
+numbers, so that two runs differ. Here the words are counted first and the alphabet is handed over in a fixed order.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES
+from megatron_ddrp.data.tokenizers.wordpiece import WORDS
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+SPECIALS = [SPECIAL_PIECES[role][0] for role in ("pad", "unk", "cls", "sep", "mask")]
+"""The first pieces of every vocabulary, in the order of their ids."""
+
+ALPHABET_SIZE = 1000  # characters, as BERT's trainer keeps
+ALPHABET_COVERAGE = 0.9995  # of all characters of the text: rarer ones may go where the vocabulary is small
+SENTENCE_BYTES = 1 << 16  # a longer line of text would be left out by the SentencePiece trainer, so it is cut
+SENTENCEPIECE_THREADS = 4  # fixed, because sums over threads depend on their number
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> list[str]:
+    """The pieces of a WordPiece vocabulary: the special ones, the alphabet, then merges by frequency.
+
+    At most `vocab_size` pieces, fewer only where the text has no more pairs seen twice. Raises `UserError` when there
+    is no text or `vocab_size` cannot hold the alphabet.
+    """
+    words = _count_words(texts, lower)
+    if not words:
+        raise UserError("no text to learn a vocabulary from; give files that hold some")
+    fixed = SPECIALS + _alphabet(words, vocab_size)
+    backend = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    letters = [piece for piece in fixed if len(piece) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=fixed,  # in this order, and before any other
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        continuing_subword_prefix="##",
+        show_progress=False,
+    )
+    backend.train_from_iterator(_repeated(words), trainer)
+    ids = backend.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int]:
+    """A SentencePiece unigram model whose first pieces are the special ones: (bytes of its .model file, its size).
+
+    At most `vocab_size` pieces. Raises `UserError` when there is no text or `vocab_size` is too small.
+    """
+    import sentencepiece
+
+    lines = _lines(texts)
+    first = next(lines, None)
+    if first is None:
+        raise UserError("no text to learn a vocabulary from; give files that hold some")
+
+    stopped: list[UserError] = []
+
+    def sentences() -> Iterator[str]:
+        yield first
+        try:
+            yield from lines
+        except UserError as error:  # which the trainer would turn into an error of its own
+            stopped.append(error)
+            raise
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences(),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            normalization_rule_name="nmt_nfkc_cf" if lower else "nmt_nfkc",
+            max_sentence_length=SENTENCE_BYTES + 4,
+            num_threads=SENTENCEPIECE_THREADS,
+            pad_id=0,
+            pad_piece="[PAD]",
+            unk_id=1,
+            unk_piece="[UNK]",
+            bos_id=-1,
+            eos_id=-1,
+            control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if stopped:
+            raise stopped[0] from None
+        reason = str(error).rpartition("] ")[2].partition(" Increase ")[0] or str(error)
+        raise UserError(f"--vocab-size {vocab_size}: {reason} Give another --vocab-size.", WRONG_ARGUMENTS) from None
+    return model.getvalue(), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
+
+
+def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
+    """Word as BERT's normalization and splitting leave it → occurrences. Each distinct word is normalized once."""
+    raw: Counter[str] = Counter()
+    for text in texts:
+        raw.update(WORDS.findall(text))
+    normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    words: Counter[str] = Counter()
+    for word, count in raw.items():
+        for part, _ in splitter.pre_tokenize_str(normalizer.normalize_str(word)):
+            words[part] += count
+    return words
+
+
+def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
+    """The one-character pieces, `x` and, where it occurs inside words, `##x`; in the order of their characters."""
+    characters: Counter[str] = Counter()
+    inside: set[str] = set()
+    for word, count in words.items():
+        for character in word:
+            characters[character] += count
+        inside.update(word[1:])
+    ranked = sorted(characters, key=lambda character: (-characters[character], character))[:ALPHABET_SIZE]
+    needed = ALPHABET_COVERAGE * characters.total()
+    chosen: list[str] = []
+    covered = pieces = 0
+    for character in ranked:
+        cost = 1 + (character in inside)
+        if covered >= needed and pieces + cost > vocab_size // 4:
+            break
+        chosen.append(character)
+        covered += characters[character]
+        pieces += cost
+    if vocab_size < len(SPECIALS) + pieces:
+        least = (
+            f"{len(SPECIALS)} special pieces and the text's alphabet of {pieces} need at least {len(SPECIALS) + pieces}"
+        )
+        raise UserError(f"--vocab-size {vocab_size} is too small: {least}", WRONG_ARGUMENTS)
+    return sorted(chosen) + [f"##{character}" for character in sorted(chosen) if character in inside]
+
+
+def _repeated(words: Counter[str], batch: int = 10_000) -> Iterator[str]:
+    """Text in which each word stands as often as it was counted, in pieces of bounded size."""
+    for word, count in words.items():
+        for start in range(0, count, batch):
+            yield f"{word} " * min(batch, count - start)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """The lines of the texts that are not blank; a very long one is cut at characters."""
+    width = SENTENCE_BYTES // 4  # a character has at most four bytes
+    for text in texts:
+        for line in text.splitlines():
+            if line.strip():
+                yield from (line[start : start + width] for start in range(0, len(line), width))

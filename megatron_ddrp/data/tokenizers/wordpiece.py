@@ -1,0 +1,128 @@
+"""BERT's WordPiece (Devlin et al., arXiv:1810.04805) over the Rust `tokenizers` library, with a cache of words.
+
+Words repeat, so looking a word up beats tokenizing it again; what is looked up are the bytes that a dataset stores, so
+that a text costs one split, one look-up a word and one join. The split is exact for every Unicode text: space, tab,
+newline and carriage return always separate words, and ASCII punctuation and each ideograph are always words of their
+own; BERT's normalization (clean-up, accents, lower case) never looks across such a point.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, missing_specials, read_bytes
+from megatron_ddrp.errors import UserError
+
+WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
+_IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002f800-\U0002fa1f"
+AROUND_IDEOGRAPHS = re.compile(f"[{_IDEOGRAPHS}]|[^{_IDEOGRAPHS}]+")
+CACHED_WORDS = 500_000  # about 100 MB in each process
+CACHED_WORD_LENGTH = 64  # characters; a longer word (a URL) hardly repeats
+
+
+class WordPieceTokenizer(Tokenizer):
+    """`BertWordPieceLowerCase` or `BertWordPieceCase` from a vocab.txt (one piece a line; ids are line numbers)."""
+
+    library = "tokenizers"
+    file_name = "vocab.txt"
+
+    def __init__(self, vocab_file: str | os.PathLike[str], tokenizer_type: str = "BertWordPieceLowerCase"):
+        pieces = read_vocab(vocab_file)
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        specials = find_specials(ids)
+        if missing := missing_specials(specials):
+            raise UserError(f"{os.fspath(vocab_file)}: lacks {missing}; add one line for each, or train a vocabulary")
+        super().__init__(
+            tokenizer_type,
+            pieces,
+            specials,
+            begins_word=lambda piece: not piece.startswith("##"),
+            content="".join(f"{piece}\n" for piece in pieces).encode(),
+        )
+        self._lower = lower = tokenizer_type == "BertWordPieceLowerCase"
+        self._backend = RustTokenizer(models.WordPiece(ids, unk_token=pieces[self.unk_id]))
+        self._backend.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
+        self._backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self._backend.decoder = decoders.WordPiece()
+        self._words = _WordCache(self._backend, lower, np.arange(len(pieces), dtype=self.dtype))
+
+    def encode(self, text: str) -> list[int]:
+        return np.frombuffer(self._pack(text), self.dtype).tolist()
+
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
+        return [self._pack(text) for text in texts]
+
+    def count_impossible(self) -> int:
+        if not self._lower:
+            return 0
+        fold = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, strip_accents=True)
+        special = set(self.special_ids.tolist())
+        ordinary = (piece.removeprefix("##") for i, piece in enumerate(self.pieces) if i not in special)
+        return sum(fold.normalize_str(piece) != piece for piece in ordinary)
+
+    def _pack(self, text: str) -> bytes:
+        return b"".join(map(self._words.__getitem__, WORDS.findall(text)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+class _WordCache(dict[str, bytes]):
+    """Word as it stands in the text → ids of its pieces, as bytes."""
+
+    def __init__(self, backend: RustTokenizer, lower: bool, ids: np.ndarray):
+        super().__init__()
+        self._backend = backend
+        self._lower = lower
+        self._packed = [i.tobytes() for i in ids]  # id → its bytes
+
+    def __missing__(self, word: str) -> bytes:
+        packed = self._packed
+        if word.isascii() and word.isalnum():  # nothing to normalize but the case
+            pieces = self._backend.model.tokenize(word.lower() if self._lower else word)
+            ids = b"".join([packed[piece.id] for piece in pieces])
+        elif len(parts := AROUND_IDEOGRAPHS.findall(word)) > 1:
+            ids = b"".join(map(self.__getitem__, parts))
+        else:
+            ids = b"".join([packed[i] for i in self._backend.encode(word, add_special_tokens=False).ids])
+        if len(word) <= CACHED_WORD_LENGTH:
+            if len(self) >= CACHED_WORDS:
+                self.clear()  # the frequent words are soon back, and those of another language have room
+            self[word] = ids
+        return ids
+
+
+def read_vocab(path: str | os.PathLike[str]) -> list[str]:
+    """Return the pieces of a vocab.txt in line order.
+
+    Raises `UserError` when it is missing, empty, not UTF-8, or holds zero bytes, or a piece twice, of which one could
+    never occur.
+    """
+    data = read_bytes(path)
+    try:
+        lines = data.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{os.fspath(path)}:{line}: not UTF-8; expected a vocab.txt with one piece a line") from None
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        raise UserError(f"{os.fspath(path)}: empty; expected a vocab.txt with one piece a line")
+    pieces = [line.removesuffix("\r") for line in lines]
+    lines_of: dict[str, int] = {}
+    for number, piece in enumerate(pieces, 1):
+        if "\0" in piece:
+            raise UserError(f"{os.fspath(path)}:{number}: a piece with a zero byte: damaged; copy the file again")
+        first = lines_of.setdefault(piece, number)
+        if first != number:
+            raise UserError(
+                f"{os.fspath(path)}:{number}: {piece!r} stands on line {first} already, expected each piece once; "
+                f"line {first} can never occur: write another name there, such as [unused-{first}]"
+            )
+    return pieces

@@ -1,0 +1,1 @@
+"""The one attention: what it computes, and the backends that do."""

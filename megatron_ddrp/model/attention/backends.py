@@ -1,0 +1,160 @@
+"""The one attention: logits (logits.py), mask, softmax, dropout, value, for every encoding.
+
+Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
+attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles, the fastest on CPUs; `triton`
+(triton_attention.py) does so in kernels of its own on GPUs and computes A again in the backward pass; `flex`
+(flex_attention.py) leaves that to torch's compiler. Each returns HCD's mean pairwise cosine as well, by the cheapest
+way it has.
+
+Names: b = batch, h = heads, s = sequence, d = head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
+from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
+from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
+from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits, position_logits, tapped_cosine
+from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.objectives import mth
+
+
+def eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+    num_documents: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """The reference: A is materialised, masked with a finite value, normalised in fp32 at least."""
+    logits = attention_logits(query, key, terms)
+    allowed = allowed_pairs(document_ids)
+    weights = probabilities(logits, allowed, dropout).to(value.dtype)
+    cosine = None
+    if heads.shape[0]:
+        chosen = logits.index_select(1, heads)
+        chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
+        cosine = mth.logits_cosine(chosen, allowed, mth.document_mask(document_ids, num_documents))
+    return weights @ value, cosine
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+    num_documents: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
+    query, key, cosine = tapped_cosine(query, key, terms, document_ids, heads, num_documents)
+    position, mask = position_logits(query, key, terms), None
+    if position is not None:
+        mask = position.masked_fill(~allowed_pairs(document_ids), torch.finfo(query.dtype).min)
+    elif query.is_cuda or not bool((document_ids == 1).all()):  # asking a GPU means waiting
+        # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
+        allowed = allowed_pairs(document_ids)
+        mask = allowed | ~allowed.any(-1, keepdim=True)
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
+    return context, cosine
+
+
+def attend_from(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    places: Tensor,
+    document_ids: Tensor,
+    dropout: float,
+) -> Tensor:
+    """Attention of some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → `[b, h, m, d]`.
+
+    `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so that offsets are gathered, m·s of them.
+    """
+    batch, num_heads, count, _ = query.shape
+    seq = key.shape[2]
+    logits = (query * terms.scale) @ key.transpose(-1, -2)  # [b, h, m, s]
+    offset = places.unsqueeze(-1) - torch.arange(seq, device=places.device)  # i − j, [b, m, s]
+    index = (offset.clamp(terms.lowest, terms.highest) - terms.lowest).unsqueeze(1).expand(-1, num_heads, -1, -1)
+    if terms.query_table is not None:
+        per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, m, num_relative]
+        logits = logits + per_offset.gather(-1, index) * terms.scale
+    if terms.key_table is not None:
+        per_offset = terms.key_table @ key.transpose(-1, -2)  # [b, h, num_relative, s]
+        logits = logits + per_offset.gather(-2, index) * terms.scale
+    if terms.bias is not None:
+        rows = places[:, None, :, None].expand(-1, num_heads, -1, seq)
+        logits = logits + terms.bias.expand(batch, -1, -1, -1).gather(2, rows)
+    own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
+    allowed = ((own == document_ids.unsqueeze(1)) & (own > 0)).unsqueeze(1)
+    return probabilities(logits, allowed, dropout).to(value.dtype) @ value
+
+
+def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
+    """Softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
+    masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+    return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
+
+
+def cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+    num_documents: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """`blocked_attention`, with HCD in closed form where the logits are content alone: cheaper than holding them."""
+    if not terms.content_only:
+        return blocked_attention(query, key, value, terms, document_ids, heads, dropout, num_documents)
+    query, key, cosine = tapped_cosine(query, key, terms, document_ids, heads, num_documents)
+    return blocked_attention(query, key, value, terms, document_ids, heads[:0], dropout)[0], cosine
+
+
+BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
+"""Backends that run everywhere."""
+
+GPU_BACKENDS = {"triton": (triton_attention, why_not_triton), "flex": (flex_attention, why_not_flex)}
+"""Backends for some GPUs, each with what says why it cannot serve."""
+
+
+def backend_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention of a backend's name; all take and give what `eager_attention` does."""
+    return BACKENDS[name] if name in BACKENDS else GPU_BACKENDS[name][0]
+
+
+def refusal(name: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+    """Why a backend cannot serve here, in one line; None where it can."""
+    if name not in GPU_BACKENDS:
+        return None
+    return GPU_BACKENDS[name][1](device, dtype, PositionTerms(1.0), dropout, head_dim)
+
+
+def resolve_backend(name: str, device: torch.device, in_logits: bool, dropout: float) -> tuple[str, str]:
+    """What `--attention-backend` means for an encoding, and why, in a few words.
+
+    `in_logits` says whether the encoding adds anything to the logits, `dropout` is that of the attention in training.
+    """
+    if name != "auto":
+        return name, "as asked for"
+    if device.type != "cpu":
+        return "sdpa", "works on every GPU"
+    if in_logits:
+        return "blocked", "fastest on CPUs with terms in the logits"
+    if dropout:
+        return "blocked", "fastest on CPUs with dropout"
+    return "sdpa", "fastest on CPUs without terms in the logits and without dropout"

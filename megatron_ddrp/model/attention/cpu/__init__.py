@@ -1,0 +1,1 @@
+"""Blocked attention: cache-sized tiles, for CPUs."""

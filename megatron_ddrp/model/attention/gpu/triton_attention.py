@@ -1,0 +1,250 @@
+"""Attention for GPUs that never stores the logits: flash attention with learned position terms, in Triton.
+
+The same formula as `megatron_ddrp.model.attention.backends`. Outside of the kernels stay the products with the tables,
+P^q = Q·T^qᵀ and P^k = K·T^kᵀ (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients
+T^q′ = P^q′ᵀQ, Q′ += P^q′·T^q; they are recomputed in the backward pass. Results repeat to the last bit.
+
+Triton is imported at the first call, so that the package works without it. Queries that may attend to nothing
+(padding) give 0 and take no gradient.
+
+Names: b = batch, h = heads, s = sequence, d = head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_ddrp.model.attention.logits import head_cosine
+from megatron_ddrp.model.positions.contract import PositionTerms
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 128
+LOWEST_CAPABILITY = (8, 0)
+DROPOUT_STEPS = 65536
+"""Dropout decides by 16 bits a pair: 0.1 acts as 6554/65536, and kept values grow by exactly that."""
+
+
+def why_not_triton(
+    device: torch.device,
+    dtype: torch.dtype,
+    terms: PositionTerms,
+    dropout: float,
+    head_dim: int | None = None,
+) -> str | None:
+    """One line that says why this backend cannot serve, or None where it can."""
+    for table in (terms.query_table, terms.key_table):
+        head_dim = head_dim if table is None else table.shape[-1]
+    if importlib.util.find_spec("triton") is None:
+        return "triton attention needs the package triton, which torch brings along for CUDA: use another backend"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type != "cuda" or torch.version.hip:
+            return f"triton attention needs an NVIDIA GPU, got {device.type}: use another backend"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LOWEST_CAPABILITY:
+            got = ".".join(map(str, capability))
+            return f"triton attention needs compute capability 8.0 (A100) or newer, this GPU has {got}: use sdpa"
+    if dtype not in DTYPES:
+        return f"triton attention takes bfloat16, float16 or float32, got {dtype}: use another backend".replace(
+            "torch.", ""
+        )
+    if head_dim is not None and head_dim > LARGEST_HEAD:
+        return f"triton attention takes heads up to {LARGEST_HEAD} wide, got {head_dim}: use sdpa"
+    if dropout >= 1:
+        return f"triton attention takes a dropout below 1, got {dropout}"
+    return None
+
+
+def _tile(queries: int, keys: int, warps: int, stages: int) -> dict[str, int]:
+    return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+
+
+def _tiles(dtype: torch.dtype, head_dim: int, has_key_table: bool) -> tuple[dict[str, int], ...]:
+    """Tiles of the forward, the query (and bias) gradient and the key gradient kernel.
+
+    Chosen by what ptxas reports of registers and shared memory for sm_80 and sm_90, with dropout: up to 64-wide heads
+    in half precision hardly spill; wider heads and fp32 do. Fixed rather than tuned at the start, so that every rank
+    and every run sums in the same order.
+    """
+    if dtype == torch.float32:
+        return (_tile(32, 32, 4, 1),) * 3
+    if head_dim > 64:
+        return _tile(128, 64, 8, 2), _tile(64, 32, 4, 2), _tile(32, 32, 4, 1)
+    return _tile(128, 64, 8, 3), _tile(64, 32, 4, 2), _tile(32, 32, 4, 2) if has_key_table else _tile(64, 64, 4, 2)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """`[b, h, s, d]` → contiguous `[b, s, h, d]`, the memory that the projections leave: no copy for them."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """View of `[b, s, h, d]` as `[h, b·s, d]`."""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class _Problem:
+    """What all kernels are given, and their launch."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: PositionTerms,
+        document_ids: Tensor,
+        seed: Tensor | None,
+        dropout: float,
+    ) -> None:
+        """`query`, `key`, `value` `[b, s, h, d]`, contiguous."""
+        batch, seq, num_heads, head_dim = query.shape
+        self.query, self.key, self.value, self.terms = query, key, value, terms
+        self.query_table, self.key_table = self._table(terms.query_table), self._table(terms.key_table)
+        self.by_query, self.by_key = self._by_offset(query, self.query_table), self._by_offset(key, self.key_table)
+        self.bias = None if terms.bias is None else terms.bias.contiguous()
+        drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
+        self.inputs = (query, key, value, self.by_query, self.by_key, self.bias, document_ids.contiguous(), seed)
+        self.numbers = (terms.scale, drop_below)
+        self.sizes = (batch, num_heads, seq)
+        self.constants: dict[str, Any] = {
+            "D": head_dim,
+            "D_PAD": max(16, _next_power_of_2(head_dim)),
+            "S_PAD": max(512, _next_power_of_2(seq)),
+            "TABLE_ROWS": -(-(terms.highest - terms.lowest + 1) // 8) * 8,
+            "LOWEST": terms.lowest,
+            "HIGHEST": terms.highest,
+            "RUNS": 1 if terms.query_table is None and terms.key_table is None else 3,
+            "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
+            # fp32 as three products of tensor-core numbers: as good as fp32, where one alone keeps 10 bits.
+            "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
+        }
+        self.tiles = _tiles(query.dtype, head_dim, terms.key_table is not None)
+
+    def _table(self, table: Tensor | None) -> Tensor | None:
+        """`[1 | h, rows, d]` → `[h, rows′, d]`, rows′ a multiple of 8: rows of P then begin at 16-byte borders."""
+        if table is None:
+            return None
+        padded = F.pad(table.to(self.query.dtype), (0, 0, 0, -table.shape[1] % 8))
+        return padded.expand(self.query.shape[2], -1, -1)
+
+    @staticmethod
+    def _by_offset(vectors: Tensor, table: Tensor | None) -> Tensor | None:
+        """P: `[b, s, h, d]`, `[h, rows′, d]` → `[h, b·s, rows′]`."""
+        return None if table is None else _by_head(vectors) @ table.transpose(-1, -2)
+
+    def statistics(self) -> Tensor:
+        """Room for one fp32 number a query: `[h, b, s]`."""
+        batch, num_heads, seq = self.sizes
+        return self.query.new_empty(num_heads, batch, seq, dtype=torch.float32)
+
+    def launch(self, kernel: Any, programs: int, outputs: tuple[Tensor | None, ...], tile: dict[str, int]) -> None:
+        with torch.cuda.device_of(self.query):
+            kernel[(programs,)](*self.inputs, *self.numbers, *outputs, *self.sizes, **self.constants, **tile)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Context `[b, s, h, d]` and the base-2 log-sum-exp `[h, b, s]`."""
+        from megatron_ddrp.model.attention.gpu import triton_kernels
+
+        tile = self.tiles[0]
+        context, lse = torch.empty_like(self.query), self.statistics()
+        self.launch(triton_kernels.forward_kernel, self._blocks(tile["BLOCK_M"]), (context, lse), tile)
+        return context, lse
+
+    def backward(self, context: Tensor, d_context: Tensor, lse: Tensor, wants_bias: bool) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key, value `[b, s, h, d]`, of the tables and of the bias, shaped as these are."""
+        from megatron_ddrp.model.attention.gpu import triton_kernels
+
+        delta = self.statistics()
+        d_query, d_key, d_value = (torch.empty_like(self.query) for _ in range(3))
+        d_by_query = None if self.by_query is None else torch.zeros_like(self.by_query)
+        d_by_key = None if self.by_key is None else torch.zeros_like(self.by_key)
+        outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query)
+        tile = self.tiles[1]
+        self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile["BLOCK_M"]), outputs, tile)
+        outputs, tile = (d_context, lse, delta, d_key, d_value, d_by_key), self.tiles[2]
+        self.launch(triton_kernels.key_gradient_kernel, self._blocks(tile["BLOCK_N"]), outputs, tile)
+        d_query_table = self._through_table(d_query, self.query, d_by_query, self.query_table, self.terms.query_table)
+        d_key_table = self._through_table(d_key, self.key, d_by_key, self.key_table, self.terms.key_table)
+        d_bias = None
+        if self.bias is not None and wants_bias:
+            d_bias = torch.empty_like(self.bias)
+            seq, tile = self.sizes[2], self.tiles[1]
+            programs = self.bias.shape[:2].numel() * -(-seq // tile["BLOCK_M"]) * -(-seq // tile["BLOCK_N"])
+            self.launch(triton_kernels.bias_gradient_kernel, programs, (d_context, lse, delta, d_bias), tile)
+        return d_query, d_key, d_value, d_query_table, d_key_table, d_bias
+
+    def _blocks(self, block: int) -> int:
+        batch, num_heads, seq = self.sizes
+        return -(-seq // block) * batch * num_heads
+
+    @staticmethod
+    def _through_table(
+        d_vectors: Tensor, vectors: Tensor, d_by_offset: Tensor | None, table: Tensor | None, parameter: Tensor | None
+    ) -> Tensor | None:
+        """Add what P's gradient means for the vectors to theirs; return that of the table, summed in fp32."""
+        if d_by_offset is None or table is None or parameter is None:
+            return None
+        _by_head(d_vectors).baddbmm_(d_by_offset, table)
+        per_head = (d_by_offset.transpose(-1, -2) @ _by_head(vectors))[:, : parameter.shape[1]]
+        if parameter.shape[0] == 1:
+            per_head = per_head.sum(0, keepdim=True, dtype=torch.float32)
+        return per_head.to(parameter.dtype)
+
+
+class _TritonAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, query_table, key_table, bias, terms, document_ids, seed, dropout):  # type: ignore[override]
+        terms = replace(terms, query_table=query_table, key_table=key_table, bias=bias)
+        query, key, value = _by_token(query), _by_token(key), _by_token(value)
+        context, lse = _Problem(query, key, value, terms, document_ids, seed, dropout).forward()
+        ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, seed, context, lse)
+        ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
+        return context.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_context):  # type: ignore[override]
+        query, key, value, query_table, key_table, bias, document_ids, seed, context, lse = ctx.saved_tensors
+        terms = replace(ctx.terms, query_table=query_table, key_table=key_table, bias=bias)
+        problem = _Problem(query, key, value, terms, document_ids, seed, ctx.dropout)
+        gradients = problem.backward(context, _by_token(d_context), lse, ctx.needs_input_grad[5])
+        d_vectors = (None if x is None else x.transpose(1, 2) for x in gradients[:3])
+        return (*d_vectors, *gradients[3:], None, None, None, None)
+
+
+def triton_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: PositionTerms,
+    document_ids: Tensor,
+    heads: Tensor,
+    dropout: float,
+    num_documents: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """Context `[b, h, s, d]` and the cosines of the logits of `heads` (None for no heads), as the other backends.
+
+    The seed of dropout is drawn on the device from torch's generator, so that activation checkpointing, which winds
+    the generator back, meets the same mask again. Raises ValueError where `why_not_triton` has a reason.
+    """
+    reason = why_not_triton(query.device, query.dtype, terms, dropout, query.shape[-1])
+    if reason:
+        raise ValueError(reason)
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
+    context = _TritonAttention.apply(
+        query, key, value, terms.query_table, terms.key_table, terms.bias, terms, document_ids, seed, dropout
+    )
+    if not heads.shape[0]:
+        return context, None
+    return context, head_cosine(query, key, terms, document_ids, heads, num_documents)

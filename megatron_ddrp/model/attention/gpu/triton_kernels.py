@@ -1,0 +1,233 @@
+"""Kernels of `triton_attention.py`: forward, and the gradients by query, by key and of the bias.
+
+Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; the tiles, and how
+position terms and dropout are made, are in `triton_tiles.py`. Each kernel owns a block of queries (or
+of keys) of one head of one sequence and walks over the tiles of its row (or column) of A, in three runs: the band, and
+what lies in either clipped bin. Tiles of other documents are left out where they lie outside of the block's reach.
+Every result has one writer and sums run in a fixed order, so that a run repeats to the last bit.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_ddrp.model.attention.gpu.triton_tiles import (
+    collect,
+    gradient_tile,
+    keep_tile,
+    load_ids,
+    load_rows,
+    locate,
+    logits_tile,
+    partners,
+    run_of_tiles,
+    store_bins,
+    store_rows,
+)
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    context, lse,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Context and base-2 log-sum-exp of BLOCK_M queries; both 0 for queries that may attend to nothing."""
+    first_row, pair, b, h, line = locate(S, B, BLOCK_M)
+    origin = (b * S * H + h) * D
+    ids += b * S
+    if bias is not None:
+        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_ids = load_ids(ids, rows, S)
+    q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
+    for where in tl.static_range(RUNS):
+        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
+        for first_column in range(low, high, BLOCK_N):
+            columns = first_column + tl.arange(0, BLOCK_N)
+            column_ids = load_ids(ids, columns, S)
+            k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
+            logits = logits_tile(
+                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+                TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
+            )  # fmt: skip
+            new_largest = tl.maximum(largest, tl.max(logits, 1))
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            p = tl.exp2(logits - shift[:, None])
+            shrink = tl.exp2(largest - shift)
+            largest = new_largest
+            total = total * shrink + tl.sum(p, 1)
+            if seed is not None:
+                p = tl.where(keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M, BLOCK_N), p, 0.0)
+            v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
+            sums = sums * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    empty = total == 0.0
+    factor = 1.0 / tl.where(empty, 1.0, total)
+    if seed is not None:
+        factor *= 65536.0 / (65536 - drop_below)
+    store_rows(context + origin, rows, S, H * D, sums * factor[:, None], D, D_PAD)
+    row_lse = tl.where(empty, 0.0, largest + tl.log2(tl.where(empty, 1.0, total)))
+    tl.store(lse + line + rows, row_lse, mask=rows < S)
+
+
+@triton.jit
+def query_gradient_kernel(
+    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    context, d_context, lse, delta, d_query, d_by_query,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BLOCK_M queries and of their P^q; writes delta = Σ_j p·dp of each row for the other kernels too."""
+    first_row, pair, b, h, line = locate(S, B, BLOCK_M)
+    origin = (b * S * H + h) * D
+    ids += b * S
+    if bias is not None:
+        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_ids = load_ids(ids, rows, S)
+    q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+    d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
+    out = load_rows(context + origin, rows, S, H * D, D, D_PAD)
+    row_delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    tl.store(delta + line + rows, row_delta, mask=rows < S)
+    row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
+    d_q = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    above = tl.zeros((BLOCK_M,), tl.float32)
+    below = tl.zeros((BLOCK_M,), tl.float32)
+    start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
+    for where in tl.static_range(RUNS):
+        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
+        for first_column in range(low, high, BLOCK_N):
+            columns = first_column + tl.arange(0, BLOCK_N)
+            column_ids = load_ids(ids, columns, S)
+            k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
+            v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
+            logits = logits_tile(
+                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+                TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
+            )  # fmt: skip
+            _, gradient = gradient_tile(
+                logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
+                BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            gradient *= scale
+            d_q += tl.dot(gradient.to(k.dtype), k, input_precision=PRECISION)
+            if by_query is not None:
+                above, below = collect(
+                    gradient, d_by_query + line * TABLE_ROWS, above, below, rows, columns, S,
+                    TABLE_ROWS, LOWEST, HIGHEST, where, 1,
+                )  # fmt: skip
+    store_rows(d_query + origin, rows, S, H * D, d_q, D, D_PAD)
+    if by_query is not None:
+        store_bins(d_by_query + (line + rows) * TABLE_ROWS, above, below, rows < S, LOWEST, HIGHEST)
+
+
+@triton.jit
+def key_gradient_kernel(
+    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    d_context, lse, delta, d_key, d_value, d_by_key,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BLOCK_N keys, of their values and of their P^k."""
+    first_column, pair, b, h, line = locate(S, B, BLOCK_N)
+    origin = (b * S * H + h) * D
+    ids += b * S
+    if bias is not None:
+        bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
+    columns = first_column + tl.arange(0, BLOCK_N)
+    column_ids = load_ids(ids, columns, S)
+    k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
+    v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
+    d_k = tl.zeros((BLOCK_N, D_PAD), tl.float32)
+    d_v = tl.zeros((BLOCK_N, D_PAD), tl.float32)
+    above = tl.zeros((BLOCK_N,), tl.float32)
+    below = tl.zeros((BLOCK_N,), tl.float32)
+    start, end = partners(ids, column_ids, S, S_PAD, BLOCK_M)
+    for where in tl.static_range(RUNS):
+        # Small offsets come first here: the rows before a key have i − j below.
+        low, high = run_of_tiles(first_column, start, end, -LOWEST, HIGHEST, BLOCK_N, BLOCK_M, RUNS, (3 - where) % 3)
+        for first_row in range(low, high, BLOCK_M):
+            rows = first_row + tl.arange(0, BLOCK_M)
+            row_ids = load_ids(ids, rows, S)
+            q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+            d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
+            row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
+            row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
+            logits = logits_tile(
+                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+                TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
+            )  # fmt: skip
+            dropped, gradient = gradient_tile(
+                logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
+                BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            gradient *= scale
+            d_v += tl.dot(tl.trans(dropped.to(d_out.dtype)), d_out, input_precision=PRECISION)
+            d_k += tl.dot(tl.trans(gradient.to(q.dtype)), q, input_precision=PRECISION)
+            if by_key is not None:
+                above, below = collect(
+                    gradient, d_by_key + line * TABLE_ROWS, above, below, rows, columns, S,
+                    TABLE_ROWS, LOWEST, HIGHEST, where, 0,
+                )  # fmt: skip
+    store_rows(d_key + origin, columns, S, H * D, d_k, D, D_PAD)
+    store_rows(d_value + origin, columns, S, H * D, d_v, D, D_PAD)
+    if by_key is not None:
+        store_bins(d_by_key + (line + columns) * TABLE_ROWS, above, below, columns < S, LOWEST, HIGHEST)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    d_context, lse, delta, d_bias,
+    B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one tile of the bias: summed over the sequences, one after the other, unless each has its own."""
+    column_blocks = tl.cdiv(S, BLOCK_N)
+    tile = tl.program_id(0) % (column_blocks * tl.cdiv(S, BLOCK_M))
+    matrix = tl.program_id(0) // (column_blocks * tl.cdiv(S, BLOCK_M))
+    first_column = tile % column_blocks * BLOCK_N
+    rows = tile // column_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = first_column + tl.arange(0, BLOCK_N)
+    h = matrix % H
+    first_sequence = matrix // H
+    last_sequence = first_sequence + 1 if BIAS_BATCHED else B
+    bias += matrix.to(tl.int64) * S * S
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for sequence in range(first_sequence, last_sequence):
+        b = tl.cast(sequence, tl.int64)
+        pair = h * B + sequence
+        line = tl.cast(pair, tl.int64) * S
+        origin = (b * S * H + h) * D
+        row_ids = load_ids(ids + b * S, rows, S)
+        column_ids = load_ids(ids + b * S, columns, S)
+        q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
+        k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
+        v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
+        d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
+        row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
+        row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
+        logits = logits_tile(
+            q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+            TABLE_ROWS, LOWEST, HIGHEST, 0, PRECISION,
+        )  # fmt: skip
+        _, gradient = gradient_tile(
+            logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
+            BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        sums += gradient
+    inside = (rows < S)[:, None] & (columns < S)[None, :]
+    cells = d_bias + matrix.to(tl.int64) * S * S + rows[:, None] * S + columns[None, :]
+    tl.store(cells, sums.to(d_bias.dtype.element_ty), mask=inside)

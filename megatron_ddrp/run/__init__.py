@@ -1,0 +1,1 @@
+"""A run as the system sees it: how it starts and stops, its folder, its log and metrics."""

@@ -1,0 +1,215 @@
+"""One readable progress line, and the same numbers in metrics.jsonl, TensorBoard and Weights & Biases. Rank 0 only."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.metrics import METRICS, MetricsFile
+
+UNSAVED_SECONDS = 3600
+"""Work ahead, without `--save`, from which on a run warns."""
+
+
+class MetricsLog:
+    """Rows of numbers. `write` appends one; a row's `iteration` counts from 1.
+
+    Raises `UserError` where metrics.jsonl cannot be opened.
+    """
+
+    def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
+        self.config = config
+        self.active = active
+        self._file: MetricsFile | None = None
+        self._writers: list[Any] = []
+        if not active:
+            return
+        if config.checkpoint.save:
+            self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
+            self._tell_of_missing_rows(start_iteration)
+        if config.logging.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers.append(
+                _TensorBoard(SummaryWriter(config.logging.tensorboard_dir, purge_step=start_iteration + 1))
+            )
+        if config.logging.wandb_project:
+            import wandb
+
+            self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
+
+    def _tell_of_missing_rows(self, start_iteration: int) -> None:
+        """Say so where a run that resumes in its own folder finds fewer rows than it has logged there."""
+        save, load = self.config.checkpoint.save, self.config.checkpoint.load
+        if not (self._file and save and load and start_iteration and Path(save).resolve() == Path(load).resolve()):
+            return
+        logged = start_iteration - start_iteration % self.config.logging.log_interval or 1
+        if self._file.last_row < logged:
+            self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row everywhere, at once, so that a killed run keeps it."""
+        if not self.active:
+            return
+        if self._file:
+            self._file.write(row)
+        for writer in self._writers:
+            writer.log({k: v for k, v in row.items() if k != "iteration"}, step=row["iteration"])
+
+    def restore(self) -> list[str]:
+        """Write metrics.jsonl again where somebody deleted it, and return its name if so."""
+        return self._file.restore() if self._file else []
+
+    def say(self, line: str) -> None:
+        """Print a line for people."""
+        if self.active:
+            print(line, flush=True)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file:
+            self._file.close()
+        for writer in self._writers:
+            writer.finish()
+
+
+class _TensorBoard:
+    """TensorBoard behind the two methods of a wandb run that we use."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def check_writers(config: Config) -> None:
+    """Refuse a missing optional package on every rank, before training, rather than on rank 0 alone later."""
+    for wanted, module, name in (
+        (config.logging.tensorboard_dir, "tensorboard", "--tensorboard-dir"),
+        (config.logging.wandb_project, "wandb", "--wandb-project"),
+    ):
+        if wanted:
+            try:
+                __import__(module)
+            except ImportError:
+                raise UserError(f"{name} needs the package {module}: pip install {module}", exit_code=2) from None
+
+
+class Clock:
+    """Rates since the last reading, and the time to the end at the rate of the whole run."""
+
+    def __init__(self, start_iteration: int, train_iters: int) -> None:
+        self.begin = self.last = time.perf_counter()
+        self.start_iteration, self.train_iters = start_iteration, train_iters
+        self.steps = self.tokens = 0
+
+    def count(self, tokens: int) -> None:
+        """One more step with so many non-padding tokens."""
+        self.steps += 1
+        self.tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """`tokens_per_second` and `step_time` (s) since the last reading."""
+        now = time.perf_counter()
+        elapsed = max(now - self.last, 1e-9)
+        rates = {"tokens_per_second": self.tokens / elapsed, "step_time": elapsed / max(1, self.steps)}
+        self.last, self.steps, self.tokens = now, 0, 0
+        return rates
+
+    def pause(self) -> None:
+        """Leave what happened since `read` (a validation, a checkpoint) out of the next rates."""
+        self.last = time.perf_counter()
+
+    def eta(self, iteration: int) -> str:
+        """Time to the last step, as 9h12m."""
+        done = iteration - self.start_iteration
+        seconds = (time.perf_counter() - self.begin) / max(1, done) * (self.train_iters - iteration)
+        return duration(seconds)
+
+
+class UnsavedWork:
+    """The one warning that a run without `--save` has more than an hour ahead."""
+
+    def __init__(self, config: Config) -> None:
+        minutes = config.checkpoint.exit_duration_in_mins
+        self.is_due = config.checkpoint.save is None and (minutes is None or 60 * minutes > UNSAVED_SECONDS)
+        self.train_iters, self.exit_interval = config.training.train_iters, config.checkpoint.exit_interval
+        self.first: tuple[int, float] | None = None
+        """A step and the time at its end. The first step of a process compiles and warms up, so it is not timed."""
+
+    def warn_once(self, iteration: int, say: Callable[[str], None]) -> None:
+        """Look at the time that the steps since the first took, and warn where the rest takes more than an hour."""
+        if not self.is_due:
+            return
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = iteration, now
+            return
+        step, began = self.first
+        last = self.train_iters
+        if self.exit_interval:
+            last = min(last, math.ceil(iteration / self.exit_interval) * self.exit_interval)
+        ahead = (now - began) / (iteration - step) * (last - iteration)
+        if ahead > UNSAVED_SECONDS:
+            say(f"warning: no --save: nothing is kept of the {duration(ahead)} ahead; start again with --save DIR")
+            self.is_due = False
+
+
+def duration(seconds: float) -> str:
+    """45s, 12m05s, 9h12m, 3d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+LABELS = {
+    "lm_loss": "mlm",
+    "tcd_loss": "tcd",
+    "hcd_loss": "hcd",
+    "rtd_loss": "rtd",
+    "rtd_accuracy": "rtd accuracy",
+    "rtd_recall": "recall",
+}
+"""Key of a row → what the progress line calls it."""
+
+
+def terms(row: dict[str, Any], digits: int = 3, prefix: str = "") -> str:
+    """`mlm 6.010 tcd 0.402`: the terms that a row has, under keys with a prefix."""
+    return " ".join(f"{label} {row[prefix + key]:.{digits}f}" for key, label in LABELS.items() if prefix + key in row)
+
+
+def similarities(row: dict[str, Any]) -> str:
+    """` | f(S) 0.812 f(H) 0.344` where a row has them, else nothing."""
+    if "token_similarity" not in row:
+        return ""
+    return f" | f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}"
+
+
+def progress_line(row: dict[str, Any], train_iters: int, eta: str) -> str:
+    """`step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | eta 9h12m`."""
+    rate = row["tokens_per_second"]
+    speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
+    return (
+        f"step {row['iteration']}/{train_iters} | loss {row['loss']:.3f} ({terms(row)}) | lr {row['lr']:.2e} | "
+        f"gnorm {row['grad_norm']:.2f} | {speed} tok/s | eta {eta}"
+    )

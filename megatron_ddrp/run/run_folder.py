@@ -1,0 +1,97 @@
+"""The `--save` folder while a run writes there: held by one run, and with all that readers of its checkpoints need."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from megatron_ddrp.checkpoint import TOKENIZER
+from megatron_ddrp.config import Config, save_config
+from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
+from megatron_ddrp.errors import UserError, refusals_as_user_errors
+from megatron_ddrp.run import stopping
+
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[int]:
+    """Hold DIR/lock, so that no second run writes there; gives its descriptor. The system frees a killed run's lock.
+
+    Raises `UserError` naming who holds it. File systems without locks are not guarded.
+    """
+    path = folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            raise UserError(
+                f"--save {folder} is being written by another run ({holder}): stop it, or give another --save"
+            ) from None
+        except OSError:
+            pass
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
+        yield descriptor
+        if _is_there(descriptor, path):
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _is_there(descriptor: int, path: Path) -> bool:
+    """Return whether a path still names an open file, which may have been deleted or replaced."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+class RunFolder:
+    """A `--save` folder held by this process, from `with` to its end. Rank 0 alone has one."""
+
+    def __init__(self, path: Path, config: Config, tokenizer: Tokenizer) -> None:
+        self.path, self._config, self._tokenizer = path, config, tokenizer
+        self._held = contextlib.ExitStack()
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunFolder:
+        with refusals_as_user_errors(self.path):
+            self._hold()
+            stopping.forget_exit_code(self.path)
+            save_config(self._config, self.path)
+            self._tokenizer.save(self.path / TOKENIZER)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def _hold(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._held.enter_context(sole_writer(self.path))
+
+    def restore(self) -> list[str]:
+        """Write again what somebody deleted of the folder, and return its names.
+
+        Raises `UserError` where the system refuses, or where another run has taken the folder meanwhile.
+        """
+        written = []
+        if self._lock is None or not _is_there(self._lock, self.path / LOCK):
+            self._lock = None
+            self._held.close()
+            self._hold()
+            written.append(LOCK)
+        if not (self.path / "config.json").is_file():
+            save_config(self._config, self.path)
+            written.append("config.json")
+        folder = self.path / TOKENIZER
+        if not all((folder / name).is_file() for name in (DESCRIPTION_FILE, self._tokenizer.file_name)):
+            self._tokenizer.save(folder)
+            written.append(TOKENIZER)
+        return written

@@ -1,0 +1,188 @@
+"""What the paper claims, as differences between two arms of a plan that the data may show or not."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from megatron_ddrp.tasks.compare.plan import Plan
+from megatron_ddrp.tasks.compare.results import (
+    GLUE,
+    HEAD_SIMILARITY,
+    LOSS,
+    STEP_SECONDS,
+    TOKEN_SIMILARITY,
+    TRIANGLE,
+    Arm,
+    Results,
+)
+from megatron_ddrp.tasks.compare.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
+from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES
+
+PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
+"""Encoding → what the paper's tables call it; its TUPE has T5's relative biases, as tupe-r."""
+BETTER = (
+    ("bert-r", "absolute"), ("tupe-r", "absolute"), ("deberta", "absolute"), ("ddrp", "absolute"),
+    ("ddrp", "bert-r"), ("ddrp", "tupe-r"), ("ddrp", "deberta"),
+)  # fmt: skip
+"""(better, worse) encodings of section 4.4.1."""
+PAPER_COSTS = {"ddrp": "+5 %", "bert-r": "+5 %", "deberta": "+25 to 30 %"}
+PAPER_MTH_COST = "+4 %"
+PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
+"""Per cent of the sentences."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`first` − `second` of a measure lies on one side of 0."""
+
+    text: str
+    measure: str
+    first: Arm
+    second: Arm
+    sign: int
+    paper: str = ""
+    """The paper's own difference, where it prints one."""
+    is_papers: bool = True
+    """False for a measure that the paper does not compare by."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether differences are shares of the second arm's value."""
+        return self.measure == STEP_SECONDS
+
+    def difference(self, results: Results) -> Difference | None:
+        """None where the arms have no seed in common yet."""
+        return paired(results.of(self.measure, self.first), results.of(self.measure, self.second), self.relative)
+
+
+def all_claims(plan: Plan) -> list[Claim]:
+    """Those that the plan's models can speak to."""
+    arms = {(m.encoding, m.objective): Arm(m) for m in reversed(plan.models) if not m.flags}
+    claims: list[Claim] = []
+    for encoding in dict.fromkeys(model.encoding for model in plan.models):
+        if {(encoding, "mlm"), (encoding, "mth")} <= arms.keys():
+            claims += _objectives(plan, encoding, arms[encoding, "mlm"], arms[encoding, "mth"])
+    for objective in ("mlm", "mth"):
+        for better, worse in BETTER:
+            if {(better, objective), (worse, objective)} <= arms.keys():
+                claims += _encodings(arms[better, objective], arms[worse, objective])
+    for model in plan.models:
+        plain = arms.get((model.encoding, "mth"))
+        if model.flags and plain and dict(model.flags).get("hcd-weight") in (("0",), ("0.0",)):
+            paper = "+0.42" if model.encoding == "absolute" else ""
+            claims.append(Claim(f"MTH is better than {model.name} on GLUE", GLUE, plain, Arm(model), 1, paper))
+    return claims
+
+
+def _objectives(plan: Plan, encoding: str, mlm: Arm, mth: Arm) -> list[Claim]:
+    name = PAPER_NAMES.get(encoding, encoding)
+    claims = [
+        Claim(f"MTH lowers f(S) of {name}", TOKEN_SIMILARITY, mth, mlm, -1, "lower, figure 3a"),
+        Claim(f"MTH lowers f(H) of {name}", HEAD_SIMILARITY, mth, mlm, -1, "lower, figure 3a"),
+        Claim(f"MTH is better than MLM on GLUE with {name}", GLUE, mth, mlm, 1, paper_difference(mth, mlm)),
+        Claim(f"MTH has a lower masked-LM loss with {name}", LOSS, mth, mlm, -1, is_papers=False),
+        Claim(f"a step of MTH costs a little more with {name}", STEP_SECONDS, mth, mlm, 1, PAPER_MTH_COST),
+    ]
+    if mth.model.name in plan.half_budget:
+        half = Arm(mth.model, half=True)
+        text = f"MTH with half the budget is at least as good as MLM with all of it on GLUE, {name}"
+        claims.insert(3, Claim(text, GLUE, half, mlm, 1, paper_difference(half, mlm)))
+    return claims
+
+
+def _encodings(better: Arm, worse: Arm) -> list[Claim]:
+    names = f"{better.model.name} is better than {worse.model.name}"
+    claims = [
+        Claim(f"{names} on GLUE", GLUE, better, worse, 1, paper_difference(better, worse)),
+        Claim(f"{names} by its masked-LM loss", LOSS, better, worse, -1, is_papers=False),
+    ]
+    ours, theirs = better.model.encoding, worse.model.encoding
+    if {ours, theirs} == set(PAPER_TRIANGLES):
+        shown = f"{PAPER_TRIANGLES[ours] - PAPER_TRIANGLES[theirs]:+.2f}"
+        text = f"{better.model.name} shows the triangle effect in more sentences than {worse.model.name}"
+        claims.append(Claim(text, TRIANGLE, better, worse, 1, shown))
+    if theirs == "absolute" and ours in PAPER_COSTS:
+        text = f"a step of {better.model.name} costs more than one of {worse.model.name}"
+        claims.append(Claim(text, STEP_SECONDS, better, worse, 1, PAPER_COSTS[ours]))
+    return claims
+
+
+def paper_row(arm: Arm) -> str | None:
+    """The name of an arm's row in the paper's tables."""
+    model = arm.model
+    steps = "500k steps" if arm.half else "1M steps"
+    objective = model.objective.upper()
+    if model.flags:
+        only_hcd = dict(model.flags).get("hcd-weight") in (("0",), ("0.0",)) and len(model.flags) == 1
+        objective = f"{objective} without HCD" if only_hcd else "other"
+    name = f"{PAPER_NAMES.get(model.encoding, model.encoding)} ({objective}) {steps}"
+    return name if name in PAPER_AVERAGES else None
+
+
+def paper_difference(first: Arm, second: Arm) -> str:
+    """Of the paper's printed GLUE averages; empty where it has not both."""
+    rows = paper_row(first), paper_row(second)
+    if rows[0] is None or rows[1] is None:
+        return ""
+    return f"{PAPER_AVERAGES[rows[0]] - PAPER_AVERAGES[rows[1]]:+.2f}"
+
+
+def number(measure: str, value: float, digits: int | None = None, sign: str = "") -> str:
+    """A value of a measure, or with sign `+` a difference, as tables print it."""
+    if measure == STEP_SECONDS:
+        return f"{100 * value:{sign}.1f} %"
+    if measure == TRIANGLE:
+        return f"{100 * value:{sign}.{1 if digits is None else digits}f}"
+    if measure in (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY):
+        return f"{value:{sign}.{4 if digits is None else digits}f}"
+    return f"{100 * value:{sign}.{2 if digits is None else digits}f}"
+
+
+def summary(results: Results, claims: list[Claim]) -> list[str]:
+    """Paragraphs on what this scale can and cannot show, from the differences alone."""
+    if not claims:
+        return ["No claim of the paper is about two models of this plan."]
+    found = [(claim, difference) for claim in claims if (difference := claim.difference(results))]
+    seeds = len(results.plan.seeds)
+    judged = [(claim, difference.verdict(claim.sign)) for claim, difference in found]
+    paragraphs = []
+    titles = {
+        VISIBLE: "*Visible*, the 95 % interval lies on the paper's side of 0",
+        OPPOSITE: "*Opposite*, the interval lies on the other side",
+        NOT_VISIBLE: "*Not visible*, the interval holds 0",
+        ONE_SEED: "*Not to be judged*, there is one common seed and no spread",
+    }
+    for verdict, title in titles.items():
+        for papers, whose in ((True, ""), (False, " (by a measure that the paper does not print)")):
+            texts = [claim.text for claim, word in judged if word == verdict and claim.is_papers == papers]
+            if texts:
+                paragraphs.append(f"{title}{whose}: {'; '.join(texts)}.")
+    missing = [claim.text for claim in claims if not any(claim is other for other, _ in found)]
+    if missing:
+        paragraphs.append(f"*Not measured here or not yet*: {'; '.join(missing)}.")
+    intervals = [d.interval for _, d in found if d.interval]
+    if intervals:
+        paragraphs.append(
+            f"There are {len(intervals)} intervals, from {seeds} seeds: by chance alone about one in twenty, here "
+            f"{0.05 * len(intervals):.1f}, would leave 0 outside. Seeds change initialisation, data order and masks "
+            "together, and arms are compared seed by seed."
+        )
+    paragraphs += _resolution(found)
+    return paragraphs
+
+
+def _resolution(found: list[tuple[Claim, Difference]]) -> list[str]:
+    """How small a difference of GLUE averages could be and still be seen, beside the paper's."""
+    ours = [d.interval for claim, d in found if claim.measure == GLUE and d.interval]
+    papers = [abs(float(claim.paper)) for claim, _ in found if claim.measure == GLUE and claim.paper]
+    if not ours or not papers:
+        return []
+    half = 100 * statistics.median((high - low) / 2 for low, high in ours)
+    able = [size for size in papers if size > half]
+    which = "none" if not able else "all" if len(able) == len(papers) else f"{len(able)} of {len(papers)}"
+    return [
+        f"The median half-width of the intervals of GLUE differences is {half:.2f} points; the paper's differences "
+        f"between the same models are {min(papers):.2f} to {max(papers):.2f}, of which {which} would be seen with this "
+        "spread even if they were there."
+    ]

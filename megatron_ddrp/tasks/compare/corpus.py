@@ -1,0 +1,105 @@
+"""The data of all courses: indexed datasets that are there, or the jobs that build one from texts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.jobs import Job, digest
+from megatron_ddrp.tasks.compare.plan import CorpusPlan, Plan
+
+_END = 1 << 20
+"""Bytes at each end of a file that its fingerprint reads."""
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """What a training command is given."""
+
+    data_path: tuple[str, ...]
+    vocab_file: str
+    tokenizer_type: str
+    key: str
+    """Changes with the data."""
+    jobs: tuple[Job, ...]
+    """What builds the files; none where they are there already."""
+
+
+def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
+    """The files of a plan's corpus. Raises `UserError` where an input is missing."""
+    corpus = plan.corpus
+    if corpus.data_path:
+        assert corpus.vocab_file is not None
+        facts = [fingerprint(plan, "vocab_file", corpus.vocab_file)]
+        for word in corpus.data_path:
+            ends = () if is_weight(word) else (".bin", ".idx")
+            facts += [fingerprint(plan, "data_path", word + end) for end in ends] or [float(word)]
+        return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
+    inputs = [fingerprint(plan, "input", name) for name in corpus.inputs]
+    vocabulary = fingerprint(plan, "vocab_file", corpus.vocab_file) if corpus.vocab_file else corpus.vocab_size
+    key = digest([inputs, vocabulary, corpus.tokenizer_type])
+    return _build(corpus, folder / "corpus" / key, key)
+
+
+def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
+    jobs: list[Job] = []
+    vocab_file = corpus.vocab_file
+    if vocab_file is None:
+        vocab_file = str(folder / "vocab.txt")
+        case = ("--cased",) if corpus.tokenizer_type == "BertWordPieceCase" else ()
+        command = (
+            *("python", "tools/train_tokenizer.py", "--input", *corpus.inputs),
+            *("--vocab-size", str(corpus.vocab_size), "--output", vocab_file, "--overwrite", *case),
+        )
+        title = f"vocabulary of {corpus.vocab_size:,} pieces"
+        jobs.append(Job("vocabulary", f"vocabulary-{key}", title, command, Path(vocab_file)))
+    prefix = folder / "corpus"
+    command = (
+        *("python", "tools/preprocess_data.py", "--input", *corpus.inputs, "--output-prefix", str(prefix)),
+        *("--vocab-file", vocab_file, "--tokenizer-type", corpus.tokenizer_type),
+        *("--workers", str(corpus.workers), "--overwrite"),
+    )
+    title = f"dataset of {len(corpus.inputs)} text{'s' * (len(corpus.inputs) > 1)}"
+    data_path = f"{prefix}_text_document"
+    jobs.append(
+        Job("dataset", f"dataset-{key}", title, command, Path(f"{data_path}.idx"), tuple(job.name for job in jobs))
+    )
+    return CorpusFiles((data_path,), vocab_file, corpus.tokenizer_type, key, tuple(jobs))
+
+
+def fingerprint(plan: Plan, key: str, name: str) -> Any:
+    """Size and the sum of both ends of a file, or of all files in a folder."""
+    path = Path(name)
+    if path.is_dir():
+        return [fingerprint(plan, key, str(inner)) for inner in sorted(path.rglob("*")) if inner.is_file()]
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            total = hashlib.sha256(stream.read(_END))
+            stream.seek(max(0, size - _END))
+            total.update(stream.read())
+    except OSError as error:
+        where, flag = _PLACES[key]
+        raise UserError(f"{plan.file}: {where}: {name}: {error.strerror}; give {flag}", 2) from None
+    return [size, total.hexdigest()[:16]]
+
+
+_PLACES = {
+    "input": ("corpus.input", "--input FILE…"),
+    "data_path": ("corpus.data_path", "--data-path PREFIX…"),
+    "vocab_file": ("corpus.vocab_file", "--vocab-file FILE"),
+    "glue": ("glue", "--glue-dir DIR, or --no-glue"),
+}
+"""What a file is for → its key in the plan, and the flag that names another."""
+
+
+def is_weight(word: str) -> bool:
+    """Whether a word of a data path is a weight and no prefix."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,267 @@
+"""One fine-tuning run (appendix B): encoder + pooler (dense, tanh, on [CLS]) + dropout + linear layer.
+
+AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
+tenth of the steps, then linear decay to 0, gradients clipped at norm 1. Cross entropy, or mean squared error for a
+regression. The pooler and the classifier are new in every run, also where a checkpoint holds a pooler of its own, so
+that encoders compare by what pre-training gave them.
+
+A batch is the sum of its micro-batches, and a micro-batch is a function of the run alone: its rows, its padding and its
+dropout, which is drawn from (seed, step, micro-batch). Ranks share out the micro-batches and the development rows, so
+the run has the same score on any number of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.tasks.glue.data import Encoded, dev_order, pad_batch, train_order
+from megatron_ddrp.tasks.glue.metrics import METRICS
+from megatron_ddrp.tasks.glue.runs import Run
+from megatron_ddrp.tasks.glue.tasks import TASKS, Task
+
+WARMUP = 0.1
+WEIGHT_DECAY = 0.01
+CLIP_NORM = 1.0
+DROPOUT = 0.1
+INIT_STD = 0.02
+DEV_BATCH_SIZE = 64
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
+
+
+class Classifier(nn.Module):
+    """An encoder with a new pooler and output layer on top."""
+
+    def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
+        """`encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+        super().__init__()
+        self.encoder = encoder
+        self.pooler = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.output = nn.Linear(hidden_size, num_outputs)
+        for layer in (self.pooler, self.output):
+            nn.init.normal_(layer.weight, std=INIT_STD)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits, or the prediction of a regression: float32 `[batch, num_outputs]`."""
+        first = self.encoder(batch)[:, 0]  # [batch, hidden]
+        return self.output(self.dropout(torch.tanh(self.pooler(first)))).float()
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one run gave."""
+
+    scores: dict[str, list[float | None]]
+    """Development file → its score after each epoch; None where it is undefined."""
+    predictions: dict[str, np.ndarray]
+    """Development file → the last epoch's predictions as `FineTuning.predict` returns them."""
+    steps: int
+    seconds: float
+
+
+def learning_rate_factor(step: int, total: int) -> float:
+    """Share of the peak rate at `step` (from 0) of `total`: linear up over the first tenth, linear down to 0."""
+    warmup = math.ceil(WARMUP * total)
+    return (step + 1) / warmup if step < warmup else (total - step) / (total - warmup)
+
+
+class FineTuning:
+    """A model in training. `step` takes one batch; `predict` works at any time."""
+
+    def __init__(self, run: Run, encoder: nn.Module, hidden_size: int, train: Encoded, ranks: Ranks | None = None):
+        """Train `encoder` (changed in place, on its device) and a new head on `train`; `ranks` where there are several.
+
+        The order of the rows, the head's first weights and dropout are functions of the run's seed.
+        """
+        self.run, self.train = run, train
+        self.task = TASKS[run.task]
+        self.rank, self.world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+        self.device = next(encoder.parameters()).device
+        torch.manual_seed(_seed(run.seed, "fine-tuning head"))
+        self.model = Classifier(encoder, hidden_size, self.task.num_outputs).to(self.device)
+        # What the optimizer steps on: the parameters themselves, or fp32 masters of them.
+        self.weights = dict(self.model.named_parameters())
+        if run.precision != "fp32":
+            self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
+            self.model.to(PRECISIONS[run.precision])
+        self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
+        self.total = run.epochs * math.ceil(len(train) / run.batch_size)
+        self.steps = 0
+
+    def order(self, epoch: int) -> list[np.ndarray]:
+        """Row numbers of each batch of an epoch."""
+        return train_order(self.train, self.run.batch_size, self.run.seed, epoch)
+
+    def step(self, rows: np.ndarray) -> None:
+        """One optimizer step on these rows."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
+        for number, start in enumerate(range(0, len(rows), size)):
+            if number % self.world_size != self.rank:
+                continue
+            micro = rows[start : start + size]
+            torch.manual_seed(_seed(self.run.seed, "fine-tuning dropout", self.steps, number))
+            targets = torch.from_numpy(self.train.targets[micro]).to(self.device)
+            loss = _loss_sum(self.task, self._logits(self.train, micro), targets) / len(rows)
+            self.scaler.scale(loss).backward()
+            if run_in_half:
+                self._move_gradients()
+        if self.world_size > 1:
+            self._sum_gradients()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.weights.values(), CLIP_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.run.lr * group["share"] * learning_rate_factor(self.steps, self.total)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.steps += 1
+        if run_in_half:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(self.weights[name])
+
+    @torch.inference_mode()
+    def predict(self, encoded: Encoded) -> np.ndarray:
+        """Return float64 predictions `[examples]` in the file's order: class numbers, or numbers of a regression.
+
+        A row whose logits are not all finite has no prediction: it gets nan.
+        """
+        self.model.eval()
+        outputs = np.zeros(len(encoded), dtype=np.float64)
+        times_scored = np.zeros(len(encoded), dtype=np.float64)
+        for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
+            logits = self._logits(encoded, rows)  # [batch, num_outputs]
+            predicted = logits[:, 0] if self.task.is_regression else logits.argmax(dim=-1).float()
+            outputs[rows] = torch.where(logits.isfinite().all(dim=-1), predicted, math.nan).cpu().numpy()
+            times_scored[rows] += 1
+        if self.world_size > 1:
+            both = torch.from_numpy(np.stack([outputs, times_scored])).to(self.device)  # [2, examples]
+            outputs, times_scored = sum_over_ranks(both).cpu().numpy()
+        assert (times_scored == 1).all(), "every example is scored exactly once"
+        return outputs
+
+    def _logits(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
+        batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
+        return self.model(batch)
+
+    def _move_gradients(self) -> None:
+        """Add a micro-batch's gradients to those of the masters, in fp32."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                master = self.weights[name]
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
+
+    def _sum_gradients(self) -> None:
+        """Make every gradient the sum over ranks, in one reduction."""
+        parameters = list(self.weights.values())
+        # A rank without a micro-batch has none; a parameter that takes no part has none on any rank.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        summed = sum_over_ranks(torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)]))
+        used, flat = summed.split([len(parameters), len(summed) - len(parameters)])
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, part, count in zip(parameters, parts, used.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter) if count else None
+
+
+def finetune(
+    run: Run,
+    encoder: nn.Module,
+    hidden_size: int,
+    train: Encoded,
+    dev: dict[str, Encoded],
+    ranks: Ranks | None = None,
+    test: dict[str, Encoded] | None = None,
+    show_bar: bool = True,
+) -> RunResult:
+    """Do a run: train, scoring `dev` after each epoch; the last epoch's predictions also on `test`."""
+    start = time.perf_counter()
+    tuning = FineTuning(run, encoder, hidden_size, train, ranks)
+    metric = METRICS[tuning.task.metric]
+    scores: dict[str, list[float | None]] = {name: [] for name in dev}
+    predictions: dict[str, np.ndarray] = {}
+    hidden = None if show_bar and tuning.rank == 0 else True  # None: where nobody looks
+    with (
+        _repeatable(tuning.device),
+        tqdm(total=tuning.total, desc=f"{run.task} seed {run.seed}", unit="step", leave=False, disable=hidden) as bar,
+    ):
+        for epoch in range(run.epochs):
+            for rows in tuning.order(epoch):
+                tuning.step(rows)
+                bar.update()
+            for name, encoded in dev.items():
+                predictions[name] = tuning.predict(encoded)
+                scores[name].append(metric(encoded.targets, predictions[name]))
+        for name, encoded in (test or {}).items():
+            predictions[name] = tuning.predict(encoded)
+    assert tuning.steps == tuning.total
+    return RunResult(scores, predictions, tuning.steps, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """GPU kernels that give the same sums every time, where torch has them."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _seed(seed: int, purpose: str, *counters: int) -> int:
+    return int(hash_uint64(seed, purpose, *counters).item()) >> 1
+
+
+def _loss_sum(task: Task, logits: Tensor, targets: Tensor) -> Tensor:
+    if task.is_regression:
+        return nn.functional.mse_loss(logits[:, 0], targets.float(), reduction="sum")
+    return nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+
+def layer_depths(names: Iterable[str]) -> dict[str, int]:
+    """Parameter name → depth: 0 for embeddings and all that layers share, i + 1 for layer i, one more for the head."""
+    found = {name: _LAYER.search(f".{name}") for name in names}
+    top = max((int(match[1]) for match in found.values() if match), default=-1) + 2
+
+    def depth(name: str, match: re.Match[str] | None) -> int:
+        if match:
+            return int(match[1]) + 1
+        return 0 if name.startswith("encoder.") else top
+
+    return {name: depth(name, match) for name, match in found.items()}
+
+
+def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float) -> torch.optim.AdamW:
+    """Groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
+    depths = layer_depths(weights)
+    top = max(depths.values())
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in weights.items():
+        # Biases and LayerNorm parameters are the vectors; everything that multiplies or is looked up is a matrix.
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        share = layerwise_lr_decay ** (top - depths[name])
+        groups.setdefault((decay, share), []).append(parameter)
+    listed = [{"params": p, "weight_decay": decay, "share": share} for (decay, share), p in groups.items()]
+    return torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), eps=1e-6, fused=True)

@@ -1,0 +1,128 @@
+"""Ways to do the runs: several worker processes on one machine, or all ranks together, one run at a time."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.tasks.glue.data import read_task
+from megatron_ddrp.tasks.glue.queue import WAIT, Claims, drain
+from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.sweep import Sweep
+from megatron_ddrp.tasks.glue.tasks import TASKS
+
+
+def open_store(options: argparse.Namespace) -> RunStore:
+    """Open runs.jsonl of --output-dir."""
+    return RunStore(options.output_dir / "runs.jsonl")
+
+
+def open_claims(options: argparse.Namespace) -> Claims:
+    """Open the claims on the runs of --output-dir."""
+    return Claims(options.output_dir / "claims.lock")
+
+
+def device_of(worker: int) -> torch.device:
+    """Return the device of a worker: the GPUs in turn, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", worker % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def default_workers() -> int:
+    """Return one worker per GPU, at least 1."""
+    return max(1, torch.cuda.device_count())
+
+
+def share_out(
+    options: argparse.Namespace, count: int, runs: Sequence[Run], store: RunStore, tell: Callable[[], None]
+) -> None:
+    """Start `count` workers and return when the store holds all `runs`; call `tell` after each look at the store.
+
+    A worker that was killed does no harm where the others have done its runs.
+
+    Raises:
+        UserError: all workers have ended and runs are missing. A worker's own message is above it.
+    """
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    workers = [
+        context.Process(target=_work, args=(options, number, count), name=f"worker {number}", daemon=True)
+        for number in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        while any(worker.is_alive() for worker in workers):
+            multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.is_alive()], WAIT)
+            store.refresh()
+            tell()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    store.refresh()
+    tell()
+    if missing := sum(run not in store for run in runs):
+        lost = next((worker for worker in workers if worker.exitcode), workers[0])
+        raise UserError(
+            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(runs)} runs are "
+            "missing; finished runs are kept, the same command does the others"
+        )
+
+
+def _work(options: argparse.Namespace, number: int, count: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent answers for us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+
+    def main() -> None:
+        data = {name: read_task(TASKS[name], options.data_dir) for name in dict.fromkeys(options.tasks)}
+        sweep = Sweep(options, data, device_of(number), show_bar=False)
+        drain(sweep.runs, open_store(options), open_claims(options), sweep.perform)
+
+    run_command(main, f"tasks.glue: worker {number}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(FAILURE)
+
+
+def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | None, tell: Callable[[], None]) -> None:
+    """All ranks together, one run after the other: rank 0, which holds the claims, says which one is next."""
+    numbers = {run: number for number, run in enumerate(sweep.runs)}
+    done, failed = len(numbers), len(numbers) + 1
+
+    def announce(number: int) -> int:
+        return int(sum_over_ranks(torch.tensor([number], device=ranks.device)).item())
+
+    def together(run: Run) -> dict[str, Any]:
+        announce(numbers[run])
+        return sweep.perform(run)
+
+    if ranks.rank > 0:
+        while (number := announce(0)) < done:
+            sweep.perform(sweep.runs[number])
+        if number == failed:
+            raise agreed_by_all("rank 0 has stopped")  # and says why
+        return
+    assert claims is not None
+    outcome = failed
+    try:
+        drain(sweep.runs, store, claims, together, tell)
+        outcome = done
+    finally:
+        announce(outcome)
