@@ -13,14 +13,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.heads import DecodingStage
-from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.objectives.mth import Draws, draw, token_cosine
+from megatron_ddrp.model.similarity import token_cosine
+from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.draws import draw
 from megatron_ddrp.run.host_memory import keep_freed_memory
 
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
@@ -140,7 +141,7 @@ def _serve(asked: Connection, keeps_memory: bool, make: Callable[..., Step], arg
 def added_parts(encoding: str, arrays: Batch, dropout: float) -> dict[str, Step]:
     """Forward and backward of one layer's attention without and with HCD, and of the encoding once a pass."""
     config = ModelConfig(position_encoding=encoding, seq_length=arrays.input_ids.shape[1], attention_dropout=dropout)
-    module = REGISTRY[encoding](config).to(DEVICE)
+    module = encoding_class(encoding)(config).to(DEVICE)
     layer_part = module.layer_part(config).to(DEVICE)
     name, _ = resolve_backend("auto", DEVICE, module.in_logits, dropout)
     document_ids = torch.from_numpy(arrays.document_ids).to(DEVICE)

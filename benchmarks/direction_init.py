@@ -25,7 +25,8 @@ import torch
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.model.positions import REGISTRY, ddrp
+from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.model.positions import ddrp
 from megatron_ddrp.train import train
 
 FLAGS = """
@@ -63,7 +64,7 @@ ARMS = (*ddrp.DIRECTION_INITS, "bert-r")
 def train_arm(arm: str, words: list[str]) -> int:
     """Train one arm in this process; returns its exit code."""
     config = parse_arguments(words).config
-    changed = {"position_encoding": arm} if arm in REGISTRY else {"direction_init": arm}
+    changed = {"position_encoding": arm} if arm in ENCODINGS else {"direction_init": arm}
     return train(config.replace(model=changed))
 
 

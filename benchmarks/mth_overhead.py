@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from measure import Interval, median_interval, time_rounds, verdict
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import Bert, build_model
 from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
-from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.objectives.mth import Draws, draw, token_cosine
+from megatron_ddrp.model.similarity import token_cosine
+from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.draws import draw
 
 ROWS, SEQ = 8, 512
 SEED = 1234
@@ -81,7 +82,7 @@ def added_work(model: Bert, batch: Batch, dropout: float) -> dict[str, Callable[
     """One layer's attention without and with HCD's two heads, and TCD over all tokens: forward and backward."""
     config = model.config
     device = batch.input_ids.device
-    encoding = REGISTRY[config.position_encoding](config).to(device)
+    encoding = encoding_class(config.position_encoding)(config).to(device)
     backend, _ = resolve_backend(config.attention_backend, device, encoding.in_logits, dropout)
     attend = BACKENDS[backend]
     shape = (ROWS, SEQ, config.num_attention_heads, config.head_dim)

@@ -32,9 +32,8 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.heads import MaskedLMHead, ReplacedTokenHead
-from megatron_ddrp.model.stages import NUM_ELECTRA_SUMS, RTD, StageState
-from megatron_ddrp.objectives.electra import sample_keys
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import NUM_ELECTRA_SUMS, RTD, Draws, StageState
+from megatron_ddrp.objectives.draws import sample_keys
 from megatron_ddrp.objectives.notes import NoteDictionary
 
 SEQ, SEED, NUM_WORDS, TOKENS_A_WORD = 512, 1234, 20_000, 125

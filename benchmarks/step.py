@@ -48,7 +48,7 @@ from arms import (
 )
 from measure import median_interval, time_rounds, verdict
 
-from megatron_ddrp.config import POSITION_ENCODINGS
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.packing import join_samples, pack_rows
 from megatron_ddrp.data.batches.samples import SampleIndex
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=7, help="whole steps among --added (default: %(default)s)")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
-    parser.add_argument("--encodings", nargs="+", default=list(POSITION_ENCODINGS), choices=POSITION_ENCODINGS)
+    parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS)
     parser.add_argument("--objectives", nargs="+", default=["mlm", "mth"], choices=["mlm", "mth"])
     parser.add_argument("--against", choices=["encodings", "transformers"], default="encodings")
     parser.add_argument("--lengths", metavar="P", help="take the documents' lengths from this dataset")

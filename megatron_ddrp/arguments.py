@@ -167,9 +167,8 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 def _checked(path: str, key: str, value: Any, f: dataclasses.Field, kind: type) -> Any:
     """A YAML value as its flag would have it; `1e-4`, which YAML reads as text, counts as a number."""
-    expected: Any = f.metadata.get("choices") or {int: "a whole number", float: "a number", bool: "true or false"}.get(
-        kind
-    )
+    kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+    expected = tuple(f.metadata.get("choices", ())) or kinds.get(kind)
     try:
         if value is None and f.default is None:
             return None

@@ -19,12 +19,11 @@ from typing import Any
 
 from torch import nn
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, encoding_class
 from megatron_ddrp.engine.build import decays, deepspeed_settings
 from megatron_ddrp.engine.deepspeed_file import offload_device
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel.pipeline import split_stages
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
 
@@ -156,7 +155,7 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
     tokens = config.training.micro_batch_size * model.seq_length
-    in_logits = REGISTRY[model.position_encoding].in_logits
+    in_logits = encoding_class(model.position_encoding).in_logits
     heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
     boundaries, layers = 0, []
     for hidden in part.layer_widths:

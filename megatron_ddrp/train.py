@@ -11,7 +11,7 @@ import torch
 
 from megatron_ddrp.checkpoint import last_name, newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes, note_tensors
-from megatron_ddrp.config import Config
+from megatron_ddrp.config import Config, encoding_class
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine, precision_fault
@@ -29,7 +29,6 @@ from megatron_ddrp.errors import (
 )
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
-from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
@@ -247,7 +246,7 @@ def introduction(
     config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, parameters: int, position_parameters: int
 ) -> str:
     """What is about to run, in three lines, and one more for each corpus of a blend."""
-    encoding = REGISTRY[config.model.position_encoding]
+    encoding = encoding_class(config.model.position_encoding)
     backend, why = resolve_backend(
         config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
     )

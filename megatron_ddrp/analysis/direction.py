@@ -19,8 +19,7 @@ from megatron_ddrp.model.attention.backends import probabilities
 from megatron_ddrp.model.attention.logits import allowed_pairs
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.stages import StageState
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws, StageState
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.bert import first_tensors
-from megatron_ddrp.model.stages import HCD, StageState
-from megatron_ddrp.objectives.mth import Draws, document_mask, token_cosine
+from megatron_ddrp.model.similarity import document_mask, token_cosine
+from megatron_ddrp.model.stages import HCD, Draws, StageState
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,17 @@ refused in `__post_init__` of the dataclass that owns them, or in `Config` (run.
 """
 
 from megatron_ddrp.config.data import DataConfig
-from megatron_ddrp.config.model import (
-    POSITION_ENCODINGS,
-    RELATIVE_ENCODINGS,
-    VOCABULARY_MULTIPLE,
-    ModelConfig,
-)
-from megatron_ddrp.config.objective import OBJECTIVES, ObjectiveConfig
+from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
+from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.option import flag
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
+from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.run import Config, changed_settings, concerns, load_config, save_config
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 
 __all__ = [
+    "ENCODINGS",
     "OBJECTIVES",
-    "POSITION_ENCODINGS",
-    "RELATIVE_ENCODINGS",
     "VOCABULARY_MULTIPLE",
     "CheckpointConfig",
     "Config",
@@ -33,7 +28,10 @@ __all__ = [
     "TrainingConfig",
     "changed_settings",
     "concerns",
+    "encoding_class",
     "flag",
     "load_config",
+    "load_plugin",
+    "objective_class",
     "save_config",
 ]

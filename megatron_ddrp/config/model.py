@@ -6,18 +6,10 @@ import math
 from dataclasses import dataclass
 
 from megatron_ddrp.config.option import COUNT, check_range, check_ranges, option, refuse
+from megatron_ddrp.config.registry import ENCODINGS, encoding_class
 
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
-
-POSITION_ENCODINGS = ("absolute", "bert-r", "tupe-a", "tupe-r", "deberta", "ddrp")
-
-RELATIVE_DISTANCES = {"tupe-r": 128}
-"""Encoding → its `relative_distance` where none is given; `RELATIVE_DISTANCE` for all others."""
-RELATIVE_DISTANCE = 64
-
-RELATIVE_ENCODINGS = ("bert-r", "tupe-r", "deberta", "ddrp")
-"""Those that know i − j, which the triangle effect is asked of."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class ModelConfig:
         "ddrp",
         "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
         "untied positions (TUPE), deberta disentangled attention, ddrp the paper's",
-        choices=POSITION_ENCODINGS,
+        choices=ENCODINGS,
     )
     relative_distance: int = option(  # None is resolved below
         None,
@@ -77,7 +69,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.relative_distance is None:
-            distance = RELATIVE_DISTANCES.get(self.position_encoding, RELATIVE_DISTANCE)
+            distance = encoding_class(self.position_encoding).relative_distance
             object.__setattr__(self, "relative_distance", distance)
         if self.position_encoding == "absolute" and self.absolute_embedding is False:
             refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
-
-OBJECTIVES = ("mlm", "mth", "electra")
+from megatron_ddrp.config.registry import OBJECTIVES
 
 
 @dataclass(frozen=True)

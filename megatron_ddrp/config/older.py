@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ddrp.config.model import RELATIVE_DISTANCES
-
 
 def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
     """Return a stored model's settings.
@@ -17,7 +15,7 @@ def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
         return values
     meant = {"direction_init": "ones", **values}
     if "absolute_embedding" not in values and values.get("position_encoding") == "tupe-r":
-        meant["relative_distance"] = RELATIVE_DISTANCES["tupe-r"]
+        meant["relative_distance"] = 128
     return meant
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import POSITION_ENCODINGS, ModelConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig
 from megatron_ddrp.conversion.export_sums import write_sums
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
@@ -166,10 +166,10 @@ def _find_checkpoint(load: Path) -> Path:
     """Return the checkpoint that is exported. Raises `UserError` where none is whole or its encoding is foreign."""
     path = checkpoint.choose_checkpoint(load)
     config = checkpoint.read_config(path)
-    if config.model.position_encoding not in POSITION_ENCODINGS:
+    if config.model.position_encoding not in ENCODINGS:
         raise UserError(
             f"{path} has {config.model.position_encoding!r} positions, which cannot be exported: "
-            f"expected one of {', '.join(POSITION_ENCODINGS)}"
+            f"expected one of {', '.join(ENCODINGS)}"
         )
     return path
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ddrp.config import Config, OptimizerConfig
+from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
 from megatron_ddrp.engine.deepspeed_file import import_quietly, lay_over, offload_device, read_settings
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
@@ -88,7 +87,7 @@ def build_optimizer(
     """Return AdamW over the parameters that are trained; `decays` says which of them decay.
 
     apex's fused kernel is used where importable and `device`, on which the optimizer steps, is a GPU. `encoding` is a
-    name in `positions.REGISTRY`.
+    name in `positions.ENCODINGS`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [
@@ -108,7 +107,7 @@ def build_optimizer(
 
 def decays(parameter_name: str, position_encoding: str) -> bool:
     """Return whether weight decay acts on a parameter: not on biases, LayerNorms or an encoding's gains."""
-    gains = tuple(f".position.{gain}" for gain in REGISTRY[position_encoding].gains)
+    gains = tuple(f".position.{gain}" for gain in encoding_class(position_encoding).gains)
     return not (parameter_name.endswith((".bias", *gains)) or "norm." in parameter_name)
 
 

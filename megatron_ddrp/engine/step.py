@@ -24,8 +24,10 @@ from megatron_ddrp.engine.layout import WeightedLoss, own_part
 from megatron_ddrp.engine.losses import Counts, num_sums, own_counts, step_losses
 from megatron_ddrp.engine.schedule import learning_rate
 from megatron_ddrp.model.bert import first_tensors
-from megatron_ddrp.objectives.mth import Draws, draw
-from megatron_ddrp.objectives.notes import NoteDictionary, NoteInputs
+from megatron_ddrp.model.notes import NoteInputs
+from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.draws import draw
+from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, sum_over_ranks
 
 VALIDATION_STEP = 0

@@ -8,15 +8,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead
-from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.model.stages import StageState
-from megatron_ddrp.objectives.mth import Draws
-from megatron_ddrp.objectives.notes import NoteInputs
+from megatron_ddrp.model.notes import NoteInputs
+from megatron_ddrp.model.stages import Draws, StageState
 
 
 class Encoder(nn.Module):
@@ -103,8 +101,10 @@ class Bert(Encoder):
 
 
 def decodes_masks(config: ModelConfig) -> bool:
-    """Whether a masked LM of this configuration has the enhanced mask decoder."""
-    return REGISTRY[config.position_encoding].decodes_absolute if config.deberta_emd is None else config.deberta_emd
+    """Return whether a masked LM of this configuration has the enhanced mask decoder."""
+    if config.deberta_emd is None:
+        return encoding_class(config.position_encoding).decodes_absolute
+    return config.deberta_emd
 
 
 def run_stage(stage: nn.Module, tensors: tuple[Tensor, ...], recompute: bool = False) -> tuple[Tensor, ...]:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.model import replacing
 from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, predicted_places
+from megatron_ddrp.model.notes import NoteInputs, blend
 from megatron_ddrp.model.stages import GENERATOR_CORRECT, LM, NUM_ELECTRA_SUMS, StageState
-from megatron_ddrp.objectives import electra
-from megatron_ddrp.objectives.notes import NoteInputs, blend
 
 
 class Electra(Encoder):
@@ -151,7 +151,7 @@ class SamplingStage(nn.Module):
         logits = self.generator_head.logits(self._predicted_hidden(tensors, state, places))  # [num_predicted, vocab]
         sampled = self.generator_head.sample(logits, keys.flatten().index_select(0, places))
         originals = torch.where(state.labels == IGNORED_LABEL, input_ids, state.labels)
-        replaced = electra.replace(originals, places, sampled)
+        replaced = replacing.replace(originals, places, sampled)
         sums = list(state.losses.unbind())
         sums[LM] = self.generator_head.lm_sum(logits, labels).to(state.losses.dtype)
         sums[GENERATOR_CORRECT] = (self.generator_head.best(logits) == labels).sum().to(state.losses.dtype)
@@ -162,7 +162,7 @@ class SamplingStage(nn.Module):
             self.embeddings.shared_positions(state.position_ids),
             state.document_ids,
             state.position_ids,
-            electra.rtd_targets(replaced, originals, state.document_ids),
+            replacing.rtd_targets(replaced, originals, state.document_ids),
             token_mask,
             heads,
             () if reads is None else (reads.windows,),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.model.notes import NoteInputs, blend
 from megatron_ddrp.model.stages import NUM_LOSSES, StageState
-from megatron_ddrp.objectives.notes import NoteInputs, blend
 
 NUM_SEGMENTS = 2
 
@@ -26,7 +25,7 @@ def check_length(length: int, longest: int) -> None:
 def adds_absolute_embedding(config: ModelConfig) -> bool:
     """Return whether a learned absolute position embedding joins the input."""
     if config.absolute_embedding is None:
-        return REGISTRY[config.position_encoding].adds_absolute_embedding
+        return encoding_class(config.position_encoding).adds_absolute_embedding
     return config.absolute_embedding
 
 
@@ -47,7 +46,7 @@ class Embeddings(nn.Module):
         else:
             self.token, self.segment = shared.token, shared.segment
             self.projection = nn.Linear(shared.token.embedding_dim, config.hidden_size)
-        encoding = REGISTRY[config.position_encoding](config)
+        encoding = encoding_class(config.position_encoding)(config)
         adds_absolute = adds_absolute_embedding(config)
         self.longest = config.seq_length if encoding.limits_length or adds_absolute else None
         if shared is None:

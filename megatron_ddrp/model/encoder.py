@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.positions import REGISTRY, PositionTerms
+from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import HCD, StageState
-from megatron_ddrp.objectives.mth import document_mask
 
 
 class SelfAttention(nn.Module):
@@ -29,7 +29,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.backend = config.attention_backend
-        self.in_logits = REGISTRY[config.position_encoding].in_logits
+        self.in_logits = encoding_class(config.position_encoding).in_logits
         self.enter = nn.Identity()
         self.cosine_of_all_ranks: Callable[..., Tensor] | None = None
         self.own_randomness: Callable[[], AbstractContextManager] = nullcontext
@@ -89,7 +89,7 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        encoding = REGISTRY[config.position_encoding]
+        encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
         self.name_terms = encoding.terms

@@ -10,11 +10,19 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.notes import window_means
+from megatron_ddrp.model.replacing import best, rtd_sums, sample
+from megatron_ddrp.model.similarity import token_cosine
 from megatron_ddrp.model.stages import HCD, REPLACED, REPLACED_FOUND, RTD, RTD_CORRECT, TCD, StageState
-from megatron_ddrp.objectives.electra import best, rtd_sums, sample
-from megatron_ddrp.objectives.mlm import masked_lm_sum
-from megatron_ddrp.objectives.mth import token_cosine
-from megatron_ddrp.objectives.notes import window_means
+
+
+def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum over predicted tokens of −log p(label), in nats.
+
+    `logits` `[num_predicted, vocab]` in any precision, `labels` int64 `[num_predicted]` → fp32 (or fp64) scalar.
+    """
+    logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 class MaskedLMHead(nn.Module):

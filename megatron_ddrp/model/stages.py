@@ -6,8 +6,10 @@ come before the integers. Auxiliary losses travel in it as one small tensor to w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 LM, TCD, HCD = 0, 1, 2
@@ -19,6 +21,27 @@ RTD, GENERATOR_CORRECT, RTD_CORRECT, REPLACED, REPLACED_FOUND = 3, 4, 5, 6, 7
 """Further places under ELECTRA: replaced-token detection, and four counts that only ride along."""
 
 NUM_ELECTRA_SUMS = 8
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What TCD and HCD look at in one step. Their shapes say, without waiting for a device, what there is to do."""
+
+    token_mask: Tensor
+    """int64 `[batch, documents, seq]`: 1 at the tokens of TCD, by the documents of a row; `[batch, documents, 0]`
+    switches TCD off."""
+    heads: Tensor
+    """int64 `[layers, m′]` head numbers, ascending; `[layers, 0]` switches HCD off."""
+    sample_keys: Tensor | None = None
+    """int64 `[batch, seq]`: what ELECTRA samples its replacements by; None under other objectives."""
+
+    @classmethod
+    def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
+        """Neither term."""
+        return cls(
+            torch.empty(batch_size, 1, 0, dtype=torch.long, device=device),
+            torch.empty(num_layers, 0, dtype=torch.long, device=device),
+        )
 
 
 class StageState(NamedTuple):

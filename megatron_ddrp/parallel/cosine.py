@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.objectives import mth
 from megatron_ddrp.parallel.collectives import sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
 
@@ -38,26 +38,26 @@ class CosineOfAllRanks:
         self, query: Tensor, key: Tensor, terms: PositionTerms, heads: Tensor, document_ids: Tensor, num_documents: int
     ) -> Tensor:
         """`query`, `key` `[b, own heads, s, d]`, `heads` `[m′]` numbered over all ranks → `[b, documents]`."""
-        documents = mth.document_mask(document_ids, num_documents)
+        documents = similarity.document_mask(document_ids, num_documents)
         num_heads = query.shape[1] * self.ranks.tensor_size
         if len(heads) == num_heads:
             total = sum_of_ranks(self._total(query, key, terms, document_ids, documents), self.ranks)
-            return mth.cosine_of_total(total, documents, num_heads)
+            return similarity.cosine_of_total(total, documents, num_heads)
         own = torch.stack([self._own(x, heads, 1) for x in (query, key)])  # [2, b, m′, s, d]
         query, key = _wide(sum_of_ranks(own, self.ranks))
         if terms.content_only:
-            return mth.cosine_of_gram(mth.content_gram(query, key, documents, terms.scale))
+            return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
         terms = self._terms_of(heads, terms, query.dtype)
-        return mth.logits_cosine(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
+        return similarity.logits_cosine(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
 
     @staticmethod
     def _total(query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, documents: Tensor) -> Tensor:
         """Σ_a A_a/‖A_a‖ over our own heads, `[b, s, s]`."""
         query, key = _wide(query), _wide(key)
         if terms.content_only:
-            return mth.content_total(query, key, documents)
+            return similarity.content_total(query, key, documents)
         terms = _with_tensors(terms, {name: getattr(terms, name) for name in TENSORS}, query.dtype)
-        return mth.logits_total(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
+        return similarity.logits_total(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
         """The terms of `heads`: fetched where they are by head, else the shared ones, for one rank to learn from."""

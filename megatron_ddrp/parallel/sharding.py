@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.parallel.process_group import Ranks
 
 ROWS, COLUMNS = 0, 1
@@ -37,7 +36,7 @@ SPLIT = (
 
 def split_dimension(name: str, config: ModelConfig) -> int | None:
     """The dimension along which tensor parallelism cuts a parameter or buffer of the whole model; None = whole."""
-    encoding = REGISTRY[config.position_encoding]
+    encoding = encoding_class(config.position_encoding)
     for module, by_head in (("position", encoding.by_head), ("layer_position", encoding.layer_part.by_head)):
         for parameter, dimension in by_head.items():
             if name.endswith(f".{module}.{parameter}"):

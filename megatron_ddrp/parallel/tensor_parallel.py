@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.encoder import SelfAttention
 from megatron_ddrp.model.heads import MaskedLMHead
-from megatron_ddrp.model.positions import REGISTRY, LayerPositions, PositionEncoding
+from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.collectives import all_reduced, copy_to_ranks, sum_of_ranks
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
@@ -75,7 +75,7 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
     if ranks.tensor_size == 1:
         return
     _keep_own_parts(model, config, ranks)
-    encoding = REGISTRY[config.position_encoding]
+    encoding = encoding_class(config.position_encoding)
     cosine = CosineOfAllRanks(ranks, bool(encoding.by_head or encoding.layer_part.by_head))
     replace_modules(model, REPLACED, ranks)
     _sum_shared_position_gradients(model, ranks)

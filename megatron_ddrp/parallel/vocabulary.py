@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.objectives.electra import gumbel_argmax
+from megatron_ddrp.model.replacing import gumbel_argmax
 from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megatron_ddrp.config import POSITION_ENCODINGS
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import documents, write_vocabulary
 from tests.integration.conftest import TINY, command_line
@@ -123,7 +123,7 @@ def write(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encodings", nargs="+", choices=POSITION_ENCODINGS, default=list(POSITION_ENCODINGS))
+    parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
     parser.add_argument("--objectives", nargs="+", choices=("mlm", "mth"), default=["mlm", "mth"])
     parser.add_argument("--world-sizes", nargs="+", type=int, choices=(1, 2, 4, 8), default=[1, 2, 4, 8])
     parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT.name}")

@@ -11,8 +11,8 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.stages import HCD, TCD
-from megatron_ddrp.objectives.mth import Draws, document_mask
+from megatron_ddrp.model.similarity import document_mask
+from megatron_ddrp.model.stages import HCD, TCD, Draws
 from tests.integration.launch import read_rows, start_ranks
 
 VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}

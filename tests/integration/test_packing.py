@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config import POSITION_ENCODINGS, Config
+from megatron_ddrp.config import ENCODINGS, Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.losses import count_sequences
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.objectives.mth import draw
+from megatron_ddrp.objectives.draws import draw
 from tests.integration.launch import read_rows, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
@@ -74,7 +74,7 @@ def sums_and_gradients(config: Config, packing: bool, backend: str) -> tuple[Ten
 
 @pytest.mark.parametrize("draws", [{}, {"tcd_tokens": 0, "hcd_heads": 0}], ids=["sampled", "all"])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("eager", "sdpa", "blocked")])
-@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_losses_and_gradients_of_a_global_batch(
     encoding: str, backend: str, draws: dict[str, int], flags: Flags
 ) -> None:
@@ -97,7 +97,7 @@ def test_sequences_are_counted_by_document() -> None:
 
 @pytest.mark.parametrize(
     "encoding",
-    [name if name == "ddrp" else pytest.param(name, marks=pytest.mark.slow) for name in POSITION_ENCODINGS],
+    [name if name == "ddrp" else pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS],
 )
 def test_packed_and_unpacked_runs_are_the_same(encoding: str, flags: Flags, tmp_path: Path) -> None:
     arguments = STEPS | {"position_encoding": encoding, "eval_interval": 3, "eval_iters": 1}

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import MODEL, OPTIMIZER, StoredTensors, newest
-from megatron_ddrp.config import POSITION_ENCODINGS, ModelConfig, ObjectiveConfig, ParallelConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
-from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
-from megatron_ddrp.objectives.electra import sample_keys
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.draws import sample_keys
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import own_part
@@ -87,10 +86,10 @@ def clipped(position_ids: Tensor) -> Tensor:
 
 def register_own() -> None:
     """Make this file's encodings known to this process."""
-    REGISTRY.update(zip(OWN, (ByHead, Fixed), strict=True))  # type: ignore[attr-defined]
+    ENCODINGS.update({name: f"{__name__}:{own.__name__}" for name, own in zip(OWN, (ByHead, Fixed), strict=True)})
 
 
-CASES = [(name, table) for name in (*POSITION_ENCODINGS, *OWN) for table in ("shared", "per-layer")]
+CASES = [(name, table) for name in (*ENCODINGS, *OWN) for table in ("shared", "per-layer")]
 WAYS: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {
     "sampled heads": (((0, 3), (1, 2)), False),
     "all heads, parts of rows, recomputed": ((tuple(range(4)),) * 2, True),

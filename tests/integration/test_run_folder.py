@@ -14,8 +14,7 @@ from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
-from megatron_ddrp.model.stages import LM
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import LM, Draws
 from tests.conftest import TinyCorpus
 from tests.integration.launch import read_rows, start_ranks, training_rows
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.config import POSITION_ENCODINGS
-from megatron_ddrp.model.positions import REGISTRY
+from megatron_ddrp.config import ENCODINGS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -57,14 +56,10 @@ def test_no_encodings_name_outside_its_file_and_the_configuration():
         (file, node.value)
         for file, tree in TREES.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in REGISTRY
+        if isinstance(node, ast.Constant) and node.value in ENCODINGS
         if not file.startswith(("config/", "model/positions/", "conversion/", "tasks/"))
     }
     assert offenders == set()
-
-
-def test_the_configuration_and_the_registry_name_the_same_encodings():
-    assert tuple(REGISTRY) == POSITION_ENCODINGS
 
 
 def test_torch_distributed_only_in_parallel():

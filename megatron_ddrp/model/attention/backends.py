@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
 from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits, position_logits, tapped_cosine
 from megatron_ddrp.model.positions.contract import PositionTerms
-from megatron_ddrp.objectives import mth
 
 
 def eager_attention(
@@ -43,7 +43,7 @@ def eager_attention(
     if heads.shape[0]:
         chosen = logits.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
-        cosine = mth.logits_cosine(chosen, allowed, mth.document_mask(document_ids, num_documents))
+        cosine = similarity.logits_cosine(chosen, allowed, similarity.document_mask(document_ids, num_documents))
     return weights @ value, cosine
 
 

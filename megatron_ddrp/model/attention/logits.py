@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.relative import spread
 from megatron_ddrp.model.positions.contract import PositionTerms
-from megatron_ddrp.objectives import mth
 
 
 def allowed_pairs(document_ids: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ def _cosine(
     """Mean pairwise cosine of the logits of the heads given, `[b, m′, s, d]`, by the cheapest closed form."""
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
-    documents = mth.document_mask(document_ids, num_documents)
+    documents = similarity.document_mask(document_ids, num_documents)
     if terms.content_only:
         if all_heads:
-            return mth.content_cosine_of_all(query, key, documents)
-        return mth.cosine_of_gram(mth.content_gram(query, key, documents, terms.scale))
+            return similarity.content_cosine_of_all(query, key, documents)
+        return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
     logits = attention_logits(query, key, _in_dtype(terms, query.dtype))
-    return mth.logits_cosine(logits, allowed_pairs(document_ids), documents)
+    return similarity.logits_cosine(logits, allowed_pairs(document_ids), documents)
 
 
 class _TapHeads(torch.autograd.Function):

@@ -10,14 +10,15 @@ j − i and clip at ±k, 2·k + 1 rows. The DDRP paper's 2·r_s rows make the cl
 
 from torch import Tensor
 
-from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, Sizes, initialise_table
 
 
 class BertR(PositionEncoding):
     """`relative` is K^r."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    is_relative = True
+
+    def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         self.relative = initialise_table(2 * config.relative_distance, config)
 
@@ -26,6 +27,6 @@ class BertR(PositionEncoding):
         return (self.relative.unsqueeze(0),)
 
     @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+    def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
         reach = config.relative_distance
         return PositionTerms(config.head_dim**-0.5, query_table=tensors[0], lowest=-reach, highest=reach - 1)

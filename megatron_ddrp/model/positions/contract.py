@@ -11,11 +11,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
+
+class Sizes(Protocol):
+    """The settings of a model that an encoding may read. `ModelConfig` has them, and so has an exported folder's."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def seq_length(self) -> int: ...
+    @property
+    def hidden_dropout(self) -> float: ...
+    @property
+    def layernorm_epsilon(self) -> float: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def relative_distance(self) -> int: ...
+    @property
+    def direction_init(self) -> str: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +81,7 @@ class LayerPositions(nn.Module):
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__()
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -66,11 +90,17 @@ class LayerPositions(nn.Module):
 
 
 class PositionEncoding(nn.Module):
-    """Base of the encodings in `positions.REGISTRY`.
+    """Base of the encodings that `config/registry.py` names.
 
     `forward` computes the tensors that depend on parameters, once a pass for a shared table or once a layer; `terms`
     says what they mean. The two are apart because the tensors travel between pipeline stages and the meaning need not.
     """
+
+    is_relative = False
+    """Whether the logits depend on i − j, which the triangle effect is asked of."""
+
+    relative_distance = 64
+    """`--relative-distance` where none is given."""
 
     in_logits = True
     """Whether the encoding adds anything to the attention logits."""
@@ -96,7 +126,7 @@ class PositionEncoding(nn.Module):
     layer_part: type[LayerPositions] = LayerPositions
     """What each layer does to the tensors before `terms` names them."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__()
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
@@ -104,11 +134,11 @@ class PositionEncoding(nn.Module):
         return ()
 
     @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+    def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
         """Name the tensors that `forward` gave."""
         return PositionTerms(scale=config.head_dim**-0.5)
 
 
-def initialise_table(rows: int, config: ModelConfig) -> nn.Parameter:
+def initialise_table(rows: int, config: Sizes) -> nn.Parameter:
     """A table of `rows` learned vectors of the head size, normal(0, `init_method_std`)."""
     return nn.Parameter(torch.empty(rows, config.head_dim).normal_(std=config.init_method_std))

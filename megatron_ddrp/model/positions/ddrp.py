@@ -22,8 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, initialise_table
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, Sizes, initialise_table
 
 SPREAD = 0.5
 """Standard deviation of `spread`."""
@@ -40,9 +39,10 @@ DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
 class Ddrp(PositionEncoding):
     """`direction` is D, `distance` is K^rd."""
 
+    is_relative = True
     gains = frozenset({"direction"})
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         noise = torch.empty(3, config.head_dim).normal_()
         self.direction = nn.Parameter(DIRECTION_INITS[config.direction_init](noise, config.init_method_std))
@@ -57,7 +57,7 @@ class Ddrp(PositionEncoding):
         return (table.unsqueeze(0),)
 
     @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+    def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
         reach = _reach(config.relative_distance)
         return PositionTerms(config.head_dim**-0.5, query_table=tensors[0], lowest=-reach, highest=reach)
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.positions.contract import (
     PROJECTIONS_BY_HEAD,
     LayerPositions,
     PositionEncoding,
     PositionTerms,
+    Sizes,
 )
 
 
@@ -29,7 +29,7 @@ class RelativeProjections(LayerPositions):
 
     by_head = PROJECTIONS_BY_HEAD
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         self.head_dim, self.dropout = config.head_dim, config.hidden_dropout
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
@@ -48,10 +48,11 @@ class RelativeProjections(LayerPositions):
 class Deberta(PositionEncoding):
     """`relative` is P."""
 
+    is_relative = True
     layer_part = RelativeProjections
     decodes_absolute = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         rows = torch.empty(2 * config.relative_distance, config.hidden_size)
         self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
@@ -61,7 +62,7 @@ class Deberta(PositionEncoding):
         return (self.relative,)
 
     @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+    def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
         query_table, key_table = tensors
         reach = config.relative_distance
         return PositionTerms(

@@ -26,8 +26,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.model.positions.contract import PROJECTIONS_BY_HEAD, PositionEncoding, PositionTerms
+from megatron_ddrp.model.positions.contract import PROJECTIONS_BY_HEAD, PositionEncoding, PositionTerms, Sizes
 
 NUM_BUCKETS = 32
 FROM_CLS, TO_CLS = 16, 32
@@ -40,7 +39,7 @@ class TupeA(PositionEncoding):
     limits_length = True
     by_head = PROJECTIONS_BY_HEAD
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         self.head_dim = config.head_dim
         rows = torch.empty(config.seq_length + 1, config.hidden_size)
@@ -69,7 +68,7 @@ class TupeA(PositionEncoding):
         return states.view(len(states), -1, self.head_dim).transpose(0, 1)  # [heads, rows, head_dim]
 
     @staticmethod
-    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+    def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
         return PositionTerms((2 * config.head_dim) ** -0.5, bias=tensors[0])
 
 
@@ -77,8 +76,10 @@ class TupeR(TupeA):
     """TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`."""
 
     by_head = {**PROJECTIONS_BY_HEAD, "relative": 1}
+    is_relative = True
+    relative_distance = 128
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         rows = torch.empty(NUM_BUCKETS + 1, config.num_attention_heads)
         self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ddrp.config import RELATIVE_ENCODINGS
+from megatron_ddrp.config import encoding_class
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
 from megatron_ddrp.tasks.compare.courses import Course
 from megatron_ddrp.tasks.compare.flags import words
@@ -62,7 +62,7 @@ def analyses(plan: Plan, courses: list[Course], corpus: CorpusFiles, folder: Pat
             continue
         if wanted.self_similarity:
             found.append(_analysis(course, "self-similarity", wanted.self_similarity, ".json", corpus, folder))
-        if wanted.triangle and course.model.encoding in RELATIVE_ENCODINGS:
+        if wanted.triangle and encoding_class(course.model.encoding).is_relative:
             found.append(_analysis(course, "triangle", wanted.triangle, ".json", corpus, folder))
         if wanted.attention_maps and course.seed == plan.seeds[0] and course.model in plan.models:
             found.append(_analysis(course, "attention-maps", wanted.attention_maps, ".png", corpus, folder))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import OBJECTIVES, POSITION_ENCODINGS
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES
 from megatron_ddrp.tasks.compare.flags import TOKENIZERS, check_flags
 from megatron_ddrp.tasks.compare.plan import NUM_SEEDS, Analyses, Budget, CorpusPlan, Expected, GluePlan, Model, Plan
 from megatron_ddrp.tasks.compare.reading import (
@@ -104,7 +104,7 @@ def _models(top: Section) -> tuple[Model, ...]:
         entry = Section(top.file, f"models[{number + 1}]", value, ("name", "encoding", "objective", "flags"))
         model = Model(
             entry.take("name", text),
-            entry.take("encoding", one_of(*POSITION_ENCODINGS)),
+            entry.take("encoding", one_of(*ENCODINGS)),
             entry.take("objective", one_of(*OBJECTIVES)),
             check_flags(entry, "flags"),
         )

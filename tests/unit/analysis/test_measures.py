@@ -10,7 +10,7 @@ from megatron_ddrp.analysis.attention_maps import GROUPS, measure_maps
 from megatron_ddrp.analysis.direction import divide_heads, layer_maps
 from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.triangle import measure_triangles, triangle_parts
-from megatron_ddrp.config import POSITION_ENCODINGS
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
 from tests.reference import analyses
 from tests.unit.model.tiny import tiny_batch, tiny_model
@@ -35,7 +35,7 @@ def twin_sentences(model, batch):
     return hidden, logits
 
 
-@pytest.fixture(params=POSITION_ENCODINGS)
+@pytest.fixture(params=ENCODINGS)
 def model(request):
     return tiny_model(position_encoding=request.param).eval()
 

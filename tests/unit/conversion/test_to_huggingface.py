@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.config import POSITION_ENCODINGS
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.conversion.from_export import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
@@ -19,7 +19,7 @@ from tests.unit.conversion.conftest import SEQ_LENGTH, ours, padded_pair_batch, 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURES = [
     {"position_encoding": encoding, "layernorm_position": layernorm, "relative_table": table}
-    for encoding in POSITION_ENCODINGS
+    for encoding in ENCODINGS
     for layernorm, table in (("post", "shared"), ("pre", "per-layer"))
 ] + [
     {"position_encoding": "absolute", "layernorm_position": "pre"},

@@ -7,11 +7,12 @@ encoding of today asks for it.
 import pytest
 import torch
 
+from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
-from megatron_ddrp.model.positions import REGISTRY, PositionTerms
-from megatron_ddrp.objectives.mth import document_mask
+from megatron_ddrp.model.positions import PositionTerms
+from megatron_ddrp.model.similarity import document_mask
 from tests.reference import mth
 from tests.reference.attention import attend
 from tests.reference.positions import clip, dot
@@ -153,10 +154,10 @@ def test_context_and_cosine_equal_the_twins(backend, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("encoding_name", REGISTRY)
+@pytest.mark.parametrize("encoding_name", ENCODINGS)
 def test_packed_documents_attend_as_if_alone(backend, encoding_name):
     config = tiny_config(position_encoding=encoding_name)
-    encoding = REGISTRY[encoding_name](config).double()
+    encoding = encoding_class(encoding_name)(config).double()
     layer_part = encoding.layer_part(config).double().eval()
     query, key, value = (random(1, HEADS, 6, DIM) for _ in range(3))
     none = torch.empty(0, dtype=torch.long)

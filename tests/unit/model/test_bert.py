@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws
 from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, tiny_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-VARIANTS = {name.replace("-", "_"): {"position_encoding": name} for name in REGISTRY}
+VARIANTS = {name.replace("-", "_"): {"position_encoding": name} for name in ENCODINGS}
 VARIANTS |= {
     f"{variant}_per_layer": {"position_encoding": variant.replace("_", "-"), "relative_table": "per-layer"}
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
@@ -24,7 +23,7 @@ VARIANTS |= {
 VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
 GENERATORS = {"electra": "shared", "electra_former": "own"}
 """Golden file of a model with a generator → the layout of its embeddings."""
-RELATIVE = [name for name in REGISTRY if name != "absolute"]
+RELATIVE = [name for name in ENCODINGS if name != "absolute"]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])
@@ -92,7 +91,7 @@ def test_parameters_of_bert_base():
     assert absolute.embeddings.token.weight.shape == (30592, hidden)  # padded to a multiple of 128
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_initialisation_is_berts(encoding):
     torch.manual_seed(0)
     config = ModelConfig(
@@ -141,7 +140,7 @@ def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
         assert moved.nonzero().flatten().tolist() == [row]
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
     model, batch = tiny_model(position_encoding=encoding), tiny_batch(lengths=(7,))
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.electra import generator_config
-from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.stages import (
     GENERATOR_CORRECT,
     HCD,
@@ -20,10 +19,10 @@ from megatron_ddrp.model.stages import (
     RTD,
     RTD_CORRECT,
     TCD,
+    Draws,
     StageState,
 )
-from megatron_ddrp.objectives.electra import sample_keys
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.objectives.draws import sample_keys
 from tests.reference.electra import generator_input, replaced_token_detection
 from tests.reference.losses import masked_lm
 from tests.unit.model.test_attention import assert_same
@@ -72,7 +71,7 @@ def test_the_generator_has_some_whole_heads_of_the_discriminators_size(heads, si
     assert (generator.ffn_size, generator.num_layers) == (4 * 16 * expected, 3)
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("order", ["post", "pre"])
 def test_every_parameter_learns_and_the_generator_not_from_the_discriminator(encoding, order):
     model = tiny_electra(position_encoding=encoding, layernorm_position=order)
@@ -138,7 +137,7 @@ def test_the_sums_are_those_of_the_loops():
         logits = model.generator.head.logits(model.generator.head.last_hidden(entered.hidden[chosen]))
         originals = torch.where(chosen, batch.labels, batch.input_ids)
         keys = draws.sample_keys[chosen]
-        from megatron_ddrp.objectives.electra import gumbel_argmax
+        from megatron_ddrp.model.replacing import gumbel_argmax
 
         sampled = gumbel_argmax(logits, keys)[1]
         assert (sampled < 5).all(), "a piece of the vocabulary's padding was drawn"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws
 from tests.unit.model.tiny import (
     encode,
     gradients,
@@ -28,7 +28,7 @@ def assert_same(got, expected, rtol=1e-9, atol=1e-9):
 
 
 @pytest.mark.parametrize("order, relative_table", [("post", "shared"), ("pre", "per-layer")])
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_model_equals_the_twin(encoding, order, relative_table):
     """DeBERTa with its decoder, as it comes; the longest row has offsets on both sides of r_s = 4."""
     model = tiny_model(position_encoding=encoding, layernorm_position=order, relative_table=relative_table)
@@ -45,7 +45,7 @@ def test_model_equals_the_twin(encoding, order, relative_table):
         assert_same(gradients(model, sums), expected_gradients)
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_hidden_states_of_the_valid_tokens_equal_the_twin(encoding):
     model = tiny_model(position_encoding=encoding)
     batch = tiny_batch(lengths=(5, 2), seq=6)
@@ -55,7 +55,7 @@ def test_hidden_states_of_the_valid_tokens_equal_the_twin(encoding):
         torch.testing.assert_close(hidden[row, :length], expected[:length], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_packed_row_gives_the_hidden_states_of_its_documents(encoding):
     model = tiny_model(position_encoding=encoding).eval()
     batch = tiny_batch(lengths=(4, 2, 3), seq=4)
@@ -66,7 +66,7 @@ def test_a_packed_row_gives_the_hidden_states_of_its_documents(encoding):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("rows", [[[0, 2], [4, 3], [1]], [[0, 3], [1], [2], [4]]], ids=["many", "one-token"])
 def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
     """Every document keeps its own [CLS], its own places and its own share of TCD and HCD."""
@@ -79,7 +79,7 @@ def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
     assert_same(gradients(model, sums), gradients(model, expected), atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_packed_batch_equals_the_twin(encoding):
     model = tiny_model(position_encoding=encoding)
     batch = packed_batch(tiny_batch(lengths=(4, 2), seq=4), [[0, 1]])
@@ -87,7 +87,7 @@ def test_a_packed_batch_equals_the_twin(encoding):
     torch.testing.assert_close(model(batch, draws), twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_sums_do_not_depend_on_how_the_batch_is_cut_or_padded(encoding):
     model = tiny_model(position_encoding=encoding)
     batch = tiny_batch(lengths=(7, 4, 2, 1))
@@ -102,7 +102,7 @@ def test_sums_do_not_depend_on_how_the_batch_is_cut_or_padded(encoding):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_activation_checkpointing_changes_nothing(encoding, relative_table, dropout):
     variant = {"position_encoding": encoding, "relative_table": relative_table}
     config = tiny_config(hidden_dropout=dropout, attention_dropout=dropout, **variant)

@@ -4,7 +4,7 @@ import torch
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import build_model
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 from tests.unit.model.twins import twin_sums
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, encoder, on_meta_device
-from megatron_ddrp.model.positions import REGISTRY
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws
 from tests.unit.model.tiny import (
     encode,
     gradients,
@@ -128,7 +127,7 @@ def test_tcd_hcd_and_the_encoder_never_see_it():
     torch.testing.assert_close(plain, twin_sums(without, batch, draws), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", REGISTRY)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_it_is_on_for_deberta_unless_told_otherwise(encoding):
     def has_decoder(**changes):
         model = on_meta_device(tiny_config(position_encoding=encoding, **changes))

@@ -8,8 +8,7 @@ import torch
 
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.bert import first_tensors
-from megatron_ddrp.model.stages import StageState
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws, StageState
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
 transformers = pytest.importorskip("transformers")

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.backends import attend_from, eager_attention
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.positions import REGISTRY
 from megatron_ddrp.model.positions.tupe import relative_bucket
 from tests.reference.tupe import t5_bucket, tupe_bucket
 from tests.unit.model.test_attention import assert_same
@@ -18,7 +18,7 @@ from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
 from tests.unit.model.twins import twin_scores
 
 HEADS, SEQ, DIM = 3, 7, 4
-LIMITED = [name for name, encoding in REGISTRY.items() if encoding.limits_length]
+LIMITED = [name for name in ENCODINGS if encoding_class(name).limits_length]
 
 
 def random(*shape):
@@ -31,8 +31,8 @@ class Encoding:
     def __init__(self, name, **changes):
         torch.manual_seed(0)
         self.name, self.config = name, tiny_config(position_encoding=name, **changes)
-        self.table = REGISTRY[name](self.config).double()
-        self.layer_part = REGISTRY[name].layer_part(self.config).double()
+        self.table = encoding_class(name)(self.config).double()
+        self.layer_part = encoding_class(name).layer_part(self.config).double()
         self.parameters = dict((*self.table.named_parameters(), *self.layer_part.named_parameters("projections")))
         with torch.no_grad():
             for parameter in self.parameters.values():
@@ -69,7 +69,7 @@ def test_logits_equal_the_twin(name, relative_distance):
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 0, 1, 0]], ids=str)
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_logits_of_packed_documents_equal_the_twin(name, places):
     """Within a document; pairs across documents are masked. TUPE unties the [CLS] of each."""
     encoding = Encoding(name)
@@ -79,7 +79,7 @@ def test_logits_of_packed_documents_equal_the_twin(name, places):
     assert_same(fast, slow, [encoding.query, encoding.key, *encoding.parameters.values()], atol=1e-9)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
     encoding = Encoding(name)
     value, document_ids = random(2, HEADS, SEQ, DIM), torch.tensor([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
@@ -93,7 +93,7 @@ def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
     assert_same(some, whole.gather(2, rows), inputs)
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "absolute"])
+@pytest.mark.parametrize("name", [name for name in ENCODINGS if name != "absolute"])
 def test_every_row_of_every_parameter_moves_the_logits(name):
     """Each row of each parameter draws a gradient, but for the buckets that no pair of 7 places reads."""
     encoding = Encoding(name, relative_distance=4)
@@ -178,7 +178,7 @@ def test_encodings_bounded_by_the_trained_length():
 
 
 @pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_beyond_the_trained_length(name, relative_table):
     """Relative encodings go on; the others say in one line what they were given and what they can take."""
     model = tiny_model(position_encoding=name, relative_table=relative_table, seq_length=6)
@@ -192,7 +192,7 @@ def test_beyond_the_trained_length(name, relative_table):
     assert "7" in message and "--seq-length 6" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "absolute"])
+@pytest.mark.parametrize("name", [name for name in ENCODINGS if name != "absolute"])
 def test_an_absolute_embedding_acts_beside_any_encoding_and_limits_the_length(name):
     model, plain = (tiny_model(position_encoding=name, absolute_embedding=kind) for kind in (True, None))
     batch = tiny_batch()
@@ -211,4 +211,4 @@ def test_an_unknown_encoding_is_refused_with_the_legal_ones_in_one_line(capsys):
         parse_arguments(["--position-encoding", "tupe"])
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1
-    assert all(re.search(rf"['\s]{name}[',) ]", error) for name in REGISTRY)
+    assert all(re.search(rf"['\s]{name}[',) ]", error) for name in ENCODINGS)

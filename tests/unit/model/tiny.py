@@ -5,7 +5,7 @@ import torch
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
-from megatron_ddrp.objectives.mth import Draws
+from megatron_ddrp.model.stages import Draws
 
 TINY = {
     "num_layers": 2,

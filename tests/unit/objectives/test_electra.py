@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.objectives.electra import gumbel_argmax, replace, rtd_sums, rtd_targets, sample_keys
+from megatron_ddrp.model.replacing import gumbel_argmax, replace, rtd_sums, rtd_targets
+from megatron_ddrp.objectives.draws import sample_keys
 from tests.reference.electra import replaced_token_detection
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.objectives.mlm import masked_lm_sum
+from megatron_ddrp.model.heads import masked_lm_sum
 from tests.reference import losses
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.objectives import mth
+from megatron_ddrp.model import similarity
 from tests.reference import mth as twin
 
 LENGTHS = (7, 4, 2, 1, 0)
@@ -45,7 +45,7 @@ def test_tcd_equals_the_twin(tokens):
     token_mask = VALID.long()
     if tokens < 50:  # the last ones, so that the sample is not simply a prefix
         token_mask = token_mask * (VALID.flip(-1).cumsum(-1).flip(-1) <= tokens)
-    fast = mth.token_cosine(hidden, token_mask.unsqueeze(1)).squeeze(1)
+    fast = similarity.token_cosine(hidden, token_mask.unsqueeze(1)).squeeze(1)
     assert fast.shape == (len(LENGTHS),) and fast[COUNTED:].eq(0).all()
     slow = torch.stack([twin.tcd(hidden[row], token_mask[row].nonzero().flatten().tolist()) for row in range(COUNTED)])
     assert_same(fast[:COUNTED], slow, [hidden])
@@ -58,8 +58,8 @@ def test_tcd_equals_the_twin(tokens):
 @pytest.mark.parametrize("heads", [[0, 1], [1, 3], [0, 2, 3], [0, 1, 2, 3]], ids=str)
 def test_hcd_of_content_by_grams_equals_the_twin(heads):
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    gram = mth.content_gram(query[:, heads], key[:, heads], DOCUMENTS, 0.3).squeeze(1)
-    assert_same(mth.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key])
+    gram = similarity.content_gram(query[:, heads], key[:, heads], DOCUMENTS, 0.3).squeeze(1)
+    assert_same(similarity.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key])
     logits = query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3
     inner = logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2)
     torch.testing.assert_close(gram, inner, rtol=0, atol=1e-12)
@@ -67,23 +67,23 @@ def test_hcd_of_content_by_grams_equals_the_twin(heads):
 
 def test_hcd_of_all_content_heads_equals_the_twin():
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    fast = mth.content_cosine_of_all(query, key, DOCUMENTS).squeeze(1)
+    fast = similarity.content_cosine_of_all(query, key, DOCUMENTS).squeeze(1)
     assert_same(fast[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key])
 
 
 @pytest.mark.parametrize("heads", [[1, 3], [0, 1, 2, 3]], ids=str)
 def test_hcd_of_logits_equals_the_twin(heads):
     logits = random(len(LENGTHS), HEADS, SEQ, SEQ)
-    fast = mth.logits_cosine(logits[:, heads], ALLOWED, DOCUMENTS).squeeze(1)
+    fast = similarity.logits_cosine(logits[:, heads], ALLOWED, DOCUMENTS).squeeze(1)
     slow = [twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)]
     assert_same(fast[:COUNTED], torch.stack(slow), [logits])
 
 
 def test_the_three_closed_forms_agree():
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
-    by_gram = mth.cosine_of_gram(mth.content_gram(query, key, DOCUMENTS, 0.7)).squeeze(1)
-    by_sum = mth.content_cosine_of_all(query, key, DOCUMENTS).squeeze(1)
-    by_logits = mth.logits_cosine(query @ key.transpose(-1, -2), ALLOWED, DOCUMENTS).squeeze(1)
+    by_gram = similarity.cosine_of_gram(similarity.content_gram(query, key, DOCUMENTS, 0.7)).squeeze(1)
+    by_sum = similarity.content_cosine_of_all(query, key, DOCUMENTS).squeeze(1)
+    by_logits = similarity.logits_cosine(query @ key.transpose(-1, -2), ALLOWED, DOCUMENTS).squeeze(1)
     torch.testing.assert_close(by_sum[:4], by_gram[:4], rtol=0, atol=1e-12)  # one token still has a 1×1 head
     torch.testing.assert_close(by_logits[:4], by_gram[:4], rtol=0, atol=1e-12)
 
@@ -92,11 +92,11 @@ def test_known_values():
     same, opposite = torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3) * torch.tensor([1.0, -2.0])[:, None, None]
     everything = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     one_document = torch.ones(1, 1, 3, dtype=torch.bool)
-    assert mth.logits_cosine(same, everything, one_document) == pytest.approx(1)
-    assert mth.logits_cosine(opposite, everything, one_document) == pytest.approx(-1)
+    assert similarity.logits_cosine(same, everything, one_document) == pytest.approx(1)
+    assert similarity.logits_cosine(opposite, everything, one_document) == pytest.approx(-1)
     hidden = torch.tensor([[[1.0, 0], [0, 2], [3, 0]]])
-    assert mth.token_cosine(hidden, torch.ones(1, 1, 3, dtype=torch.long)) == pytest.approx(1 / 3)
-    assert mth.token_cosine(hidden, torch.tensor([[[1, 1, 0]]])) == pytest.approx(0)
+    assert similarity.token_cosine(hidden, torch.ones(1, 1, 3, dtype=torch.long)) == pytest.approx(1 / 3)
+    assert similarity.token_cosine(hidden, torch.tensor([[[1, 1, 0]]])) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -107,10 +107,10 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
     allowed = (valid.unsqueeze(-1) & valid.unsqueeze(-2)).unsqueeze(1)
     documents = valid.unsqueeze(1)
     values = [
-        mth.token_cosine(hidden, documents.long()),
-        mth.cosine_of_gram(mth.content_gram(query, query, documents, 1.0)),
-        mth.content_cosine_of_all(query, query, documents),
-        mth.logits_cosine(query @ query.transpose(-1, -2), allowed, documents),
+        similarity.token_cosine(hidden, documents.long()),
+        similarity.cosine_of_gram(similarity.content_gram(query, query, documents, 1.0)),
+        similarity.content_cosine_of_all(query, query, documents),
+        similarity.logits_cosine(query @ query.transpose(-1, -2), allowed, documents),
     ]
     for value in values:
         assert value.isfinite().all()
@@ -122,23 +122,23 @@ def test_zero_vectors_give_finite_values_and_gradients(dtype):
 def test_half_precision_is_reduced_in_fp32(dtype):
     hidden = (torch.randn(2, 300, 64) * 30).to(dtype)  # squares beyond fp16
     mask = torch.ones(2, 1, 300, dtype=torch.long)
-    got = mth.token_cosine(hidden, mask)
+    got = similarity.token_cosine(hidden, mask)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), mth.token_cosine(hidden.double(), mask), rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.double(), similarity.token_cosine(hidden.double(), mask), rtol=0, atol=1e-6)
 
 
 def test_scale_of_the_vectors_does_not_matter():
     hidden = random(2, SEQ, HIDDEN)
     mask = torch.ones(2, 1, SEQ, dtype=torch.long)
     factors = torch.rand(2, SEQ, 1, dtype=torch.float64) * 100 + 0.01
-    torch.testing.assert_close(mth.token_cosine(hidden * factors, mask), mth.token_cosine(hidden, mask))
+    torch.testing.assert_close(similarity.token_cosine(hidden * factors, mask), similarity.token_cosine(hidden, mask))
 
 
 def test_documents_of_a_packed_row_count_as_rows_of_their_own():
     """Documents of 4 and 3 tokens in one row, and the same two in rows of their own: every form, with gradients."""
     lengths, seq = (4, 3), 8
     document_ids = torch.tensor([[1] * 4 + [2] * 3 + [0]])
-    documents = mth.document_mask(document_ids, 2)  # [1, 2, seq]
+    documents = similarity.document_mask(document_ids, 2)  # [1, 2, seq]
     allowed = (documents.unsqueeze(-1) & documents.unsqueeze(-2)).any(1, keepdim=True)
     hidden, query, key = random(1, seq, HIDDEN), random(1, HEADS, seq, DIM), random(1, HEADS, seq, DIM)
 
@@ -147,10 +147,10 @@ def test_documents_of_a_packed_row_count_as_rows_of_their_own():
         logits = query @ key.transpose(-1, -2)
         return torch.stack(
             (
-                mth.token_cosine(hidden, documents.long()),
-                mth.cosine_of_gram(mth.content_gram(query[:, some], key[:, some], documents, 1.0)),
-                mth.content_cosine_of_all(query, key, documents),
-                mth.logits_cosine(logits[:, some], allowed, documents),
+                similarity.token_cosine(hidden, documents.long()),
+                similarity.cosine_of_gram(similarity.content_gram(query[:, some], key[:, some], documents, 1.0)),
+                similarity.content_cosine_of_all(query, key, documents),
+                similarity.logits_cosine(logits[:, some], allowed, documents),
             )
         )  # [forms, batch, documents]
 

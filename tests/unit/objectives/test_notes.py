@@ -8,7 +8,8 @@ from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.model import build_model
-from megatron_ddrp.objectives.notes import NoteDictionary, blend, window_means
+from megatron_ddrp.model.notes import blend, window_means
+from megatron_ddrp.objectives.notes import NoteDictionary
 from tests.reference import notes as loops
 from tests.unit.model.test_electra import with_keys
 from tests.unit.model.tiny import packed_batch, some_draws, tiny_batch, tiny_config

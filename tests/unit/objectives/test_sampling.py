@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.objectives.mth import draw, sample_heads, sample_tokens
+from megatron_ddrp.objectives.draws import draw, sample_heads, sample_tokens
 
 SEQ = 16
 

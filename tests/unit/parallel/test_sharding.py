@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ddrp.config import POSITION_ENCODINGS
+from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, own_part, split_dimension
@@ -17,7 +17,7 @@ def rank_of(tensor_rank: int, tensor_size: int) -> Ranks:
     return Ranks(tensor_rank, tensor_size, torch.device("cpu"), tensor_rank=tensor_rank, tensor_size=tensor_size)
 
 
-@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
 def test_parts_make_up_the_whole(encoding: str, relative_table: str) -> None:
     config = tiny_config(position_encoding=encoding, relative_table=relative_table, **SIZES)
@@ -31,7 +31,7 @@ def test_parts_make_up_the_whole(encoding: str, relative_table: str) -> None:
             assert torch.equal(torch.cat(parts, dimension), whole), name
 
 
-@pytest.mark.parametrize("encoding", POSITION_ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_matrix_of_a_layer_is_cut_and_what_all_heads_share_is_not(encoding: str) -> None:
     config = tiny_config(position_encoding=encoding, **SIZES)
     whole = {name for name, _ in build_model(config).named_parameters() if split_dimension(name, config) is None}

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.cpu.blocks import Block
 from megatron_ddrp.model.attention.cpu.heads import ComparedHeads, by_document, by_query
@@ -24,7 +25,6 @@ from megatron_ddrp.model.attention.cpu.positions import KeyTable, QueryTable
 from megatron_ddrp.model.attention.cpu.scratch import product, scratch
 from megatron_ddrp.model.attention.relative import BandTile
 from megatron_ddrp.model.positions.contract import PositionTerms
-from megatron_ddrp.objectives import mth
 
 
 class _Positions:
@@ -165,7 +165,7 @@ class _BlockedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
         ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
         ctx.logits_are_kept = len(heads) > 0
-        return context, by_document(products, mth.document_mask(document_ids, documents))
+        return context, by_document(products, similarity.document_mask(document_ids, documents))
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
@@ -176,7 +176,7 @@ class _BlockedAttention(torch.autograd.Function):
         d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
         d_query_table, d_key_table, d_bias = d_tables
         margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
-        d_products = by_query(both_ways, mth.document_mask(document_ids, gram_gradient.shape[1]))
+        d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # a second pass over what the first one restored
         ctx.logits_are_kept = False
         for block in blocks.cut(document_ids, num_heads):
@@ -248,4 +248,4 @@ def blocked_attention(
         num_documents,
         torch.is_grad_enabled(),
     )
-    return context, mth.cosine_of_gram(gram) if len(heads) else None
+    return context, similarity.cosine_of_gram(gram) if len(heads) else None

@@ -1,35 +1,26 @@
-"""ELECTRA (Clark et al., arXiv:2003.10555): masked LM for a generator, replaced-token detection for a discriminator.
+"""ELECTRA's pure functions (Clark et al., arXiv:2003.10555): sampled replacements and replaced-token detection.
 
-    loss = MLM(generator) + 50 · RTD(discriminator)
     x̂_t ~ softmax(generator logits_t) at the selected tokens t,  x_t elsewhere; no gradient through the sampling
     RTD = − Σ_t [x̂_t ≠ x_t] log p_t + [x̂_t = x_t] log(1 − p_t)   over all tokens that are not padding
 
 A sampled token equal to the original counts as original. The sample is Gumbel's argmax, argmax_v logits_v + g_v, whose
-noise is a counter-based hash of (seed, step, sample, position, v): every layout, also one that splits the vocabulary,
-draws the same replacements.
+noise is a counter-based hash of (the token's key, v): every layout, also one that splits the vocabulary, draws the
+same replacements from the same keys.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.randomness import hash_uint64
 
 _CHUNK = 1 << 19
 """Logits looked at once: their noise stays in a core's cache."""
 
 _GOLDEN, _FIRST, _SECOND = -1640531527, 0x21F0AAAD, -749094293
 """An odd constant that spreads the pieces, and the factors of a 32-bit finaliser of SplitMix's kind."""
-
-
-def sample_keys(sequence_ids: np.ndarray, position_ids: np.ndarray, seed: int, step: int) -> Tensor:
-    """int64 `[batch, seq]`: what each token's Gumbel noise grows from, on the CPU."""
-    keys = hash_uint64(seed, "replace", np.uint64(step), sequence_ids, position_ids)
-    return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32).astype(np.int64))
 
 
 def gumbel_argmax(logits: Tensor, keys: Tensor, first_piece: int = 0) -> tuple[Tensor, Tensor]:

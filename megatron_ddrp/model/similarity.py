@@ -1,4 +1,4 @@
-"""MTH = MLM + α1·TCD + α2·HCD ("Better Pre-Training by Reducing Representation Confusion", eq. 17–19).
+"""Mean pairwise cosines of tokens and of heads: the terms TCD and HCD of MTH (eq. 17, 18), and what f(S), f(H) measure.
 
 TCD is the mean cosine of the last hidden states of n′ sampled tokens, HCD that of the pre-softmax logits of m′ sampled
 heads, averaged over layers. Means over pairs come from closed forms, exact and without a pairwise matrix:
@@ -6,100 +6,18 @@ heads, averaged over layers. Means over pairs come from closed forms, exact and 
     Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
     ⟨A¹,A²⟩ = ⟨Q¹ᵀQ², K¹ᵀK²⟩ for content-only heads, d×d matrices, padded rows zeroed.
 
-Open readings: the paper draws TCD's tokens "uniformly in sequence order", which may mean evenly spaced tokens; ours are
-random without replacement. HCD compares all learned terms of the logits, TUPE's bias B included, although one B serves
-all layers.
+A flattened head is the vector of its valid×valid entries; padding never enters.
 
-A flattened head is the vector of its valid×valid entries; padding never enters. Sampling is a pure function of (seed,
-step, layer | sequence, position), so every layout, rank and resumed run draws the same. n′ = 0 or m′ = 0 means all.
+Open reading: HCD compares all learned terms of the logits, TUPE's bias B included, although one B serves all layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.objectives.electra import sample_keys
-
 SMALLEST_NORM = 1e-12
 """Below this a vector counts as zero and its cosine with anything as 0."""
-
-
-@dataclass(frozen=True)
-class Draws:
-    """What TCD and HCD look at in one step. Their shapes say, without waiting for a device, what there is to do."""
-
-    token_mask: Tensor
-    """int64 `[batch, documents, seq]`: 1 at the tokens of TCD, by the documents of a row; `[batch, documents, 0]`
-    switches TCD off."""
-    heads: Tensor
-    """int64 `[layers, m′]` head numbers, ascending; `[layers, 0]` switches HCD off."""
-    sample_keys: Tensor | None = None
-    """int64 `[batch, seq]`: what ELECTRA samples its replacements by; None under other objectives."""
-
-    @classmethod
-    def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
-        """Neither term."""
-        return cls(
-            torch.empty(batch_size, 1, 0, dtype=torch.long, device=device),
-            torch.empty(num_layers, 0, dtype=torch.long, device=device),
-        )
-
-
-def draw(
-    document_ids: np.ndarray,
-    sequence_ids: np.ndarray,
-    position_ids: np.ndarray,
-    objective: ObjectiveConfig,
-    model: ModelConfig,
-    seed: int,
-    step: int,
-) -> Draws:
-    """The draws of one micro-batch (arrays `[batch, seq]`) at one step, on the CPU."""
-    num_documents = max(1, int(document_ids.max()))
-    draws = Draws.none(len(document_ids), model.num_layers)
-    token_mask, heads = draws.token_mask.expand(-1, num_documents, -1), draws.heads
-    if objective.tcd_weight:
-        token_mask = torch.from_numpy(
-            np.stack(
-                [
-                    sample_tokens(document_ids == number, sequence_ids, position_ids, objective.tcd_tokens, seed, step)
-                    for number in range(1, num_documents + 1)
-                ],
-                axis=1,
-            )
-        )
-    if objective.hcd_weight:
-        heads = torch.from_numpy(
-            sample_heads(model.num_layers, model.num_attention_heads, objective.hcd_heads, seed, step)
-        )
-    keys = sample_keys(sequence_ids, position_ids, seed, step) if objective.generates else None
-    return Draws(token_mask, heads, keys)
-
-
-def sample_tokens(
-    valid: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, count: int, seed: int, step: int
-) -> np.ndarray:
-    """int64 `[batch, seq]`: 1 at `count` valid tokens of each row, without replacement; all where fewer or 0."""
-    if count == 0:
-        return valid.astype(np.int64)
-    keys = hash_uint64(seed, "tcd", np.uint64(step), sequence_ids, position_ids)  # [batch, seq]
-    keys[~valid] = np.iinfo(np.uint64).max
-    rank = keys.argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable")  # place of each token in random order
-    return ((rank < count) & valid).astype(np.int64)
-
-
-def sample_heads(num_layers: int, num_heads: int, count: int, seed: int, step: int) -> np.ndarray:
-    """int64 `[layers, count]`: a fresh draw of heads for each layer, ascending; all of them where `count` is 0."""
-    count = count or num_heads
-    layer, head = np.meshgrid(np.arange(num_layers), np.arange(num_heads), indexing="ij")
-    keys = hash_uint64(seed, "hcd", np.uint64(step), layer, head)  # [layers, heads]
-    return np.sort(keys.argsort(axis=-1, kind="stable")[:, :count], axis=-1).astype(np.int64)
 
 
 def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:

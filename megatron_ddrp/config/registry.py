@@ -1,0 +1,105 @@
+"""The registry of position encodings and objectives: a name, the choice of a flag, and where its class is.
+
+The tables hold text, so that the command line and `--help` need no torch; a class is imported when it is asked for.
+`--plugin FILE.py` adds the classes of a file to them. Such a file names what it brings:
+
+    ENCODINGS = {"my-encoding": MyEncoding}     # subclasses of megatron_ddrp.model.positions.PositionEncoding
+    OBJECTIVES = {"my-objective": MyObjective}  # subclasses of megatron_ddrp.objectives.contract.Objective
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+_POSITIONS = "megatron_ddrp.model.positions"
+
+ENCODINGS = {
+    "absolute": f"{_POSITIONS}.absolute:Absolute",
+    "bert-r": f"{_POSITIONS}.bert_r:BertR",
+    "tupe-a": f"{_POSITIONS}.tupe:TupeA",
+    "tupe-r": f"{_POSITIONS}.tupe:TupeR",
+    "deberta": f"{_POSITIONS}.deberta:Deberta",
+    "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
+}
+"""Value of `--position-encoding` → "module:Class"."""
+
+OBJECTIVES = {
+    "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
+    "mth": "megatron_ddrp.objectives.mth:Mth",
+    "electra": "megatron_ddrp.objectives.electra:Electra",
+}
+"""Value of `--objective` → "module:Class"."""
+
+PLUGINS: dict[str, Path] = {}
+"""Name of an encoding or objective that a plug-in brought → its file."""
+
+
+def encoding_class(name: str) -> Any:
+    """Return the class of a position encoding; raise `UserError` for an unknown name."""
+    return _registered(name, ENCODINGS, "--position-encoding")
+
+
+def objective_class(name: str) -> Any:
+    """Return the class of an objective; raise `UserError` for an unknown name."""
+    return _registered(name, OBJECTIVES, "--objective")
+
+
+def _registered(name: str, table: dict[str, str], flag: str) -> Any:
+    if name not in table:
+        raise UserError(
+            f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py brings",
+            WRONG_ARGUMENTS,
+        )
+    module, _, class_name = table[name].partition(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
+def load_plugin(path: Path) -> None:
+    """Run a Python file and add the encodings and objectives that it names to the tables.
+
+    Loading the same file twice does nothing more. Raises `UserError` where the file cannot be run, brings nothing, or
+    takes a name that is in use.
+    """
+    path = path.resolve()
+    if path in PLUGINS.values():
+        return
+    brought = {}
+    module = _run(path)
+    for table_name, table in (("ENCODINGS", ENCODINGS), ("OBJECTIVES", OBJECTIVES)):
+        for name, own_class in getattr(module, table_name, {}).items():
+            if name in table:
+                raise _refusal(path, f"{table_name} names {name!r}, which is taken: choose another name")
+            if not isinstance(own_class, type):
+                raise _refusal(path, f"{table_name}[{name!r}] is {own_class!r:.60}: expected a class")
+            setattr(module, own_class.__name__, own_class)
+            brought[name] = table, f"{module.__name__}:{own_class.__name__}"
+    if not brought:
+        raise _refusal(path, "brings nothing: expected ENCODINGS = {name: class} or OBJECTIVES = {name: class} in it")
+    for name, (table, place) in brought.items():
+        table[name] = place
+        PLUGINS[name] = path
+
+
+def _run(path: Path) -> Any:
+    """Import a file as a module of its own."""
+    name = f"megatron_ddrp_plugin_{len(PLUGINS)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise _refusal(path, "cannot be read: expected a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _refusal(path, f"{type(error).__name__}: {error}") from error
+    return module
+
+
+def _refusal(path: Path, reason: str) -> UserError:
+    return UserError(f"--plugin {path}: {reason}", WRONG_ARGUMENTS)
