@@ -32,7 +32,7 @@ ENCODINGS = {
 OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
     "mth": "megatron_ddrp.objectives.mth:Mth",
-    "electra": "megatron_ddrp.objectives.electra:Electra",
+    "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
 }
 """Value of `--objective` → "module:Class"."""
 

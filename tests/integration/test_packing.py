@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_ddrp.engine.losses import count_sequences
 from torch import Tensor
 
 from megatron_ddrp.arguments import parse_arguments
@@ -16,7 +17,6 @@ from megatron_ddrp.config import ENCODINGS, Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.engine.losses import count_sequences
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.objectives.draws import draw
