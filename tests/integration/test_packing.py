@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_ddrp.engine.losses import count_sequences
 from torch import Tensor
 
 from megatron_ddrp.arguments import parse_arguments
@@ -19,7 +18,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.objectives.contract import count_sequences, make_objective
 from tests.integration.launch import read_rows, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
@@ -91,7 +90,8 @@ def test_losses_and_gradients_of_a_global_batch(
 
 def test_sequences_are_counted_by_document() -> None:
     document_ids = np.array([[1, 1, 2, 3, 3], [1, 2, 2, 0, 0], [1, 1, 1, 1, 1], [1, 2, 3, 4, 5], [0, 0, 0, 0, 0]])
-    assert count_sequences(document_ids) == 2 + 1 + 1 + 0 + 0
+    nothing = np.zeros_like(document_ids)
+    assert count_sequences(Batch(nothing, nothing, document_ids, nothing, nothing, nothing)) == 2 + 1 + 1 + 0 + 0
 
 
 @pytest.mark.parametrize(
