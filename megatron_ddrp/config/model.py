@@ -71,6 +71,11 @@ class ModelConfig:
         if self.relative_distance is None:
             distance = encoding_class(self.position_encoding).relative_distance
             object.__setattr__(self, "relative_distance", distance)
+        elif self.position_encoding in ENCODINGS and encoding_class(self.position_encoding).relative_distance is None:
+            refuse(
+                f"--relative-distance {self.relative_distance} with --position-encoding {self.position_encoding}, "
+                "which has no relative embeddings: leave the distance out"
+            )
         if self.position_encoding == "absolute" and self.absolute_embedding is False:
             refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")
         if self.absolute_embedding is (self.position_encoding == "absolute"):
