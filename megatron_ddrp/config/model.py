@@ -68,14 +68,6 @@ class ModelConfig:
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
     def __post_init__(self) -> None:
-        if self.relative_distance is None:
-            distance = encoding_class(self.position_encoding).relative_distance
-            object.__setattr__(self, "relative_distance", distance)
-        elif self.position_encoding in ENCODINGS and encoding_class(self.position_encoding).relative_distance is None:
-            refuse(
-                f"--relative-distance {self.relative_distance} with --position-encoding {self.position_encoding}, "
-                "which has no relative embeddings: leave the distance out"
-            )
         if self.position_encoding == "absolute" and self.absolute_embedding is False:
             refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")
         if self.absolute_embedding is (self.position_encoding == "absolute"):
@@ -87,6 +79,22 @@ class ModelConfig:
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                 f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
             )
+        if self.position_encoding in ENCODINGS or self.relative_distance is None:
+            self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
+
+    def _ask_encoding(self) -> None:
+        """Take the encoding's default distance; refuse a distance or sizes that the encoding cannot serve."""
+        encoding, name = encoding_class(self.position_encoding), f"--position-encoding {self.position_encoding}"
+        if self.relative_distance is None:
+            object.__setattr__(self, "relative_distance", encoding.relative_distance)
+        elif encoding.relative_distance is None:
+            refuse(
+                f"--relative-distance {self.relative_distance} with {name}, which has no relative embeddings: "
+                "leave the distance out"
+            )
+        reason = encoding.refusal(self)
+        if reason is not None:
+            refuse(f"{name}: {reason}")
 
     @property
     def head_dim(self) -> int:

@@ -78,6 +78,13 @@ def test_a_distance_is_refused_for_an_encoding_that_takes_none(monkeypatch):
         ModelConfig(position_encoding="bert-r", relative_distance=8)
 
 
+def test_sizes_that_an_encoding_cannot_serve_are_refused_by_its_reason(monkeypatch):
+    monkeypatch.setattr(encoding_class("bert-r"), "refusal", lambda sizes: f"heads are {sizes.head_dim} wide")
+    with pytest.raises(UserError, match=r"^--position-encoding bert-r: heads are 64 wide$") as caught:
+        ModelConfig(position_encoding="bert-r")
+    assert caught.value.exit_code == 2
+
+
 def test_the_absolute_embedding_is_said_in_one_way():
     for encoding, same in (("absolute", True), ("ddrp", False)):
         assert ModelConfig(position_encoding=encoding, absolute_embedding=same) == ModelConfig(

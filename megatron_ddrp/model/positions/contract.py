@@ -160,6 +160,11 @@ class PositionEncoding(nn.Module):
         return ()
 
     @staticmethod
+    def refusal(config: Sizes) -> str | None:
+        """Say in one line why the encoding cannot serve a model of these sizes; None where it can."""
+        return None
+
+    @staticmethod
     def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
         """Name the tensors that `forward` gave."""
         return PositionTerms(scale=config.head_dim**-0.5)
