@@ -102,7 +102,7 @@ def register_own() -> None:
 
 
 CASES = [(name, table) for name in (*ENCODINGS, *OWN) for table in ("shared", "per-layer")]
-NOTHING_LEARNED = [name for name in ENCODINGS if not any(encoding_class(name)(tiny_config()).parameters())]
+NOTHING_LEARNED = [name for name in ENCODINGS if not list(encoding_class(name)(tiny_config()).parameters())]
 WAYS: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {
     "sampled heads": (((0, 3), (1, 2)), False),
     "all heads, parts of rows, recomputed": ((tuple(range(4)),) * 2, True),
