@@ -33,7 +33,7 @@ class ModelConfig:
     position_encoding: str = option(
         "ddrp",
         "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
-        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's",
+        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's, rope rotary positions",
         choices=ENCODINGS,
     )
     relative_distance: int = option(  # None is resolved below

@@ -26,6 +26,7 @@ ENCODINGS = {
     "tupe-r": f"{_POSITIONS}.tupe:TupeR",
     "deberta": f"{_POSITIONS}.deberta:Deberta",
     "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
+    "rope": f"{_POSITIONS}.rope:Rope",
 }
 """Value of `--position-encoding` → "module:Class"."""
 
