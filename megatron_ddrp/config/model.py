@@ -33,12 +33,13 @@ class ModelConfig:
     position_encoding: str = option(
         "ddrp",
         "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
-        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's, rope rotary positions",
+        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's, rope rotary positions, "
+        "t5 one learned number per bucket of distances and head",
         choices=ENCODINGS,
     )
     relative_distance: int = option(  # None is resolved below
         None,
-        "r_s: relative distances from here on share one embedding (default: 64; for tupe-r 128, its released code's)",
+        "r_s: relative distances from here on share one embedding (default: 64; for tupe-r and t5 128, as released)",
         within=COUNT,
     )
     relative_table: str = option(

@@ -27,6 +27,7 @@ ENCODINGS = {
     "deberta": f"{_POSITIONS}.deberta:Deberta",
     "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
     "rope": f"{_POSITIONS}.rope:Rope",
+    "t5": f"{_POSITIONS}.t5:T5",
 }
 """Value of `--position-encoding` → "module:Class"."""
 
