@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -9,11 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import State
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+"""`LayerPositions.rotate`."""
 
 
 class SelfAttention(nn.Module):
@@ -41,9 +46,7 @@ class SelfAttention(nn.Module):
         """Return the context in which dropout draws for these heads."""
         return nullcontext()
 
-    def cosine_apart(
-        self, query: Tensor, key: Tensor, terms: PositionTerms, state: State, heads: Tensor
-    ) -> Tensor | None:
+    def cosine_apart(self, attending: Attending) -> Tensor | None:
         """Return HCD's cosine `[batch, documents]` where it takes heads that are not here.
 
         None leaves it to the backend, which has the logits at hand.
@@ -58,20 +61,22 @@ class SelfAttention(nn.Module):
         """The inverse of `split`, projected: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""
         return self.output(context.transpose(1, 2).flatten(2))
 
-    def forward(self, hidden: Tensor, terms: PositionTerms, state: State, layer: int) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
+    ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
         backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
         hidden = self.enter(hidden)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
-        dropout = self.dropout if self.training else 0.0
-        heads, documents = state.heads[layer], (state.inputs.batch.document_ids, state.inputs.draws.num_documents)
-        apart = self.cosine_apart(query, key, terms, state, heads) if len(heads) else None
+        batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
+        query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
+        documents = (batch.document_ids, state.inputs.draws.num_documents)
+        attending = Attending(query, key, value, terms, documents[0], state.heads[layer], dropout, documents[1])
+        apart = self.cosine_apart(attending) if len(attending.heads) else None
         if apart is not None:
-            heads = heads[:0]
+            attending = attending._replace(heads=attending.heads[:0])
         with self.own_randomness():
-            context, cosine = backend_function(backend)(
-                query, key, value, terms, documents[0], heads, dropout, documents[1]
-            )
+            context, cosine = backend_function(backend)(attending)
         return self.merge(context), cosine if apart is None else apart
 
 
@@ -109,7 +114,8 @@ class EncoderLayer(nn.Module):
         self.norm_before = config.layernorm_position == "pre"
 
     def forward(self, state: State) -> State:
-        attended, cosine = self.attention(self._attention_input(state.hidden), self.terms(state), state, self.number)
+        source, rotate = self._attention_input(state.hidden), self.layer_position.rotate
+        attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
         state = state._replace(hidden=self._join(state.hidden, attended))
         if cosine is not None:
             state = state._replace(head_cosine=state.head_cosine + self._hcd_share(cosine, state))
@@ -123,8 +129,11 @@ class EncoderLayer(nn.Module):
         attention, terms = self.attention, self.terms(state)
         source = attention.enter(self._attention_input(state.hidden))
         key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
+        rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
+        key = rotate(key, state.inputs.batch.position_ids)
         for _ in range(times):
             query = attention.split(attention.query(attention.enter(self._attention_input(queries))))
+            query = rotate(query, own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
                 context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
@@ -136,6 +145,8 @@ class EncoderLayer(nn.Module):
         attention = self.attention
         source = attention.enter(self._attention_input(state.hidden))
         query, key = (attention.split(projection(source)) for projection in (attention.query, attention.key))
+        rotate = self.layer_position.rotate
+        query, key = rotate(query, state.inputs.batch.position_ids), rotate(key, state.inputs.batch.position_ids)
         return attention_logits(query, key, self.terms(state))
 
     def terms(self, state: State) -> PositionTerms:

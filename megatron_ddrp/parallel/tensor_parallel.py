@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.encoder import FeedForward, SelfAttention
-from megatron_ddrp.model.positions import LayerPositions, PositionEncoding, PositionTerms
-from megatron_ddrp.model.stages import State
+from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.collectives import all_reduced, copy_to_ranks, sum_of_ranks
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
@@ -46,11 +46,9 @@ class SelfAttentionOfRanks(SelfAttention):
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
 
-    def cosine_apart(
-        self, query: Tensor, key: Tensor, terms: PositionTerms, state: State, heads: Tensor
-    ) -> Tensor | None:
-        cosine = CosineOfAllRanks(self.ranks, bool(self.encoding.by_head or self.encoding.layer_part.by_head))
-        return cosine(query, key, terms, heads, state.inputs.batch.document_ids, state.inputs.draws.num_documents)
+    def cosine_apart(self, attending: Attending) -> Tensor:
+        has_parts_by_head = bool(self.encoding.by_head or self.encoding.layer_part.by_head)
+        return CosineOfAllRanks(self.ranks, has_parts_by_head)(attending)
 
 
 class FeedForwardOfRanks(FeedForward):
