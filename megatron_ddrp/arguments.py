@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 from megatron_ddrp.config import Config, concerns, flag
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -58,8 +58,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         if not dry_run:
             parser.error(f"{flag(name)} goes with --dry-run: a run takes its ranks from the launcher")
         check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
-    for launcher_flag in ("local_rank", "deepspeed"):
-        given.pop(launcher_flag, None)
+    for done_with in ("local_rank", "deepspeed", "plugin"):
+        given.pop(done_with, None)
     values = from_file | given
     sections = {
         concern: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
@@ -100,6 +100,7 @@ def build_parser() -> ArgumentParser:
         default=argparse.SUPPRESS,
         help="with --dry-run: refuse a layout of which a rank needs more than so many GiB",
     )
+    add_plugin_flag(run)
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
         parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for section in concerns().values():

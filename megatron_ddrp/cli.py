@@ -9,8 +9,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ddrp.config.registry import load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS
 
 
@@ -35,7 +37,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
-        return super().parse_known_args([self._spelling(word) for word in words[:end]] + words[end:], namespace)
+        words = [self._spelling(word) for word in words[:end]] + words[end:]
+        if "--plugin" in self._option_string_actions:  # its names are choices of other flags
+            scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            scout.add_argument("--plugin", action="append", nargs="?", type=Path, default=[])
+            for path in scout.parse_known_args(words)[0].plugin:
+                load_plugin(path or Path())
+        return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -58,3 +66,15 @@ class ArgumentParser(argparse.ArgumentParser):
             if candidate in known:
                 return candidate + equals + value
         return word
+
+
+def add_plugin_flag(parser: Any) -> None:
+    """Add `--plugin` to a parser or a group of its arguments; `parse_args` loads the files."""
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        metavar="FILE.py",
+        default=argparse.SUPPRESS,
+        help="a Python file with position encodings or objectives of your own (ENCODINGS = {name: class}, OBJECTIVES = "
+        "{name: class}); may be given several times. Its code is run",
+    )

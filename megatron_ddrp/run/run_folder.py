@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,15 @@ from types import TracebackType
 
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, save_config
+from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, Tokenizer
 from megatron_ddrp.errors import UserError, refusals_as_user_errors
 from megatron_ddrp.run import stopping
 
 LOCK = "lock"
+
+PLUGIN_FOLDER = "plugins"
+"""Copies of the files that `--plugin` loaded. They are a record: nothing here ever runs them."""
 
 
 @contextlib.contextmanager
@@ -65,6 +70,7 @@ class RunFolder:
             stopping.forget_exit_code(self.path)
             save_config(self._config, self.path)
             self._tokenizer.save(self.path / TOKENIZER)
+            self._keep_plugins()
         return self
 
     def __exit__(
@@ -75,6 +81,14 @@ class RunFolder:
     def _hold(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._held.enter_context(sole_writer(self.path))
+
+    def _keep_plugins(self) -> list[str]:
+        """Copy the files that `--plugin` loaded, for the record, where they are not there yet; return their names."""
+        missing = [path for path in set(PLUGINS.values()) if not (self.path / PLUGIN_FOLDER / path.name).is_file()]
+        for path in missing:
+            (self.path / PLUGIN_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(path, self.path / PLUGIN_FOLDER / path.name)
+        return [f"{PLUGIN_FOLDER}/{path.name}" for path in missing]
 
     def restore(self) -> list[str]:
         """Write again what somebody deleted of the folder, and return its names.
@@ -94,4 +108,4 @@ class RunFolder:
         if not all((folder / name).is_file() for name in (DESCRIPTION_FILE, self._tokenizer.file_name)):
             self._tokenizer.save(folder)
             written.append(TOKENIZER)
-        return written
+        return written + self._keep_plugins()
