@@ -143,9 +143,9 @@ def exact_values(folder: Path) -> dict[str, str]:
     values: dict[str, str] = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        for key in row.keys() - BY_THE_CLOCK:
-            value = row[key]
-            values[f"step {row['iteration']}: {key}"] = value.hex() if isinstance(value, float) else repr(value)
+        for key, value in row.items():
+            if key not in BY_THE_CLOCK:
+                values[f"step {row['iteration']}: {key}"] = value.hex() if isinstance(value, float) else repr(value)
     for path in sorted(folder.glob("iter_*/*.safetensors")):
         for name, tensor in load_file(path).items():
             values[f"{path.name}: {name}"] = hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
@@ -160,9 +160,9 @@ def first_difference(base: Path, head: Path) -> str | None:
             return f"{folder.parent.name} failed: {error[-1] if error else 'no message'}"
     ours, theirs = exact_values(head), exact_values(base)
     assert len(theirs) > 50, f"{base} holds {len(theirs)} values: the run was not whole"
-    for name in sorted(theirs):
-        if ours.get(name) != theirs[name]:
-            return f"{name} was {theirs[name]}, is {ours.get(name, 'missing')}"
+    for name, value in theirs.items():
+        if ours.get(name) != value:
+            return f"{name} was {value}, is {ours.get(name, 'missing')}"
     return None
 
 
