@@ -13,20 +13,14 @@ electra    ELECTRA's step ÷ (a masked-LM step of the generator + a replaced-tok
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 import torch
-from measure import median_interval, time_rounds, verdict
+from arms import Step, full_rows, model_config, on_device, training_step
+from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 from torch import nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.electra import generator_config
@@ -43,19 +37,14 @@ ELECTRA = ObjectiveConfig(objective="electra")
 
 
 def make_batch(rows: int) -> Batch:
-    """Full rows of random tokens, 15 % of them predicted, two-piece rare words at random places."""
+    """Return full rows of random tokens with two-piece rare words at random places (numpy)."""
     rng = np.random.default_rng(SEED)
-    ids = rng.integers(1000, 30522, (rows, SEQ))
-    labels = np.where(rng.random((rows, SEQ)) < 0.15, ids, IGNORED_LABEL)
-    notes = np.zeros_like(ids)
+    notes = np.zeros((rows, SEQ), np.int64)
     for row in range(rows):
         for place in rng.choice(SEQ // 2 - 1, SEQ // TOKENS_A_WORD, replace=False) * 2 + 1:
             notes[row, place] = rng.integers(1, NUM_WORDS)
             notes[row, place + 1] = -notes[row, place]
-    ones, zeros = np.ones_like(ids), np.zeros_like(ids)
-    positions = np.broadcast_to(np.arange(SEQ), ids.shape).copy()
-    sequences = np.broadcast_to(np.arange(rows)[:, None], ids.shape).copy()
-    return Batch(ids, labels, ones, positions, zeros, sequences, notes)
+    return full_rows(rows, SEQ)._replace(note_ids=notes)
 
 
 class Alone(nn.Module):
@@ -80,90 +69,72 @@ class Alone(nn.Module):
         return self.head(packed)[self.place]
 
 
-def stepper(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """Forward, backward and AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def run() -> None:
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
-
-
-def note_arms(config: ModelConfig, arrays: Batch, device: torch.device) -> dict[str, Callable[[], None]]:
+def note_arms(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
+    """Return a masked-LM step twice, and one that reads and takes notes."""
     objective = ObjectiveConfig(objective="mlm", notes=True)
-    model = build_model(config, objective=objective).to(device)
+    model = build_model(config, objective=objective).to(DEVICE)
     hashes = np.arange(NUM_WORDS, dtype=np.uint64)
     words = RareWords(hashes, np.full(NUM_WORDS, 100), np.arange(NUM_WORDS), np.arange(1, NUM_WORDS + 1))
     notes = NoteDictionary(words, config.hidden_size, objective)
     notes.met[:] = True
-    draws = Draws.none(len(arrays.input_ids), config.num_layers, device)
-
-    def batch() -> Batch:
-        return arrays.map(lambda array: torch.from_numpy(array).to(device))
+    draws = Draws.none(len(arrays.input_ids), config.num_layers, DEVICE)
 
     def with_notes() -> torch.Tensor:
         inputs, found = notes.inputs(arrays)
-        sums, taken = model(batch(), draws, inputs.to(device))
+        sums, taken = model(on_device(arrays), draws, inputs.to(DEVICE))
         notes.update(np.stack([found.words, found.sequence_ids, found.position_ids], axis=1), taken.cpu())
         return sums[0] / 600
 
     def plain() -> torch.Tensor:
-        return model(batch(), draws)[0] / 600
+        return model(on_device(arrays), draws)[0] / 600
 
-    return {"plain": stepper(model, plain), "A/A": stepper(model, plain), "notes": stepper(model, with_notes)}
+    losses = {"plain": plain, "A/A": plain, "notes": with_notes}
+    return {name: training_step(model, loss) for name, loss in losses.items()}
 
 
-def electra_arms(config: ModelConfig, arrays: Batch, device: torch.device) -> dict[str, Callable[[], None]]:
-    batch = arrays.map(lambda array: torch.from_numpy(array).to(device))
-    none = Draws.none(len(arrays.input_ids), config.num_layers, device)
-    draws = Draws(
-        none.token_mask, none.heads, sample_keys(arrays.sequence_ids, arrays.position_ids, SEED, 1).to(device)
-    )
-    weights = torch.zeros(NUM_ELECTRA_SUMS, device=device)
+def electra_arms(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
+    """Return ELECTRA's step, and those of its generator and discriminator as models of their own."""
+    batch = on_device(arrays)
+    none = Draws.none(len(arrays.input_ids), config.num_layers, DEVICE)
+    keys = sample_keys(arrays.sequence_ids, arrays.position_ids, SEED, 1).to(DEVICE)
+    draws = Draws(none.token_mask, none.heads, keys)
+    weights = torch.zeros(NUM_ELECTRA_SUMS, device=DEVICE)
     weights[0], weights[RTD] = 1 / 600, 50 / 4096
-    whole = build_model(config, objective=ELECTRA).to(device)
-    generator, discriminator = (Alone(config, generates).to(device) for generates in (True, False))
+    whole = build_model(config, objective=ELECTRA).to(DEVICE)
+    generator, discriminator = (Alone(config, generates).to(DEVICE) for generates in (True, False))
     ids = (batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
     masked = (*ids, batch.labels, none.token_mask, none.heads)
-    targets = (torch.rand(batch.labels.shape, device=device) < 0.12).long()
+    targets = (torch.rand(batch.labels.shape, device=DEVICE) < 0.12).long()
     judged = (*ids, targets, none.token_mask, none.heads)
     return {
-        "generator": stepper(generator, lambda: generator(masked) / 600),
-        "discriminator": stepper(discriminator, lambda: discriminator(judged) * 50 / 4096),
-        "electra": stepper(whole, lambda: (whole(batch, draws) * weights).sum()),
+        "generator": training_step(generator, lambda: generator(masked) / 600),
+        "discriminator": training_step(discriminator, lambda: discriminator(judged) * 50 / 4096),
+        "electra": training_step(whole, lambda: (whole(batch, draws) * weights).sum()),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8, help="rows of 512 tokens (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
-    parser.add_argument("--parts", nargs="+", default=["notes", "electra"], choices=("notes", "electra"))
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=8, help="rows of 512 tokens")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds")
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="probabilities")
+    parser.add_argument("--parts", nargs="+", default=["notes", "electra"], choices=("notes", "electra"), help="parts")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.rows} x {SEQ} tokens")
     arrays = make_batch(arguments.rows)
     for dropout in arguments.dropout:
         torch.manual_seed(SEED)
-        config = ModelConfig(
-            num_layers=4, position_encoding="absolute", hidden_dropout=dropout, attention_dropout=dropout
-        )
+        config = model_config("absolute", SEQ, dropout)
         if "notes" in arguments.parts:
-            seconds = time_rounds(note_arms(config, arrays, device), arguments.rounds, warm_up=1)
+            seconds = time_rounds(note_arms(config, arrays), arguments.rounds, warm_up=1)
             print(f"dropout {dropout}, plain step {np.median(seconds['plain']):.2f} s; ratios [95 %]:")
-            print(f"  A/A      {median_interval(seconds['A/A'] / seconds['plain'])}")
-            ratio = median_interval(seconds["notes"] / seconds["plain"])
-            print(f"  notes    {ratio}   {verdict(ratio, BOUND)}", flush=True)
+            print_ratio("A/A", seconds["A/A"] / seconds["plain"])
+            print_ratio("notes", seconds["notes"] / seconds["plain"], BOUND)
         if "electra" in arguments.parts:
-            seconds = time_rounds(electra_arms(config, arrays, device), arguments.rounds, warm_up=1)
+            seconds = time_rounds(electra_arms(config, arrays), arguments.rounds, warm_up=1)
             apart = seconds["generator"] + seconds["discriminator"]
             print(f"dropout {dropout}, generator + discriminator {np.median(apart):.2f} s; ratio [95 %]:")
-            ratio = median_interval(seconds["electra"] / apart)
-            print(f"  electra  {ratio}   {verdict(ratio, BOUND)}", flush=True)
+            print_ratio("electra", seconds["electra"] / apart, BOUND)
 
 
 if __name__ == "__main__":
