@@ -7,13 +7,13 @@ version has no sum and is read without that check; its keys and types are checke
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
@@ -51,11 +51,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write state.json with its own sum, on disk at return."""
-    with (path / STATE).open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write state.json of one checkpoint with its own sum."""
+    with AtomicFile(path / STATE) as stream:
+        stream.write((json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n").encode())
 
 
 def _checked(state: Any, folder: str) -> dict[str, Any]:
