@@ -37,12 +37,12 @@ The same command with --load run goes on where it stopped. --dry-run shows what 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: Config
     dry_run: bool
     world_size: int | None = None
-    """Ranks that a dry run assumes; None = those that a launcher announced."""
+    """Number of ranks that a dry run assumes; None = as many as a launcher announced."""
     device_memory: float | None = None
     """GiB of a device that a dry run must fit into."""
 
@@ -69,7 +69,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
 
 
 def build_parser() -> ArgumentParser:
-    """One argument group a dataclass, one flag a field made by `option`."""
+    """Return the parser: one argument group per dataclass, one flag per field made by `option`."""
     parser = ArgumentParser(
         prog="pretrain_bert.py",
         usage="deepspeed pretrain_bert.py --data-path P --vocab-file FILE [flags]",
@@ -131,7 +131,7 @@ def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
 
 
 def _plain_type(hint: Any) -> type:
-    """`int | None` → `int`; `tuple[str, ...]`, a flag of several words, → `str`."""
+    """Turn `int | None` into `int`, and `tuple[str, ...]`, a flag of several words, into `str`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return _plain_type(next(member for member in typing.get_args(hint) if member is not type(None)))
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
