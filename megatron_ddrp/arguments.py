@@ -75,33 +75,29 @@ def build_parser() -> ArgumentParser:
         usage="deepspeed pretrain_bert.py --data-path P --vocab-file FILE [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
+        argument_default=argparse.SUPPRESS,
     )
     run = parser.add_argument_group("Run")
-    run.add_argument(
-        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML with flag names as keys; flags win"
-    )
+    run.add_argument("--config", metavar="FILE", help="YAML with flag names as keys; flags win")
     run.add_argument(
         "--dry-run",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="print the resolved configuration, parameters, memory by ZeRO stage and steps; touch nothing",
     )
     run.add_argument(
         "--world-size",
         type=int,
         metavar="N",
-        default=argparse.SUPPRESS,
         help="with --dry-run: as if N ranks were started (default: as many as the launcher or WORLD_SIZE says, else 1)",
     )
     run.add_argument(
         "--device-memory",
         type=float,
         metavar="GIB",
-        default=argparse.SUPPRESS,
         help="with --dry-run: refuse a layout of which a rank needs more than so many GiB",
     )
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
-        parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
     for section in concerns().values():
         group = parser.add_argument_group(section.__doc__)
         hints = typing.get_type_hints(section)
@@ -114,7 +110,7 @@ def build_parser() -> ArgumentParser:
 def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
     text = f.metadata["help"]
     if kind is bool:  # --no-… too, since flags win over --config
-        group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         return
     if f.default is not None and "default" not in text:
         text += f" (default: {f.default})"
@@ -122,7 +118,6 @@ def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
     group.add_argument(
         flag(f.name),
         type=kind,
-        default=argparse.SUPPRESS,
         choices=f.metadata.get("choices"),
         nargs=f.metadata.get("nargs"),
         metavar=metavar,
