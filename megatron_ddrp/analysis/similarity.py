@@ -30,7 +30,7 @@ class Similarity:
     token_similarity: float
     """f(S)."""
     head_similarity_by_layer: tuple[float, ...]
-    """The inner part of f(H), from the first layer to the last."""
+    """Terms of f(H), from the first layer to the last."""
     sentences: int
 
     @property
@@ -57,7 +57,7 @@ def measure_similarity(model: Encoder, batches: Iterable[Batch]) -> Similarity:
 
 @torch.no_grad()
 def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sums over the sentences of a batch, one a row: of the tokens' mean cosine, and of the heads' `[layers]`."""
+    """Return sums over the sentences of a batch: the tokens' mean cosine, and the heads' per layer, `[layers]`."""
     config, device = model.config, batch.document_ids.device
     all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
     token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]

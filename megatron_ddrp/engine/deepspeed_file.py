@@ -1,4 +1,4 @@
-"""The file of `--deepspeed_config`: read, checked key by key against DeepSpeed's own models, laid over the flags."""
+"""Read the file of `--deepspeed_config`, check each key against DeepSpeed's own models, and lay it over the flags."""
 
 from __future__ import annotations
 

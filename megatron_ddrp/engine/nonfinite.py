@@ -27,12 +27,7 @@ class FiniteSteps:
     """Takes training steps, and counts those that were skipped in a row."""
 
     def __init__(
-        self,
-        engine: Any,
-        config: Config,
-        ranks: Ranks,
-        say: Callable[[str], None],
-        notes: NoteDictionary | None = None,
+        self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None], notes: NoteDictionary | None = None
     ) -> None:
         self.engine, self.config, self.ranks, self.say, self.notes = engine, config, ranks, say, notes
         self.skipped = 0
