@@ -18,7 +18,7 @@ STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check endurance
+.PHONY: help setup quickstart lint test check endurance
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,13 +40,15 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP) ## text → tokenizer → pre-training → export → fine-tuning → report, in about 6 minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" OUT='$(OUT)' CORPUS='$(CORPUS)' bash examples/quickstart.sh
 
-test: $(STAMP) ## the whole test suite, under 15 minutes on 2 cores
-	$(PYTEST)
-
-check: $(STAMP) ## lint, format, types and the fast tests
+lint: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
+
+test: $(STAMP) ## the whole test suite, under 15 minutes on 2 cores
+	$(PYTEST)
+
+check: lint ## lint, format, types and the fast tests
 	$(PYTEST) -m 'not slow'
 
 endurance: $(STAMP) ## hours: fifty kills, a thousand damaged files, every layout against one process; writes tables in docs/

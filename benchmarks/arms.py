@@ -1,4 +1,4 @@
-"""What `step.py` times: whole training steps, ours and transformers', and the work in which encodings differ.
+"""What the benchmarks time: whole training steps, ours and transformers', and the work in which encodings differ.
 
 4 layers × 768, 12 heads, vocabulary 30,522, rows of random tokens.
 """
@@ -9,29 +9,43 @@ import multiprocessing
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
+from measure import DEVICE
+from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
-from megatron_ddrp.model.bert import first_tensors
+from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.similarity import token_cosine
-from megatron_ddrp.model.stages import Draws
-from megatron_ddrp.objectives.draws import draw
+from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.host_memory import keep_freed_memory
 
 SEED, VOCABULARY, LAYERS, HIDDEN, HEADS = 1234, 30522, 4, 768, 12
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[], None]
 
 
+def model_config(encoding: str, seq: int, dropout: float, emd: bool = False) -> ModelConfig:
+    """Return the shape of our model in every benchmark."""
+    return ModelConfig(
+        num_layers=LAYERS,
+        seq_length=seq,
+        position_encoding=encoding,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        deberta_emd=emd,
+    )
+
+
 def make_rows(lengths: np.ndarray, seq: int) -> Batch:
-    """Rows of random tokens of these lengths, padded to `seq`, 15 % of the tokens predicted."""
+    """Return rows of random tokens of these lengths, padded to `seq`, 15 % of the tokens predicted (numpy)."""
     rng = np.random.default_rng(SEED)
     place = np.arange(seq)
     valid = place < lengths[:, None]  # [rows, seq]
@@ -41,50 +55,58 @@ def make_rows(lengths: np.ndarray, seq: int) -> Batch:
     return Batch(ids, labels, valid.astype(np.int64), place * valid, np.zeros_like(ids), number * valid)
 
 
+def full_rows(rows: int, seq: int) -> Batch:
+    """Return rows of random tokens without padding (numpy)."""
+    return make_rows(np.full(rows, seq), seq)
+
+
 def on_device(arrays: Batch) -> Batch:
+    """Return a batch of numpy arrays as tensors on the device."""
     return arrays.map(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE))
 
 
-def our_step(encoding: str, objective: str, arrays: Batch, dropout: float, emd: bool = False) -> Step:
-    """One training step of our model."""
-    torch.manual_seed(SEED)
-    config = ModelConfig(
-        num_layers=LAYERS,
-        seq_length=arrays.input_ids.shape[1],
-        position_encoding=encoding,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        deberta_emd=emd,
-    )
-    settings = ObjectiveConfig(objective=objective)
-    model = build_model(config).to(DEVICE)
+def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
+    """Return a step: forward, backward and AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    batch = on_device(arrays)
-    sequences = len(np.unique(arrays.sequence_ids[arrays.document_ids > 0]))
-    counts = torch.tensor([int((arrays.labels != IGNORED_LABEL).sum()), sequences, sequences], device=DEVICE)
-    weights = torch.tensor(settings.weights, device=DEVICE) / counts
-    numbers = iter(range(10**9))
 
     def run() -> None:
-        drawn = draw(
-            arrays.document_ids, arrays.sequence_ids, arrays.position_ids, settings, config, SEED, next(numbers)
-        )
-        draws = Draws(drawn.token_mask.to(DEVICE), drawn.heads.to(DEVICE))
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            loss = (model(batch, draws).sums * weights).sum()
-        loss.backward()
+            value = loss()
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return run
 
 
+def new_draws(arrays: Batch, settings: ObjectiveConfig, config: ModelConfig) -> Callable[[], Draws]:
+    """Return a function that draws TCD's tokens and HCD's heads anew for each step."""
+    steps = iter(range(10**9))
+    objective = make_objective(settings)
+
+    def next_draws() -> Draws:
+        drawn = objective.draw(arrays, config, SEED, next(steps))
+        return Draws(drawn.token_mask.to(DEVICE), drawn.heads.to(DEVICE))
+
+    return next_draws
+
+
+def our_step(config: ModelConfig, settings: ObjectiveConfig, arrays: Batch) -> Step:
+    """Return one training step of our model."""
+    torch.manual_seed(SEED)
+    model, objective = build_model(config, objective=settings).to(DEVICE), make_objective(settings)
+    batch, draws = on_device(arrays), new_draws(arrays, settings, config)
+    shares = [term.weight / objective.counts[term.per](arrays) for term in objective.terms]
+    weights = torch.tensor(shares, device=DEVICE)
+    return training_step(model, lambda: (model(batch, draws()).sums * weights).sum())
+
+
 def transformers_step(kind: str, arrays: Batch, dropout: float) -> Step:
-    """One training step of BertForMaskedLM or DebertaForMaskedLM."""
+    """Return one training step of BertForMaskedLM or DebertaForMaskedLM."""
     from transformers import BertConfig, BertForMaskedLM, DebertaConfig, DebertaForMaskedLM
 
     torch.manual_seed(SEED)
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "num_hidden_layers": LAYERS,
         "hidden_size": HIDDEN,
@@ -94,27 +116,24 @@ def transformers_step(kind: str, arrays: Batch, dropout: float) -> Step:
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
     }
+    model: Any
     if kind == "bert":
         model = BertForMaskedLM(BertConfig(**common))
     else:
-        disentangled = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 64}
+        disentangled: dict[str, Any] = {
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "max_relative_positions": 64,
+        }
         model = DebertaForMaskedLM(DebertaConfig(**common, **disentangled, position_biased_input=False))
     model = model.to(DEVICE).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     batch = on_device(arrays)
-
-    def run() -> None:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            loss = model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), labels=batch.labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
+    mask = (batch.document_ids > 0).long()
+    return training_step(model, lambda: model(batch.input_ids, attention_mask=mask, labels=batch.labels).loss)
 
 
 def step_apart(keeps_memory: bool, make: Callable[..., Step], *arguments: object) -> Step:
-    """The step that `make(*arguments)` gives, in a process of its own, which keeps freed memory or not."""
+    """Return the step that `make(*arguments)` returns, run in a process of its own that keeps freed memory or not."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=_serve, args=(there, keeps_memory, make, arguments), daemon=True).start()
@@ -139,25 +158,28 @@ def _serve(asked: Connection, keeps_memory: bool, make: Callable[..., Step], arg
             asked.send(None)
 
 
-def added_parts(encoding: str, arrays: Batch, dropout: float) -> dict[str, Step]:
-    """Forward and backward of one layer's attention without and with HCD, and of the encoding once a pass."""
-    config = ModelConfig(position_encoding=encoding, seq_length=arrays.input_ids.shape[1], attention_dropout=dropout)
+def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
+    """Return forward and backward of one layer's attention, without and with HCD, and of the encoding once a pass.
+
+    Their names are `ENCODING`, `ENCODING hcd` and, where the encoding acts in the logits, `ENCODING once`.
+    """
+    encoding, dropout = config.position_encoding, config.attention_dropout
     module = encoding_class(encoding)(config).to(DEVICE)
     layer_part = module.layer_part(config).to(DEVICE)
     name, _ = resolve_backend("auto", DEVICE, module.in_logits, dropout)
-    document_ids = torch.from_numpy(arrays.document_ids).to(DEVICE)
-    position_ids = torch.from_numpy(arrays.position_ids).to(DEVICE)
-    shape = (*document_ids.shape, HEADS, HIDDEN // HEADS)
+    batch = on_device(arrays)
+    shape = (*batch.document_ids.shape, HEADS, HIDDEN // HEADS)
     query, key, value, gradient = (torch.randn(shape, device=DEVICE).transpose(1, 2) for _ in range(4))
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    tensors = tuple(x.detach().requires_grad_() for x in module(position_ids))
+    tensors = tuple(x.detach().requires_grad_() for x in module(batch.position_ids))
 
     def attention(heads: list[int]) -> Step:
         chosen = torch.tensor(heads, dtype=torch.long, device=DEVICE)
 
         def run() -> None:
             terms = module.terms(config, layer_part(tensors))
-            context, cosine = backend_function(name)(Attending(*inputs, terms, document_ids, chosen, dropout))
+            attending = Attending(*inputs, terms, batch.document_ids, chosen, dropout)
+            context, cosine = backend_function(name)(attending)
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine.mean()).backward()
             for tensor in (*inputs, *tensors):
@@ -166,47 +188,39 @@ def added_parts(encoding: str, arrays: Batch, dropout: float) -> dict[str, Step]
         return run
 
     def once() -> None:
-        outputs = [x for x in module(position_ids) if x.requires_grad]
+        outputs = [x for x in module(batch.position_ids) if x.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
-    parts = {f"{encoding}": attention([]), f"{encoding} hcd": attention([3, 8])}
+    parts = {encoding: attention([]), f"{encoding} hcd": attention([3, 8])}
     return parts | ({f"{encoding} once": once} if module.in_logits else {})
 
 
-def sampled_tcd(arrays: Batch) -> Step:
-    """Forward and backward of TCD over 50 tokens a sequence, from the last hidden states."""
-    document_ids = torch.from_numpy(arrays.document_ids).to(DEVICE)
-    hidden = torch.randn(*document_ids.shape, HIDDEN, device=DEVICE, requires_grad=True)
-    settings, config = ObjectiveConfig(objective="mth"), ModelConfig()
-    numbers = iter(range(10**9))
+def tcd(settings: ObjectiveConfig, arrays: Batch) -> Step:
+    """Return forward and backward of TCD from the last hidden states."""
+    draws = new_draws(arrays, settings, ModelConfig())
+    hidden = torch.randn(*arrays.document_ids.shape, HIDDEN, device=DEVICE, requires_grad=True)
 
     def run() -> None:
-        drawn = draw(
-            arrays.document_ids, arrays.sequence_ids, arrays.position_ids, settings, config, SEED, next(numbers)
-        )
-        token_cosine(hidden, drawn.token_mask.to(DEVICE)).sum().backward()
+        token_cosine(hidden, draws().token_mask).sum().backward()
         hidden.grad = None
 
     return run
 
 
-def mask_decoder(arrays: Batch, dropout: float) -> Step:
-    """Forward and backward of DeBERTa's enhanced mask decoder: what it adds between the last layer and the head."""
-    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    seq = arrays.input_ids.shape[1]
-    model = build_model(ModelConfig(num_layers=LAYERS, seq_length=seq, position_encoding="deberta", **dropouts))
-    *first, decoding = model.to(DEVICE).stages()
+def mask_decoder(config: ModelConfig, arrays: Batch) -> Step:
+    """Return forward and backward of DeBERTa's enhanced mask decoder, between the last layer and the head."""
+    model = build_model(config).to(DEVICE)
+    *first, decoding = model.stages()
     assert isinstance(decoding, DecodingStage)
     batch = on_device(arrays)
-    tensors = first_tensors(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE))
     with torch.no_grad():
-        for stage in first:
-            tensors = stage(tensors)
-    inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
+        state = run_stages(first, Inputs(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
+    hidden = state.hidden.requires_grad_()
+    position = tuple(x.requires_grad_() for x in state.position)
 
     def run() -> None:
-        decoding.decoder(inputs, decoding.last_layer).sum().backward()
-        for tensor in (*inputs, *model.parameters()):
+        decoding.decoder(state, decoding.last_layer).sum().backward()
+        for tensor in (hidden, *position, *model.parameters()):
             tensor.grad = None
 
     return run

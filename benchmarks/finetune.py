@@ -15,30 +15,25 @@ ours.
 
 from __future__ import annotations
 
-import argparse
-import sys
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
-import torch
-from measure import median_interval, time_rounds, verdict
+from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 
 from megatron_ddrp.tasks.glue.data import Encoded
-from megatron_ddrp.tasks.glue.encoder import HuggingFaceEncoder
 from megatron_ddrp.tasks.glue.finetune import FineTuning
+from megatron_ddrp.tasks.glue.huggingface import HuggingFaceEncoder
 from megatron_ddrp.tasks.glue.runs import Run
 
 BATCH, VOCABULARY, BOUND = 32, 8192, 1.0
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_rows(batches: int) -> Encoded:
-    """Random pieces; lengths spread like MRPC's (about 53 pieces, 20 to 90)."""
+    """Return rows of random pieces; lengths spread like MRPC's (about 53 pieces, 20 to 90)."""
     rng = np.random.default_rng(0)
     lengths = rng.normal(53, 14, batches * BATCH).clip(20, 90).astype(int)
     pieces = [[2, *rng.integers(5, VOCABULARY, length - 2).tolist(), 3] for length in lengths]
@@ -47,7 +42,7 @@ def make_rows(batches: int) -> Encoded:
 
 
 def make_config(layers: int, hidden: int) -> Any:
-    """A BERT of transformers."""
+    """Return the configuration of a BERT of transformers."""
     from transformers import BertConfig
 
     return BertConfig(
@@ -60,7 +55,7 @@ def make_config(layers: int, hidden: int) -> Any:
 
 
 def ours(config: Any, rows: Encoded, order: list[np.ndarray]) -> Callable[[], None]:
-    """Our step on the next batch of `order`."""
+    """Return our step on the next batch of `order`."""
     from transformers import BertModel
 
     run = Run("MRPC", BATCH, 3e-5, 1000, 1, 128, encoder="", data="", micro_batch_size=BATCH)
@@ -70,10 +65,10 @@ def ours(config: Any, rows: Encoded, order: list[np.ndarray]) -> Callable[[], No
 
 
 def theirs(config: Any, rows: Encoded, order: list[np.ndarray], folder: str) -> Callable[[], None]:
-    """The Trainer's step on the next batch of `order`: what its inner loop does, without its logging."""
+    """Return the Trainer's step on the next batch of `order`: what its inner loop does, without its logging."""
     from transformers import (
         BertForSequenceClassification,
-        BertTokenizerFast,
+        BertTokenizer,
         DataCollatorWithPadding,
         Trainer,
         TrainingArguments,
@@ -81,11 +76,11 @@ def theirs(config: Any, rows: Encoded, order: list[np.ndarray], folder: str) -> 
 
     vocabulary = Path(folder) / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) + "\n")
-    collate = DataCollatorWithPadding(BertTokenizerFast(str(vocabulary)))
+    collate = DataCollatorWithPadding(BertTokenizer(str(vocabulary)))
     settings = TrainingArguments(
         folder, per_device_train_batch_size=BATCH, learning_rate=3e-5, max_grad_norm=1.0, report_to=[], seed=1
     )
-    trainer = Trainer(BertForSequenceClassification(config), settings)
+    trainer: Any = Trainer(BertForSequenceClassification(config), settings)
     trainer.create_optimizer_and_scheduler(num_training_steps=1000 * len(order))
     trainer.current_gradient_accumulation_steps = 1  # its loop sets this
     model = trainer.accelerator.prepare(trainer.model)
@@ -106,22 +101,16 @@ def theirs(config: Any, rows: Encoded, order: list[np.ndarray], folder: str) -> 
 
 
 def cycle(step: Callable[[np.ndarray], None], order: list[np.ndarray]) -> Callable[[], None]:
-    """A call does the next batch, again from the first after the last."""
-    done = 0
-
-    def one() -> None:
-        nonlocal done
-        step(order[done % len(order)])
-        done += 1
-
-    return one
+    """Return a function that steps on the next batch, again on the first after the last."""
+    batches = itertools.cycle(order)
+    return lambda: step(next(batches))
 
 
 def main() -> None:
     """Time both and print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=60, help="rounds")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="layers of the BERT")
     parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64")
     options = parser.parse_args()
     rows = make_rows(8)
@@ -139,9 +128,8 @@ def main() -> None:
     print(f"{options.layers} layers x {options.hidden}, batches of {BATCH} rows, {DEVICE.type}, {options.pairs} rounds")
     for name, values in seconds.items():
         print(f"{name:12} {1e3 * np.median(values):8.1f} ms")
-    print(f"A/A          {median_interval(seconds['ours again'] / seconds['ours'])}")
-    ratio = median_interval(seconds["ours"] / seconds["Trainer"])
-    print(f"ours / Trainer: {ratio} {verdict(ratio, BOUND)}")
+    print_ratio("A/A", seconds["ours again"] / seconds["ours"])
+    print_ratio("ours / Trainer", seconds["ours"] / seconds["Trainer"], BOUND)
 
 
 if __name__ == "__main__":

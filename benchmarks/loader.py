@@ -6,23 +6,19 @@
 
 A step is what one rank makes: shuffle, read, mask, pack or pad, all fields of the batch, in one thread and without
 torch. Tokens are those that are not padding; predicted ones are the masked 15 %. A figure is the median over the rounds
-with a bootstrap 95 % interval; the rounds of all arms are interleaved. The bound is 1 million tokens a second.
+with a bootstrap 95 % interval; the rounds of all arms are interleaved. The bound is 1 million tokens a second. Flags
+that this script does not have are those of pretrain_bert.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import resource
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from measure import median_interval, time_rounds
+from measure import benchmark_parser, median_interval, time_rounds
 
-from megatron_ddrp.config import Config
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.loader import BatchLoader
@@ -32,31 +28,23 @@ from megatron_ddrp.data.dataset.dataset_index import DatasetIndex
 from megatron_ddrp.data.dataset.index_faults import index_faults
 
 BOUND = 1e6
+SEQ_LENGTH = 512
+"""Tokens of a sequence of the index."""
 STEPS = 4
 """Global batches a round."""
 
 
 def count_tokens(loader: BatchLoader) -> tuple[int, int]:
-    """(tokens, predicted tokens) of the steps of a round."""
+    """Return (tokens, predicted tokens) of the steps of a round."""
     batches = [batch for step in range(STEPS) for batch in loader.step(step * loader.global_batch_size)]
     tokens = sum(int((batch.document_ids > 0).sum()) for batch in batches)
     return tokens, sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
 
 
-def compare_loaders(arguments: argparse.Namespace) -> None:
-    """Print tokens a second of each masking, packed and one document a row."""
-    data = {
-        "data_path": arguments.data_path,
-        "tokenizer_type": arguments.tokenizer_type,
-        "vocab_file": arguments.vocab_file,
-        "tokenizer_model": arguments.tokenizer_model,
-        "split": "1,0,0",
-    }
-    config = Config().replace(
-        data=data,
-        model={"seq_length": arguments.seq_length},
-        training={"global_batch_size": arguments.global_batch_size, "micro_batch_size": arguments.micro_batch_size},
-    )
+def compare_loaders(words: list[str], rounds: int) -> None:
+    """Print tokens a second of each masking, packed and one document a row, for flags of pretrain_bert.py."""
+    sizes = ["--global-batch-size", "256", "--micro-batch-size", "32"]
+    config = parse_arguments([*sizes, "--split", "1,0,0", *words]).config
     loaders = {}
     for masking in MASKINGS:
         for packing in (False, True):
@@ -67,8 +55,9 @@ def compare_loaders(arguments: argparse.Namespace) -> None:
     def arm(loader: BatchLoader):
         return lambda: [loader.step(step * loader.global_batch_size) for step in range(STEPS)]
 
-    seconds = time_rounds({name: arm(loader) for name, loader in loaders.items()}, arguments.rounds)
-    print(f"{arguments.tokenizer_type}, rows of {arguments.seq_length}, one thread; million tokens a second [95 %]:")
+    seconds = time_rounds({name: arm(loader) for name, loader in loaders.items()}, rounds)
+    rows = f"{config.data.tokenizer_type}, rows of {config.model.seq_length}"
+    print(f"{rows}, one thread; million tokens a second [95 %]:")
     slowest = np.inf
     for name, loader in loaders.items():
         tokens, predicted = count_tokens(loader)
@@ -102,16 +91,16 @@ def time_index(num_documents: int, seq_length: int) -> None:
         sizes[begin : begin + chunk] = random.lognormal(5.3, 1.1, len(sizes[begin : begin + chunk]))
     dataset = SyntheticIndex(sizes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.perf_counter()
+    start = time.perf_counter()
     totals = sample_totals(dataset, seq_length)  # type: ignore[arg-type]
-    built = time.perf_counter() - begin
+    built = time.perf_counter() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
     index = SampleIndex(dataset, (0, num_documents), seq_length, totals)  # type: ignore[arg-type]
     chosen = random.integers(0, len(index), 256)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(20):
         index.lengths(chosen)
-    found = (time.perf_counter() - begin) / 20
+    found = (time.perf_counter() - start) / 20
     print(
         f"{num_documents:,} documents, {len(index):,} samples: built in {built:.2f} s, {totals.nbytes / 2**20:.1f} MiB "
         f"kept, {peak:.0f} MiB more at the peak; 256 samples found in {found * 1e3:.2f} ms"
@@ -119,21 +108,14 @@ def time_index(num_documents: int, seq_length: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", nargs="+", metavar="[WEIGHT] P", help="as of pretrain_bert.py")
-    parser.add_argument("--tokenizer-type", default="BertWordPieceLowerCase", help="(default: %(default)s)")
-    parser.add_argument("--vocab-file", metavar="FILE")
-    parser.add_argument("--tokenizer-model", metavar="FILE")
-    parser.add_argument("--seq-length", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=32, help="(default: %(default)s)")
-    parser.add_argument("--global-batch-size", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--index-documents", type=float, nargs="+", default=[], metavar="N")
-    arguments = parser.parse_args()
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=100, help="rounds")
+    parser.add_argument("--index-documents", type=float, nargs="+", default=[], metavar="N", help="build such an index")
+    arguments, words = parser.parse_known_args()
     for count in arguments.index_documents:
-        time_index(int(count), arguments.seq_length)
-    if arguments.data_path:
-        compare_loaders(arguments)
+        time_index(int(count), SEQ_LENGTH)
+    if words:
+        compare_loaders(words, arguments.rounds)
 
 
 if __name__ == "__main__":

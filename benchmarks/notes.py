@@ -13,27 +13,26 @@ electra    ELECTRA's step ÷ (a masked-LM step of the generator + a replaced-tok
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import Any
 
 import numpy as np
 import torch
-from measure import median_interval, time_rounds, verdict
+from arms import Step, full_rows, model_config, on_device, training_step
+from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 from torch import nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.electra import generator_config
+from megatron_ddrp.model.bert import run_stages
+from megatron_ddrp.model.electra import SampleKeys, generator_config
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.heads import MaskedLMHead, ReplacedTokenHead
-from megatron_ddrp.model.stages import NUM_ELECTRA_SUMS, RTD, Draws, StageState
-from megatron_ddrp.objectives.draws import sample_keys
+from megatron_ddrp.model.notes import NoteInputs
+from megatron_ddrp.model.replacing import rtd_sums
+from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 
 SEQ, SEED, NUM_WORDS, TOKENS_A_WORD = 512, 1234, 20_000, 125
@@ -42,19 +41,14 @@ ELECTRA = ObjectiveConfig(objective="electra")
 
 
 def make_batch(rows: int) -> Batch:
-    """Full rows of random tokens, 15 % of them predicted, two-piece rare words at random places."""
+    """Return full rows of random tokens with two-piece rare words at random places (numpy)."""
     rng = np.random.default_rng(SEED)
-    ids = rng.integers(1000, 30522, (rows, SEQ))
-    labels = np.where(rng.random((rows, SEQ)) < 0.15, ids, IGNORED_LABEL)
-    notes = np.zeros_like(ids)
+    notes = np.zeros((rows, SEQ), np.int64)
     for row in range(rows):
         for place in rng.choice(SEQ // 2 - 1, SEQ // TOKENS_A_WORD, replace=False) * 2 + 1:
             notes[row, place] = rng.integers(1, NUM_WORDS)
             notes[row, place + 1] = -notes[row, place]
-    ones, zeros = np.ones_like(ids), np.zeros_like(ids)
-    positions = np.broadcast_to(np.arange(SEQ), ids.shape).copy()
-    sequences = np.broadcast_to(np.arange(rows)[:, None], ids.shape).copy()
-    return Batch(ids, labels, ones, positions, zeros, sequences, notes)
+    return full_rows(rows, SEQ)._replace(note_ids=notes)
 
 
 class Alone(nn.Module):
@@ -62,107 +56,86 @@ class Alone(nn.Module):
 
     def __init__(self, config: ModelConfig, generates: bool) -> None:
         super().__init__()
-        self.tokens = Embeddings(config)
+        self.tokens, objective = Embeddings(config), make_objective(ObjectiveConfig(objective="mlm"))
         own = generator_config(config, ELECTRA) if generates else config
-        whole = build_model(own)
         self.embeddings = Embeddings(own, shared=self.tokens) if generates else self.tokens
-        self.layers = whole.layers
-        self.head = MaskedLMHead(own, self.tokens.token) if generates else ReplacedTokenHead(own)
-        self.place = 0 if generates else RTD
+        self.layers = build_model(own).layers
+        self.head: Any = ReplacedTokenHead(own, objective)
+        if generates:
+            self.head = MaskedLMHead(own, self.tokens.token, objective)
 
-    def forward(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        state = StageState.unpack(self.embeddings(tensors))
-        sums = state.losses if self.place == 0 else state.losses.new_zeros(NUM_ELECTRA_SUMS)
-        packed = state._replace(losses=sums).pack()
-        for layer in self.layers:
-            packed = layer(packed)
-        return self.head(packed)[self.place]
-
-
-def stepper(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """Forward, backward and AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def run() -> None:
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        state = run_stages((self.embeddings, *self.layers), inputs)
+        if isinstance(self.head, MaskedLMHead):
+            return self.head(state).sums[0]
+        return rtd_sums(self.head.logits(state.hidden), inputs.batch.labels)[0]
 
 
-def note_arms(config: ModelConfig, arrays: Batch, device: torch.device) -> dict[str, Callable[[], None]]:
+def note_arms(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
+    """Return a masked-LM step twice, and one that reads and takes notes."""
     objective = ObjectiveConfig(objective="mlm", notes=True)
-    model = build_model(config, objective=objective).to(device)
+    model = build_model(config, objective=objective).to(DEVICE)
     hashes = np.arange(NUM_WORDS, dtype=np.uint64)
     words = RareWords(hashes, np.full(NUM_WORDS, 100), np.arange(NUM_WORDS), np.arange(1, NUM_WORDS + 1))
     notes = NoteDictionary(words, config.hidden_size, objective)
     notes.met[:] = True
-    draws = Draws.none(len(arrays.input_ids), config.num_layers, device)
-
-    def batch() -> Batch:
-        return arrays.map(lambda array: torch.from_numpy(array).to(device))
+    draws = Draws.none(len(arrays.input_ids), config.num_layers, DEVICE)
 
     def with_notes() -> torch.Tensor:
         inputs, found = notes.inputs(arrays)
-        sums, taken = model(batch(), draws, inputs.to(device)).sums
+        sums, taken = model(on_device(arrays), draws, NoteInputs(*(x.to(DEVICE) for x in inputs)))
         notes.update(np.stack([found.words, found.sequence_ids, found.position_ids], axis=1), taken.cpu())
         return sums[0] / 600
 
     def plain() -> torch.Tensor:
-        return model(batch(), draws).sums[0] / 600
+        return model(on_device(arrays), draws).sums[0] / 600
 
-    return {"plain": stepper(model, plain), "A/A": stepper(model, plain), "notes": stepper(model, with_notes)}
+    losses = {"plain": plain, "A/A": plain, "notes": with_notes}
+    return {name: training_step(model, loss) for name, loss in losses.items()}
 
 
-def electra_arms(config: ModelConfig, arrays: Batch, device: torch.device) -> dict[str, Callable[[], None]]:
-    batch = arrays.map(lambda array: torch.from_numpy(array).to(device))
-    none = Draws.none(len(arrays.input_ids), config.num_layers, device)
-    draws = Draws(
-        none.token_mask, none.heads, sample_keys(arrays.sequence_ids, arrays.position_ids, SEED, 1).to(device)
-    )
-    weights = torch.zeros(NUM_ELECTRA_SUMS, device=device)
-    weights[0], weights[RTD] = 1 / 600, 50 / 4096
-    whole = build_model(config, objective=ELECTRA).to(device)
-    generator, discriminator = (Alone(config, generates).to(device) for generates in (True, False))
-    ids = (batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
-    masked = (*ids, batch.labels, none.token_mask, none.heads)
-    targets = (torch.rand(batch.labels.shape, device=device) < 0.12).long()
-    judged = (*ids, targets, none.token_mask, none.heads)
+def electra_arms(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
+    """Return ELECTRA's step, and those of its generator and discriminator as models of their own."""
+    batch = on_device(arrays)
+    objective = make_objective(ELECTRA)
+    none = Draws.none(len(arrays.input_ids), config.num_layers, DEVICE)
+    drawn = objective.draw_own(arrays, SEED, 1)
+    draws = none._replace(own=SampleKeys(drawn.keys.to(DEVICE)))
+    divisors = {"lm_loss": 1 / 600, "rtd_loss": 50 / 4096}
+    weights = torch.tensor([divisors.get(name, 0.0) for name in objective.sum_names], device=DEVICE)
+    whole = build_model(config, objective=ELECTRA).to(DEVICE)
+    generator, discriminator = (Alone(config, generates).to(DEVICE) for generates in (True, False))
+    targets = (torch.rand(batch.labels.shape, device=DEVICE) < 0.12).long()
+    masked, judged = Inputs(batch, none), Inputs(batch._replace(labels=targets), none)
     return {
-        "generator": stepper(generator, lambda: generator(masked) / 600),
-        "discriminator": stepper(discriminator, lambda: discriminator(judged) * 50 / 4096),
-        "electra": stepper(whole, lambda: (whole(batch, draws).sums * weights).sum()),
+        "generator": training_step(generator, lambda: generator(masked) / 600),
+        "discriminator": training_step(discriminator, lambda: discriminator(judged) * 50 / 4096),
+        "electra": training_step(whole, lambda: (whole(batch, draws).sums * weights).sum()),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8, help="rows of 512 tokens (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
-    parser.add_argument("--parts", nargs="+", default=["notes", "electra"], choices=("notes", "electra"))
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=8, help="rows of 512 tokens")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds")
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="probabilities")
+    parser.add_argument("--parts", nargs="+", default=["notes", "electra"], choices=("notes", "electra"), help="parts")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.rows} x {SEQ} tokens")
     arrays = make_batch(arguments.rows)
     for dropout in arguments.dropout:
         torch.manual_seed(SEED)
-        config = ModelConfig(
-            num_layers=4, position_encoding="absolute", hidden_dropout=dropout, attention_dropout=dropout
-        )
+        config = model_config("absolute", SEQ, dropout)
         if "notes" in arguments.parts:
-            seconds = time_rounds(note_arms(config, arrays, device), arguments.rounds, warm_up=1)
+            seconds = time_rounds(note_arms(config, arrays), arguments.rounds, warm_up=1)
             print(f"dropout {dropout}, plain step {np.median(seconds['plain']):.2f} s; ratios [95 %]:")
-            print(f"  A/A      {median_interval(seconds['A/A'] / seconds['plain'])}")
-            ratio = median_interval(seconds["notes"] / seconds["plain"])
-            print(f"  notes    {ratio}   {verdict(ratio, BOUND)}", flush=True)
+            print_ratio("A/A", seconds["A/A"] / seconds["plain"])
+            print_ratio("notes", seconds["notes"] / seconds["plain"], BOUND)
         if "electra" in arguments.parts:
-            seconds = time_rounds(electra_arms(config, arrays, device), arguments.rounds, warm_up=1)
+            seconds = time_rounds(electra_arms(config, arrays), arguments.rounds, warm_up=1)
             apart = seconds["generator"] + seconds["discriminator"]
             print(f"dropout {dropout}, generator + discriminator {np.median(apart):.2f} s; ratio [95 %]:")
-            ratio = median_interval(seconds["electra"] / apart)
-            print(f"  electra  {ratio}   {verdict(ratio, BOUND)}", flush=True)
+            print_ratio("electra", seconds["electra"] / apart, BOUND)
 
 
 if __name__ == "__main__":

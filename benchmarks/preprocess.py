@@ -11,7 +11,6 @@ its time, with a bootstrap 95 % interval: 0.5 is twice as fast.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from measure import median_interval, time_rounds, verdict
+from measure import benchmark_parser, print_ratio, time_rounds
 
 OURS = str(Path(__file__).resolve().parents[1] / "tools" / "preprocess_data.py")
 BATCH = """
@@ -39,12 +38,12 @@ call(texts, add_special_tokens=False)
 
 
 def process(command: list[str]) -> Callable[[], object]:
-    """An arm that runs a command to its end."""
+    """Return an arm that runs a command to its end."""
     return lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--input", required=True, metavar="FILE", help="JSON lines with a text each, not packed")
     parser.add_argument("--vocab-file", required=True, metavar="FILE", help="an uncased vocab.txt")
     parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and processes, of every arm")
@@ -72,8 +71,7 @@ def main() -> None:
     print("our time ÷ theirs [95 %]:")
     bounds = {"encode_batch": 0.5, "encode_batch_fast": 0.5, "Megatron-LM": 0.1}
     for name, values in list(seconds.items())[1:]:
-        ratio = median_interval(seconds["ours"] / values)
-        print(f"  {name:<18} {ratio}   {verdict(ratio, bounds[name]) if name in bounds else ''}")
+        print_ratio(name, seconds["ours"] / values, bounds.get(name))
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
     print(f"largest process of any arm: {largest:.0f} MB resident")
 

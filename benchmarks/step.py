@@ -28,27 +28,25 @@ import argparse
 import multiprocessing
 import os
 import resource
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 from arms import (
-    DEVICE,
     LAYERS,
+    Step,
     added_parts,
+    full_rows,
     make_rows,
     mask_decoder,
+    model_config,
     our_step,
-    sampled_tcd,
     step_apart,
+    tcd,
     transformers_step,
 )
-from measure import median_interval, time_rounds, verdict
+from measure import DEVICE, benchmark_parser, median_interval, print_ratio, time_rounds
 
-from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.config import ENCODINGS, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.packing import join_samples, pack_rows
 from megatron_ddrp.data.batches.samples import SampleIndex
@@ -56,14 +54,20 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 
 BASE = "absolute mlm"
 WITH_DECODER = "deberta mlm, mask decoder on"
-BOUNDS = {
-    512: {"ddrp mlm": 1.06, "bert-r mlm": 1.06, "tupe-a mlm": 1.08, "tupe-r mlm": 1.08, "deberta mlm": 1.15},
-    128: {"ddrp mlm": 1.04, "bert-r mlm": 1.04, "tupe-a mlm": 1.08, "tupe-r mlm": 1.08, "deberta mlm": 1.15},
-}
+SLOWER = {"bert-r": 1.06, "tupe-a": 1.08, "tupe-r": 1.08, "deberta": 1.15, "ddrp": 1.06}
+BOUNDS = {512: SLOWER, 128: SLOWER | {"bert-r": 1.04, "ddrp": 1.04}}
+"""Tokens a row → encoding → bound of its masked-LM step ÷ plain BERT's."""
+MTH_BOUND = 1.02
+
+
+def arm(encoding: str, objective: str, arrays: Batch, dropout: float, emd: bool = False) -> Step:
+    """Return one training step of our model by the names of its encoding and objective."""
+    config = model_config(encoding, arrays.input_ids.shape[1], dropout, emd)
+    return our_step(config, ObjectiveConfig(objective=objective), arrays)
 
 
 def pack(samples: Batch, seq: int) -> Batch:
-    """The same documents, several in a row."""
+    """Return the same documents, several in a row."""
     lengths = samples.document_ids.sum(-1)
     rows = pack_rows(lengths, seq)
     order = np.concatenate([np.asarray(row) for row in rows])
@@ -72,75 +76,74 @@ def pack(samples: Batch, seq: int) -> Batch:
 
 
 def document_lengths(prefix: str, count: int, seq: int) -> np.ndarray:
-    """Lengths of `count` sequences of a dataset, evenly spaced over it."""
+    """Return the lengths of `count` sequences of a dataset, evenly spaced over it."""
     dataset = IndexedDataset(prefix)
     samples = SampleIndex(dataset, (0, dataset.num_documents), seq)
     return samples.lengths(np.linspace(0, len(samples) - 1, count).astype(np.int64))
 
 
 def evenly(batch: Batch, rows: int) -> Batch:
-    """Some rows of a batch: the middle one of each of as many equal parts."""
+    """Return some rows of a batch: the middle one of each of as many equal parts."""
     return batch.map(lambda array: array[(2 * np.arange(rows) + 1) * len(array) // (2 * rows)])
 
 
 def compare_encodings(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
-    arrays = make_rows(np.full(rows, seq), seq)
-    arms = {BASE: our_step("absolute", "mlm", arrays, dropout), "A/A": our_step("absolute", "mlm", arrays, dropout)}
+    arrays = full_rows(rows, seq)
+    arms = {name: arm("absolute", "mlm", arrays, dropout) for name in (BASE, "A/A")}
     for encoding in arguments.encodings:
         for objective in arguments.objectives:
-            arms.setdefault(f"{encoding} {objective}", our_step(encoding, objective, arrays, dropout))
+            arms.setdefault(f"{encoding} {objective}", arm(encoding, objective, arrays, dropout))
     if "deberta" in arguments.encodings:
-        arms[WITH_DECODER] = our_step("deberta", "mlm", arrays, dropout, emd=True)
+        arms[WITH_DECODER] = arm("deberta", "mlm", arrays, dropout, emd=True)
     seconds = time_rounds(arms, arguments.pairs, warm_up=1)
-    print(
-        f"{rows} x {seq} tokens, dropout {dropout}: plain BERT {np.median(seconds[BASE]):.3f} s a step; ratios [95 %]:"
-    )
+    base = seconds.pop(BASE)
+    print(f"{rows} x {seq} tokens, dropout {dropout}: plain BERT {np.median(base):.3f} s a step; ratios [95 %]:")
+    bounds = {f"{encoding} mlm": bound for encoding, bound in BOUNDS.get(seq, {}).items()}
     for name, values in seconds.items():
-        if name == BASE:
-            continue
-        ratio = median_interval(values / seconds[BASE])
-        bound = BOUNDS.get(seq, {}).get(name)
-        print(f"  {name:<30} {ratio}   {verdict(ratio, bound) if bound else ''}")
+        print_ratio(name, values / base, bounds.get(name))
+    seconds[BASE] = base
     for encoding in arguments.encodings:
         if {f"{encoding} mlm", f"{encoding} mth"} <= seconds.keys():
-            ratio = median_interval(seconds[f"{encoding} mth"] / seconds[f"{encoding} mlm"])
-            print(f"  {encoding + ': mth / mlm':<30} {ratio}   {verdict(ratio, 1.02)}")
+            print_ratio(f"{encoding}: mth / mlm", seconds[f"{encoding} mth"] / seconds[f"{encoding} mlm"], MTH_BOUND)
 
 
-def compare_added(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
-    arrays = make_rows(np.full(rows, seq), seq)
-    arms = {"A/A": added_parts("absolute", arrays, dropout)["absolute"], "tcd": sampled_tcd(arrays)}
+def time_added(arrays: Batch, dropout: float, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
+    """Return seconds `[rounds]` of each part that differs, and of the whole step that followed a part's rounds."""
+    seq = arrays.input_ids.shape[1]
+    arms = {"tcd": tcd(ObjectiveConfig(objective="mth"), arrays)}
     for encoding in dict.fromkeys(["absolute", *arguments.encodings]):
-        arms |= added_parts(encoding, arrays, dropout)
+        arms |= added_parts(model_config(encoding, seq, dropout), arrays)
+    arms["A/A"] = added_parts(model_config("absolute", seq, dropout), arrays)["absolute"]
     if "deberta" in arguments.encodings:
-        arms["mask decoder"] = mask_decoder(arrays, dropout)
-    whole = {BASE: our_step("absolute", "mlm", arrays, dropout)}
+        arms["mask decoder"] = mask_decoder(model_config("deberta", seq, dropout, emd=True), arrays)
+    whole = {BASE: arm("absolute", "mlm", arrays, dropout)}
     rounds = -(-arguments.added // arguments.base_steps)  # before each whole step: what both are is of the same minute
     timed = []
     for number in range(arguments.base_steps):
         timed.append(time_rounds(arms, rounds, warm_up=1 + (number == 0)))
         timed[-1][BASE] = np.repeat(time_rounds(whole, 1, warm_up=int(number == 0))[BASE], rounds)
-    parts = {name: np.concatenate([some[name] for some in timed]) for name in timed[0]}
-    step = parts[BASE]
+    return {name: np.concatenate([some[name] for some in timed]) for name in timed[0]}
+
+
+def compare_added(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
+    parts = time_added(full_rows(rows, seq), dropout, arguments)
+    step, plain = parts[BASE], parts["absolute"]
     base = f"plain BERT {step.min():.2f} to {step.max():.2f} s a step"
     print(f"{rows} x {seq} tokens, dropout {dropout}: {base}; 1 + added work ÷ step [95 %]:")
-    plain = parts["absolute"]
-    print(f"  {'A/A':<30} {median_interval(1 + LAYERS * (parts['A/A'] - plain) / step)}")
+    print_ratio("A/A", 1 + LAYERS * (parts["A/A"] - plain) / step)
     for encoding in arguments.encodings:
         attention, once = parts[encoding], parts.get(f"{encoding} once", np.zeros_like(step))
         extra = LAYERS * (attention - plain) + once
         if encoding != "absolute":
-            ratio, bound = median_interval(1 + extra / step), BOUNDS.get(seq, {}).get(f"{encoding} mlm")
-            print(f"  {encoding:<30} {ratio}   {verdict(ratio, bound) if bound else ''}")
+            print_ratio(encoding, 1 + extra / step, BOUNDS.get(seq, {}).get(encoding))
         if encoding == "deberta":
-            print(f"  {WITH_DECODER:<30} {median_interval(1 + (extra + parts['mask decoder']) / step)}")
+            print_ratio(WITH_DECODER, 1 + (extra + parts["mask decoder"]) / step)
         mth = LAYERS * (parts[f"{encoding} hcd"] - attention) + parts["tcd"]
-        ratio = median_interval(1 + mth / (step + extra))
-        print(f"  {encoding + ': mth / mlm':<30} {ratio}   {verdict(ratio, 1.02)}", flush=True)
+        print_ratio(f"{encoding}: mth / mlm", 1 + mth / (step + extra), MTH_BOUND)
 
 
 def compare_memory(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
-    """Peak memory of two steps, each arm in a process of its own.
+    """Print the peak memory of two steps, each arm in a process of its own.
 
     On a CPU glibc is told to map every tensor apart and to give it back when it is freed, so that the process's peak is
     what its tensors hold at their most. In a heap they leave gaps, some per cent more or fewer from run to run.
@@ -157,8 +160,8 @@ def compare_memory(rows: int, seq: int, dropout: float, arguments: argparse.Name
 
 
 def peak_memory(encoding: str, objective: str, rows: int, seq: int, dropout: float) -> int:
-    """Bytes at the highest point of two steps: of the device on a GPU, of this process on a CPU."""
-    run = our_step(encoding, objective, make_rows(np.full(rows, seq), seq), dropout)
+    """Return the bytes at the highest point of two steps: of the device on a GPU, of this process on a CPU."""
+    run = arm(encoding, objective, full_rows(rows, seq), dropout)
     for _ in range(2):
         run()
     if DEVICE.type == "cuda":
@@ -167,7 +170,7 @@ def peak_memory(encoding: str, objective: str, rows: int, seq: int, dropout: flo
 
 
 def compare_transformers(rows: int, seq: int, dropout: float, arguments: argparse.Namespace) -> None:
-    ours = theirs = make_rows(np.full(rows, seq), seq)
+    ours = theirs = full_rows(rows, seq)
     fewer_rows = 1.0
     print(f"{rows} x {seq} tokens, dropout {dropout}; speed-up in non-padding tokens a second [95 %]:")
     if arguments.lengths:
@@ -184,7 +187,7 @@ def compare_transformers(rows: int, seq: int, dropout: float, arguments: argpars
         kind = kinds[encoding]
         arms = {
             "theirs": step_apart(False, transformers_step, kind, theirs, dropout),
-            "ours": step_apart(True, our_step, encoding, "mlm", ours, dropout),
+            "ours": step_apart(True, arm, encoding, "mlm", ours, dropout),
         }
         seconds = time_rounds(arms, arguments.pairs)
         ratio = median_interval(fewer_rows * seconds["theirs"] / seconds["ours"])
@@ -193,27 +196,27 @@ def compare_transformers(rows: int, seq: int, dropout: float, arguments: argpars
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8x512", help="rows x tokens (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=100, help="rounds (default: %(default)s)")
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--shape", default="8x512", help="rows x tokens")
+    parser.add_argument("--pairs", type=int, default=100, help="rounds")
     parser.add_argument("--added", type=int, default=0, metavar="N", help="time the differing work N times instead")
-    parser.add_argument("--base-steps", type=int, default=7, help="whole steps among --added (default: %(default)s)")
+    parser.add_argument("--base-steps", type=int, default=7, help="whole steps among --added")
     parser.add_argument("--memory", action="store_true", help="compare peak memory instead")
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="(default: %(default)s)")
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1], help="probabilities")
     parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS)
     parser.add_argument("--objectives", nargs="+", default=["mlm", "mth"], choices=["mlm", "mth"])
     parser.add_argument("--against", choices=["encodings", "transformers"], default="encodings")
     parser.add_argument("--lengths", metavar="P", help="take the documents' lengths from this dataset")
-    parser.add_argument("--global-batch", type=int, default=1024, help="behind --lengths (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=1024, help="behind --lengths")
     arguments = parser.parse_args()
     rows, seq = (int(part) for part in arguments.shape.split("x"))
     print(f"torch {torch.__version__}, {DEVICE.type}, {torch.get_num_threads()} threads")
+    compare = compare_encodings
+    if arguments.against == "transformers":
+        compare = compare_transformers
+    elif arguments.memory or arguments.added:
+        compare = compare_memory if arguments.memory else compare_added
     for dropout in arguments.dropout:
-        compare = compare_encodings
-        if arguments.against == "transformers":
-            compare = compare_transformers
-        elif arguments.memory or arguments.added:
-            compare = compare_memory if arguments.memory else compare_added
         compare(rows, seq, dropout, arguments)
 
 

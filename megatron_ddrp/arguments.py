@@ -37,12 +37,12 @@ The same command with --load run goes on where it stopped. --dry-run shows what 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: Config
     dry_run: bool
     world_size: int | None = None
-    """Ranks that a dry run assumes; None = those that a launcher announced."""
+    """Number of ranks that a dry run assumes; None = as many as a launcher announced."""
     device_memory: float | None = None
     """GiB of a device that a dry run must fit into."""
 
@@ -69,40 +69,36 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
 
 
 def build_parser() -> ArgumentParser:
-    """One argument group a dataclass, one flag a field made by `option`."""
+    """Return the parser: one argument group per dataclass, one flag per field made by `option`."""
     parser = ArgumentParser(
         prog="pretrain_bert.py",
         usage="deepspeed pretrain_bert.py --data-path P --vocab-file FILE [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
+        argument_default=argparse.SUPPRESS,
     )
     run = parser.add_argument_group("Run")
-    run.add_argument(
-        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML with flag names as keys; flags win"
-    )
+    run.add_argument("--config", metavar="FILE", help="YAML with flag names as keys; flags win")
     run.add_argument(
         "--dry-run",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="print the resolved configuration, parameters, memory by ZeRO stage and steps; touch nothing",
     )
     run.add_argument(
         "--world-size",
         type=int,
         metavar="N",
-        default=argparse.SUPPRESS,
         help="with --dry-run: as if N ranks were started (default: as many as the launcher or WORLD_SIZE says, else 1)",
     )
     run.add_argument(
         "--device-memory",
         type=float,
         metavar="GIB",
-        default=argparse.SUPPRESS,
         help="with --dry-run: refuse a layout of which a rank needs more than so many GiB",
     )
     add_plugin_flag(run)
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
-        parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
     for section in concerns().values():
         group = parser.add_argument_group(section.__doc__)
         hints = typing.get_type_hints(section)
@@ -115,7 +111,7 @@ def build_parser() -> ArgumentParser:
 def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
     text = f.metadata["help"]
     if kind is bool:  # --no-… too, since flags win over --config
-        group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         return
     if f.default is not None and "default" not in text:
         text += f" (default: {f.default})"
@@ -123,7 +119,6 @@ def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
     group.add_argument(
         flag(f.name),
         type=kind,
-        default=argparse.SUPPRESS,
         choices=f.metadata.get("choices"),
         nargs=f.metadata.get("nargs"),
         metavar=metavar,
@@ -132,7 +127,7 @@ def _add_flag(group: Any, f: dataclasses.Field, kind: type) -> None:
 
 
 def _plain_type(hint: Any) -> type:
-    """`int | None` → `int`; `tuple[str, ...]`, a flag of several words, → `str`."""
+    """Turn `int | None` into `int`, and `tuple[str, ...]`, a flag of several words, into `str`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return _plain_type(next(member for member in typing.get_args(hint) if member is not type(None)))
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint

@@ -1,4 +1,4 @@
-"""The argument parser of every command: underscores count as dashes, and wrong arguments give one line and exit 2.
+"""The argument parser of every command: underscores count as dashes; wrong arguments end with one line and code 2.
 
 Recipes written for Megatron and DeepSpeed mix `--deepspeed_config` and `--vocab-file`; both spellings work here.
 """
@@ -57,7 +57,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _spelling(self, word: str) -> str:
-        """The registered spelling of a flag, whichever of `-` and `_` it was given with; other words unchanged."""
+        """Return the registered spelling of a flag that was given with `-` or `_`; other words unchanged."""
         if not word.startswith("--"):
             return word
         name, equals, value = word.partition("=")

@@ -1,17 +1,16 @@
-"""`--dry-run`: what a run would be, from its flags alone; nothing is written, no process group is formed."""
+"""`--dry-run`: report what a run would be, from its flags alone; nothing is written, no process group is formed."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ddrp.config import Config, flag
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import count_micro_batches
-from megatron_ddrp.data.batches.rare_words import RareWords
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.engine.build import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -34,7 +33,17 @@ NOT_GIVEN = {
     "exit_interval": "none: runs to the end",
     "exit_duration_in_mins": "none: runs to the end",
 }
-"""What it means that a setting was not given, where that is more than "none"."""
+"""What a setting comes to that was not given, where that is more than "none"."""
+
+
+class DataFacts(NamedTuple):
+    """What the data of a run say; nothing of it without data."""
+
+    facts: dict[str, Any] = {}
+    """Entries of the JSON object."""
+    lines: tuple[str, ...] = ()
+    dictionary_bytes: int = 0
+    """Size of the note dictionary."""
 
 
 def dry_run(config: Config, world_size: int | None = None, device_memory: float | None = None) -> None:
@@ -47,34 +56,13 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if launched_rank() != 0:
         return
     world_size = world_size or launched_world_size()
-    facts: dict[str, Any] = {}
-    data_lines: list[str] = []
-    notes = 0
-    data = config.data
-    if any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
-        data_lines += verify_data(config)
-        corpus = Corpus.open(config, keep_indices=False)
-        data_lines += corpus.notes
-        config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
-        samples = corpus.samples("train")
-        consumed = config.training.train_iters * config.training.global_batch_size
-        facts["training_sequences"] = len(samples)
-        facts["epochs"] = consumed / len(samples)
-        data_lines.append(f"data: {corpus.describe(samples, consumed)}")
-        if config.objective.notes:
-            words, line = corpus.rare_words
-            notes = dictionary_bytes(words, config)
-            facts["notes"] = len(words)
-            data_lines.append(f"notes: {line}; dictionary {notes / 2**20:,.1f} MiB of host memory a rank")
-    elif data.vocab_file or data.tokenizer_model:
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
-        config = config.replace(model={"vocab_size": tokenizer.vocab_size})
+    config, data = open_data(config)
     training, parallel = config.training, config.parallel
     data_size = parallel.data_parallel_size(world_size)
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
     model = on_meta_device(config.model, config.objective)
     parameters, position_parameters = count_parameters(model)
-    ranks = by_zero_stage(model, config, data_size, micro_batches, notes)
+    ranks = by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
     needs = {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
     memory = needs[parallel.zero_stage]
     facts = {
@@ -91,30 +79,45 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         "zero_stage": parallel.zero_stage,
         "micro_batches_per_step": micro_batches,
         "train_iters": training.train_iters,
-        **facts,
+        **data.facts,
     }
     if device_memory is not None:
         refuse_too_large(needs, config, device_memory)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fault = precision_fault(training.precision, device)
+    fault = precision_fault(training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if fault:
         print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
-    print(describe(config))
-    print(summary(config, facts))
-    print(memory_table(needs, parallel.zero_stage))
-    for line in data_lines:
-        print(line)
+    lines = (*settings(config), *summary(config, facts), *memory_table(needs, parallel.zero_stage), *data.lines)
+    print("\n".join(lines))
     print(json.dumps(facts))
 
 
-def dictionary_bytes(words: RareWords, config: Config) -> int:
-    """What the notes of these words take, without taking it."""
-    with torch.device("meta"):
-        return NoteDictionary(words, config.model.hidden_size, config.objective).size_bytes
+def open_data(config: Config) -> tuple[Config, DataFacts]:
+    """Return the configuration with the tokenizer's vocabulary size, and what the data say where they are given."""
+    data = config.data
+    if not any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
+        if data.vocab_file or data.tokenizer_model:
+            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
+            config = config.replace(model={"vocab_size": tokenizer.vocab_size})
+        return config, DataFacts()
+    verified = verify_data(config)
+    corpus = Corpus.open(config, keep_indices=False)
+    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    samples = corpus.samples("train")
+    consumed = config.training.train_iters * config.training.global_batch_size
+    lines = [*verified, *corpus.notes, f"data: {corpus.describe(samples, consumed)}"]
+    facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": consumed / len(samples)}
+    size = 0
+    if config.objective.notes:
+        words, line = corpus.rare_words
+        with torch.device("meta"):  # its size, without taking the memory
+            size = NoteDictionary(words, config.model.hidden_size, config.objective).size_bytes
+        facts["notes"] = len(words)
+        lines.append(f"notes: {line}; dictionary {size / 2**20:,.1f} MiB of host memory a rank")
+    return config, DataFacts(facts, tuple(lines), size)
 
 
 def refuse_too_large(needs: dict[int, Memory], config: Config, device_memory: float) -> None:
-    """Stop on a layout of which a rank needs more than `device_memory` GiB."""
+    """Raise `UserError` for a layout of which a rank needs more than `device_memory` GiB."""
     stage = config.parallel.zero_stage
     if needs[stage].total <= device_memory * GIB:
         return
@@ -129,17 +132,17 @@ def refuse_too_large(needs: dict[int, Memory], config: Config, device_memory: fl
     )
 
 
-def describe(config: Config) -> str:
-    """The resolved configuration, one setting a line under its concern."""
+def settings(config: Config) -> list[str]:
+    """Return the resolved configuration as lines, one setting per line under its concern."""
     lines = []
-    for concern, settings in config.to_dict().items():
+    for concern, values in config.to_dict().items():
         lines.append(f"{concern}:")
-        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in settings.items()]
-    return "\n".join(lines)
+        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in values.items()]
+    return lines
 
 
 def setting(name: str, value: Any, config: Config) -> str:
-    """A setting's value as one would type it; for one that was not given, what it comes to."""
+    """Return a setting's value as one would type it; for one that was not given, what it comes to."""
     if isinstance(value, tuple):
         return " ".join(value)
     if value is not None:
@@ -148,21 +151,19 @@ def setting(name: str, value: Any, config: Config) -> str:
     return str(resolved.get(name, f"({NOT_GIVEN.get(name, 'none')})"))
 
 
-def summary(config: Config, facts: dict[str, Any]) -> str:
-    """The same as the JSON, for people."""
+def summary(config: Config, facts: dict[str, Any]) -> list[str]:
+    """Return parameters, layout and steps of the JSON as lines for people."""
     training, ranks = config.training, facts["world_size"]
     micro_batches = facts["micro_batches_per_step"]
-    return "\n".join(
-        (
-            f"parameters: {facts['parameters']:,}, of which positions {facts['position_parameters']:,}",
-            f"layout: {count(ranks, 'rank')} = {facts['tensor_parallel']} tensor x {facts['pipeline_parallel']} "
-            f"pipeline x {facts['data_parallel']} data, ZeRO {facts['zero_stage']}, {training.precision}"
-            f"{config.parallel.sequence_note}",
-            f"steps: {facts['train_iters']:,} of {training.global_batch_size:,} sequences, up to "
-            f"{facts['tokens_per_step']:,} tokens each; a rank and step: {count(micro_batches, 'micro-batch', 'es')} "
-            f"of {training.micro_batch_size}",
-        )
-    )
+    return [
+        f"parameters: {facts['parameters']:,}, of which positions {facts['position_parameters']:,}",
+        f"layout: {count(ranks, 'rank')} = {facts['tensor_parallel']} tensor x {facts['pipeline_parallel']} "
+        f"pipeline x {facts['data_parallel']} data, ZeRO {facts['zero_stage']}, {training.precision}"
+        f"{config.parallel.sequence_note}",
+        f"steps: {facts['train_iters']:,} of {training.global_batch_size:,} sequences, up to "
+        f"{facts['tokens_per_step']:,} tokens each; a rank and step: {count(micro_batches, 'micro-batch', 'es')} "
+        f"of {training.micro_batch_size}",
+    ]
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
@@ -170,16 +171,17 @@ def count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
-def memory_table(needs: dict[int, Memory], chosen: int) -> str:
-    """What the rank that needs the most needs at each ZeRO stage, in MiB; the run's own stage is marked."""
+def memory_table(needs: dict[int, Memory], chosen: int) -> list[str]:
+    """Return lines of what the neediest rank needs at each ZeRO stage, in MiB; the run's own stage is marked."""
     names = [f.name for f in fields(Memory) if f.name != "on_host"]
-    heads = ["ZeRO", *(name.replace("_", " ") for name in names), "together"]
-    rows = [heads]
+    rows = [["ZeRO", *(name.replace("_", " ") for name in names), "together"]]
     for stage, memory in needs.items():
         sizes = [*(getattr(memory, name) for name in names), memory.total]
         rows.append([f"{stage} *" if stage == chosen else f"{stage}  ", *(f"{size / 2**20:,.0f}" for size in sizes)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     on_host = needs[chosen].on_host
     host = f"; in host memory {on_host / 2**20:,.0f}" if on_host else ""
-    return "\n".join((f"memory of the rank that needs the most, MiB (* this run{host}):", *(f"  {x}" for x in lines)))
+    return [
+        f"memory of the rank that needs the most, MiB (* this run{host}):",
+        *("  " + "  ".join(map(str.rjust, row, widths)) for row in rows),
+    ]

@@ -1,4 +1,4 @@
-"""A user's mistake is one line, a bug keeps its traceback: the single place where that line is drawn.
+"""Errors: a user's mistake is one line, a bug keeps its traceback. This module alone tells them apart.
 
 Library code raises `UserError`; command-line entry points end in `run_command(main)`, which turns it into
 `program: error: <line>` on stderr and an exit code.
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 FAILURE, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
 ASKED_TO_STOP = 75
-"""A run that was told to stop before its last step and can go on (EX_TEMPFAIL of sysexits.h: "try again")."""
+"""Exit code of a run that was stopped before its last step and can resume (EX_TEMPFAIL of sysexits.h: "try again")."""
 
 # What the operating system refuses is the user's to mend (disk full, no permission), not a bug of ours.
 _REFUSALS = {
@@ -36,7 +36,7 @@ _REFUSALS = {
 
 
 class UserError(Exception):
-    """What the user got wrong, in one line: what was got, what is allowed, how to fix it.
+    """A user's mistake in one line: what was got, what is allowed, how to fix it.
 
     `exit_code` is 1 for a failure and 2 for wrong arguments. `agreed` says that every rank of a run raises this same
     error, so that one of them may speak for all; wrong arguments are read alike everywhere.
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
-    """An error that every rank raises alike."""
+    """Return an error that every rank raises alike."""
     error = UserError(message, exit_code)
     error.agreed = True
     return error
@@ -57,7 +57,7 @@ def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
 
 @contextlib.contextmanager
 def refusals_as_user_errors(path: object = None) -> Iterator[None]:
-    """Raise every `OSError` inside (a full disk, a missing right) as a `UserError` about `path`."""
+    """Raise every `OSError` of the block (a full disk, a missing right) as a `UserError` about `path`."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ _NO_MEMORY = re.compile("can't allocate|out of memory|storage size calculation o
 
 @contextlib.contextmanager
 def allocations_as_user_errors() -> Iterator[None]:
-    """Raise memory that cannot be had, of the host or of a GPU, as a `UserError`."""
+    """Raise a lack of memory, of the host or of a GPU, as a `UserError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -116,11 +116,7 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
 
 
 def print_error(line: str, program: str | None = None) -> None:
-    """Write `program: error: line` to stderr, after all that stands in stdout's buffer."""
+    """Write `program: error: line` to stderr, after what stdout's buffer still holds."""
     sys.stdout.flush()
-    print(f"{program or _program()}: error: {line}", file=sys.stderr, flush=True)
-
-
-def _program() -> str:
-    """Name of the running script."""
-    return os.path.basename(sys.argv[0]) or "python"
+    name = program or os.path.basename(sys.argv[0]) or "python"
+    print(f"{name}: error: {line}", file=sys.stderr, flush=True)

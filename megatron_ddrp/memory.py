@@ -45,7 +45,7 @@ class Memory:
     """Adam's moments and, with ZeRO, the fp32 copy of the weights."""
     activations_estimate: int
     buffers: int
-    """What DeepSpeed sets aside to reduce gradients in and, at ZeRO 3, to gather weights in."""
+    """Space that DeepSpeed sets aside to reduce gradients and, at ZeRO 3, to gather weights."""
     on_host: int = 0
     """Optimizer state and ZeRO 3's weights in host memory (`offload_optimizer` and `offload_param` in
     `--deepspeed_config`), and the notes, of which every rank has all; not in `total`."""
@@ -58,7 +58,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Part:
-    """What tensor and pipeline parallelism leave to a rank."""
+    """A rank's share of the model under tensor and pipeline parallelism."""
 
     groups: tuple[tuple[int, ...], tuple[int, ...]]
     """Sizes of its parameters, in order: those that decay, those that do not, as the optimizer has them."""
@@ -74,40 +74,38 @@ class Part:
 
 
 def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
-    """The parts of a model (on any device, the meta device too), in the order of the pipeline; every tensor-parallel
-    rank of a part holds as much."""
+    """Return the parts of a model, which may be on the meta device, in the order of the pipeline.
+
+    Every tensor-parallel rank of a part holds as much.
+    """
     name_parameters(model)
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     stages = split_stages(model.stages(), pipeline) if pipeline > 1 else [[model]]
     parts = []
-    for place, modules in enumerate(nn.ModuleList(of_part) for of_part in stages):
+    for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
         for name, parameter in local_parameters(modules).items():
             is_cut = split_dimension(name, config.model) is not None
             group = 0 if decays(name, config.model.position_encoding) else 1
             sizes[group].append(parameter.numel() // (tensor if is_cut else 1))
-        layers = [m for m in modules.modules() if isinstance(m, EncoderLayer)]
-        parts.append(
-            Part(
-                (tuple(sizes[0]), tuple(sizes[1])),
-                tuple(_width(layer) for layer in layers),
-                place == pipeline - 1,
-                min(pipeline - place, micro_batches),
-            )
-        )
+        widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
+        in_flight = min(pipeline - place, micro_batches)
+        parts.append(Part((tuple(sizes[0]), tuple(sizes[1])), widths, place == pipeline - 1, in_flight))
     return parts
 
 
 def _width(layer: nn.Module) -> int:
-    """Hidden size of a layer: the length of its LayerNorms."""
+    """Return the hidden size of a layer: the length of its LayerNorms."""
     return next(len(m.weight) for m in layer.modules() if isinstance(m, nn.LayerNorm))
 
 
 def memory_of_rank(
     part: Part, config: Config, stage: int, zero: Mapping[str, Any], data_rank: int, data_size: int, notes: int = 0
 ) -> Memory:
-    """Of data-parallel rank `data_rank` of `data_size` that hold `part`; `zero` are DeepSpeed's `zero_optimization`
-    settings, whose stage is the one given; `notes` bytes of a dictionary."""
+    """Return the memory of data-parallel rank `data_rank` of the `data_size` ranks that hold `part`.
+
+    `zero` are DeepSpeed's `zero_optimization` settings but for their stage; `notes` are the bytes of the dictionary.
+    """
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
     weights = gradients = pieces = sum(part.sizes)
     master_and_moments = FP32 * (ADAM_MOMENTS + 1)
@@ -136,7 +134,7 @@ def memory_of_rank(
 
 
 def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
-    """Elements of the parameters, laid one after the other, that reach into block `rank` of blocks of `length`."""
+    """Return the elements of those parameters, laid one after the other, that reach into block `rank` of `length`."""
     begin, end, place, total = rank * length, (rank + 1) * length, 0, 0
     for size in sizes:
         total += size if place < end and place + size > begin else 0
@@ -145,7 +143,7 @@ def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
 
 
 def activation_bytes(part: Part, config: Config, width: int) -> int:
-    """An estimate of what micro-batches keep for the backward pass.
+    """Estimate the bytes that micro-batches keep for the backward pass.
 
     A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
     feed-forward width, which tensor parallelism shares out; and attention logits where the encoding adds to them. HCD
@@ -173,20 +171,19 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
 def by_zero_stage(
     model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0
 ) -> dict[int, list[Memory]]:
-    """Every rank's memory at each ZeRO stage that the other settings allow, in the order of ranks but once for all
-    tensor-parallel neighbours, who need as much; `notes` are the bytes of `--notes`' dictionary."""
+    """Return every rank's memory at each ZeRO stage that the other settings allow; `notes` as in `memory_of_rank`.
+
+    In the order of ranks, but once for all tensor-parallel neighbours, which need the same.
+    """
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
     stages = range(config.training.precision != "fp32", 2 if has_pipeline else 4)
     parts = cut_up(model, config, micro_batches)
     settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes)) for part in parts]
-    places = [
-        (part, of_part["zero_optimization"], data_rank)
-        for part, of_part in zip(parts, settings, strict=True)
-        for data_rank in range(data_size)
-    ]
     return {
         stage: [
-            memory_of_rank(part, config, stage, zero, data_rank, data_size, notes) for part, zero, data_rank in places
+            memory_of_rank(part, config, stage, of_part["zero_optimization"], data_rank, data_size, notes)
+            for part, of_part in zip(parts, settings, strict=True)
+            for data_rank in range(data_size)
         ]
         for stage in stages
     }

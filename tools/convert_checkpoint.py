@@ -33,21 +33,13 @@ TERMINATED = 143
 
 
 def build_parser() -> ArgumentParser:
-    """The command's flags, grouped by concern."""
+    """Return the parser of the command's flags, grouped by concern."""
     parser = ArgumentParser(description=__doc__)
     source = parser.add_argument_group("input, one of").add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--load",
-        type=Path,
-        metavar="DIR",
-        help="a folder that pretrain_bert.py --save wrote (its newest checkpoint), or one DIR/iter_N in it",
-    )
-    source.add_argument(
-        "--from-hf",
-        type=Path,
-        metavar="HF_DIR",
-        help="a local Hugging Face folder of a BERT or DeBERTa (v1): config.json, weights and tokenizer",
-    )
+    saved = "a folder that pretrain_bert.py --save wrote (its newest checkpoint), or one DIR/iter_N in it"
+    source.add_argument("--load", type=Path, metavar="DIR", help=saved)
+    foreign = "a local Hugging Face folder of a BERT or DeBERTa (v1): config.json, weights and tokenizer"
+    source.add_argument("--from-hf", type=Path, metavar="HF_DIR", help=foreign)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output",
@@ -57,11 +49,8 @@ def build_parser() -> ArgumentParser:
         help="folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load and as a "
         "checkpoint for --from-hf",
     )
-    output.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)",
-    )
+    replaced = "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
+    output.add_argument("--overwrite", action="store_true", help=replaced)
     return parser
 
 

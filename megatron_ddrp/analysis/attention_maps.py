@@ -6,7 +6,7 @@ that a map's rows sum to 1 and no pattern comes from lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,35 +34,27 @@ class AttentionMap:
     """The same below it."""
 
 
-def measure_maps(
-    model: Encoder,
-    batches: Iterable[Batch],
-    device: torch.device,
-    layer: int,
-    heads: Sequence[int] = (),
-    done: Callable[[int], object] = lambda count: None,
-) -> list[AttentionMap]:
-    """The maps of `layer` (counted from 1) of a model on `device`: of the groups, or of each of `heads` (from 1).
+def measure_maps(model: Encoder, batches: Iterable[Batch], layer: int, heads: Sequence[int] = ()) -> list[AttentionMap]:
+    """Return the maps of `layer` (counted from 1) of a model: of the groups, or of each of `heads` (from 1).
 
-    `batches` (numpy) hold sentences of one length.
+    `batches` are on the model's device and hold sentences of one length.
     """
     names = [f"head {head}" for head in heads] or list(GROUPS)
     totals, sums, count = np.zeros(()), np.zeros((len(names), 2)), 0
-    for arrays in batches:
-        batch = arrays.map(lambda array: torch.from_numpy(array).to(device))
+    for batch in batches:
         maps = next(m for number, m in enumerate(layer_maps(model, batch), 1) if number == layer)
         panels, up, down = choose_panels(maps, batch.document_ids.sum(1), heads)
         totals = totals + panels.double().sum(0).cpu().numpy()  # [panels, seq, seq]
         sums += torch.stack([up, down], -1).double().sum(0).cpu().numpy()
         count += len(batch.input_ids)
-        done(len(batch.input_ids))
     return [AttentionMap(*row) for row in zip(names, totals / count, *(sums / count).T.tolist(), strict=True)]
 
 
 def choose_panels(maps: Tensor, lengths: Tensor, heads: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
-    """One map a sentence and panel from the maps `[batch, heads, seq, seq]` of a layer, and what lies up and down.
+    """Return one map per sentence and panel, and the attention above and below the diagonal.
 
-    → `[batch, panels, seq, seq]`, `[batch, panels]`, `[batch, panels]`.
+    From the maps `[batch, heads, seq, seq]` of a layer to `[batch, panels, seq, seq]`, `[batch, panels]`,
+    `[batch, panels]`.
     """
     up, down = sides(maps, lengths)
     if heads:

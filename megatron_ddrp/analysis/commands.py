@@ -1,38 +1,123 @@
-"""The subcommands of tools/analyze.py: the flags of each, and what it does. A new one is one entry of `COMMANDS`.
+"""Look inside pre-trained models: what the paper's figures 2, 3a and 4 and its Algorithm 1 show, for your runs.
 
-Nothing heavy is imported before a command runs, so that --help answers at once.
+    python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
+    python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png
+    python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
+    python tools/analyze.py notes --load run --data-path corpus_text_document
+
+Figures have the numbers beside them as JSON; `analyze.py COMMAND --help` tells more.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable
+import inspect
 from pathlib import Path
-from typing import NamedTuple
+
+from megatron_ddrp.cli import ArgumentParser
 
 SENTENCES, MAP_SENTENCES = 5000, 1000
 LENGTH = 64
 
 
-class Command(NamedTuple):
-    """One subcommand."""
+def main() -> None:
+    """Parse the command line and do what it asks. Nothing heavy is imported before, so that --help answers at once."""
+    arguments = build_parser().parse_args()
+    from megatron_ddrp.analysis import reports
 
-    name: str
-    summary: str
-    description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    module: str
-    """Module of this package whose `run(arguments)` does it."""
+    {
+        "self-similarity": reports.report_similarity,
+        "attention-maps": reports.report_maps,
+        "triangle": reports.report_triangles,
+        "notes": reports.report_notes,
+    }[arguments.command](arguments)
 
-    def run(self, arguments: argparse.Namespace) -> object:
-        return importlib.import_module(f"megatron_ddrp.analysis.{self.module}").run(arguments)
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the subcommands and their flags."""
+    parser = ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary, add_flags in (
+        (
+            "self-similarity",
+            "how alike tokens and heads are, over the checkpoints of runs (figures 2 and 3a)",
+            _similarity,
+        ),
+        (
+            "attention-maps",
+            "mean attention maps of the heads that look right, that look left, and of all (figure 4)",
+            _maps,
+        ),
+        ("triangle", "share of sentences with the up-down triangle effect (Algorithm 1)", _triangle),
+        ("notes", "the note dictionary of a run with --notes", _notes),
+    ):
+        add_flags(commands.add_parser(name, help=summary, description=inspect.getdoc(add_flags)))
+    return parser
+
+
+def _similarity(parser: argparse.ArgumentParser) -> None:
+    """Measure f(S) and f(H), eq. 15 and 16 of the paper, at every saved checkpoint of one run or several: the mean
+    cosine of the last hidden states of a sentence, and of the attention logits of a layer's heads. In closed form, over
+    all tokens and heads.
+
+        python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
+    """
+    _add_common(parser, SENTENCES, None, "cut sentences to so many tokens (default: the models' --seq-length)")
+
+
+def _maps(parser: argparse.ArgumentParser) -> None:
+    """Draw the mean attention of one layer over validation sentences, its heads divided by where they look, or single
+    heads.
+
+        python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png
+        python tools/analyze.py attention-maps … --layer 3 --head 1 2 5 --output heads.png
+    """
+    longest = "cut sentences to so many tokens; of those drawn, the ones as long as the longest count"
+    _add_common(parser, MAP_SENTENCES, LENGTH, longest, several=False)
+    drawn = parser.add_argument_group("what is drawn")
+    drawn.add_argument("--layer", type=int, metavar="N", help="layer, counted from 1 (default: the last)")
+    drawn.add_argument(
+        "--head", type=int, nargs="+", default=[], metavar="N", help="single heads, counted from 1, instead of groups"
+    )
+
+
+def _triangle(parser: argparse.ArgumentParser) -> None:
+    """Run Algorithm 1 of the paper's appendix C at the newest checkpoint of each folder: the share of sentences in
+    which the right-looking half of a layer's heads has 70 % of its attention above the diagonal and the left-looking
+    half as much below it. The headline is the last layer; the JSON has all.
+
+        python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output t.png
+    """
+    _add_common(parser, SENTENCES, LENGTH, "cut sentences to so many tokens")
+    measure = parser.add_argument_group("measure")
+    share = "share of the attention that makes a triangle"
+    measure.add_argument("--threshold", type=float, default=0.7, metavar="T", help=share)
+
+
+def _notes(parser: argparse.ArgumentParser) -> None:
+    """Show how many rare words a run knows, how many of them it has a note of, the share of sentences that hold one,
+    and the words whose notes lie nearest to a word's, by the cosine of notes taken from their mean.
+
+        python tools/analyze.py notes --load run --data-path corpus_text_document
+        python tools/analyze.py notes --load run --words perth syntax --neighbours 5 --output notes.json
+    """
+    source = parser.add_argument_group("input")
+    folder = "a --save folder, or one DIR/iter_N in it"
+    source.add_argument("--load", type=Path, required=True, metavar="DIR", help=folder)
+    source.add_argument("--data-path", metavar="P", help="dataset whose sentences are searched for rare words")
+    source.add_argument("--documents", type=int, default=5000, metavar="N", help="how many documents of it")
+    asked = parser.add_argument_group("nearest notes")
+    words = "rare words (default: five frequent ones)"
+    asked.add_argument("--words", nargs="+", default=[], metavar="WORD", help=words)
+    asked.add_argument("--neighbours", type=int, default=5, metavar="N", help="nearest notes of each")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers as JSON")
 
 
 def _add_common(
-    parser: argparse.ArgumentParser, sentences: int, max_length: str, default_length: int | None, several: bool = True
+    parser: argparse.ArgumentParser, sentences: int, length: int | None, max_length: str, several: bool = True
 ) -> None:
-    """The flags that every analysis of checkpoints has."""
+    """Add the flags that every analysis of checkpoints has; `max_length` is the help of --max-length."""
     given = parser.add_argument_group("input and output")
     given.add_argument(
         "--load",
@@ -43,19 +128,13 @@ def _add_common(
         help="what pretrain_bert.py --save wrote, one DIR/iter_N in it, or a Hugging Face folder (an export of ours, a "
         "BERT or a DeBERTa v1)" + ("; several are compared" if several else ""),
     )
-    given.add_argument(
-        "--data-path", nargs="+", required=True, metavar="P", help="prefixes that tools/preprocess_data.py wrote"
-    )
-    given.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="FILE.png with FILE.json beside it, or FILE.json alone",
-    )
+    prefixes = "prefixes that tools/preprocess_data.py wrote"
+    given.add_argument("--data-path", nargs="+", required=True, metavar="P", help=prefixes)
+    figure = "FILE.png with FILE.json beside it, or FILE.json alone"
+    given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     looked_at = parser.add_argument_group("sentences")
     looked_at.add_argument("--sentences", type=int, default=sentences, metavar="N", help="validation sequences at most")
-    looked_at.add_argument("--max-length", type=int, default=default_length, metavar="N", help=max_length)
+    looked_at.add_argument("--max-length", type=int, default=length, metavar="N", help=max_length)
     looked_at.add_argument(
         "--split",
         metavar="SHARES",
@@ -66,91 +145,3 @@ def _add_common(
     speed = parser.add_argument_group("speed")
     speed.add_argument("--batch-size", type=int, default=32, metavar="N", help="sentences at once")
     speed.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")
-
-
-def _add_similarity(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser, SENTENCES, "cut sentences to so many tokens (default: the models' --seq-length)", None)
-
-
-def _add_triangle(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser, SENTENCES, "cut sentences to so many tokens", LENGTH)
-    parser.add_argument_group("measure").add_argument(
-        "--threshold", type=float, default=0.7, metavar="T", help="share of the attention that makes a triangle"
-    )
-
-
-def _add_maps(parser: argparse.ArgumentParser) -> None:
-    _add_common(
-        parser,
-        MAP_SENTENCES,
-        "cut sentences to so many tokens; of those drawn, the ones as long as the longest count",
-        LENGTH,
-        several=False,
-    )
-    chosen = parser.add_argument_group("what is drawn")
-    chosen.add_argument("--layer", type=int, metavar="N", help="layer, counted from 1 (default: the last)")
-    chosen.add_argument(
-        "--head", type=int, nargs="+", default=[], metavar="N", help="single heads, counted from 1, instead of groups"
-    )
-
-
-def _add_notes(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument_group("input")
-    source.add_argument(
-        "--load", type=Path, required=True, metavar="DIR", help="a --save folder, or one DIR/iter_N in it"
-    )
-    source.add_argument("--data-path", metavar="P", help="dataset whose sentences are searched for rare words")
-    source.add_argument("--documents", type=int, default=5000, metavar="N", help="how many documents of it")
-    asked = parser.add_argument_group("nearest notes")
-    asked.add_argument(
-        "--words", nargs="+", default=[], metavar="WORD", help="rare words (default: five frequent ones)"
-    )
-    asked.add_argument("--neighbours", type=int, default=5, metavar="N", help="nearest notes of each")
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers as JSON")
-
-
-COMMANDS = (
-    Command(
-        "self-similarity",
-        "how alike tokens and heads are, over the checkpoints of runs (figures 2 and 3a)",
-        "f(S) and f(H), eq. 15 and 16 of the paper, at every saved checkpoint of one run or several: the mean cosine\n"
-        "of the last hidden states of a sentence, and of the attention logits of a layer's heads. In closed form,\n"
-        "over all tokens and heads.\n\n"
-        "    python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document "
-        "--output similarity.png",
-        _add_similarity,
-        "run_similarity",
-    ),
-    Command(
-        "attention-maps",
-        "mean attention maps of the heads that look right, that look left, and of all (figure 4)",
-        "The mean attention of one layer over validation sentences, its heads divided by where they look, or single\n"
-        "heads.\n\n"
-        "    python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png\n"
-        "    python tools/analyze.py attention-maps … --layer 3 --head 1 2 5 --output heads.png",
-        _add_maps,
-        "run_maps",
-    ),
-    Command(
-        "triangle",
-        "share of sentences with the up-down triangle effect (Algorithm 1)",
-        "Algorithm 1 of the paper's appendix C, at the newest checkpoint of each folder: the share of sentences in\n"
-        "which the right-looking half of a layer's heads has 70 % of its attention above the diagonal and the\n"
-        "left-looking half as much below it. The headline is the last layer; the JSON has all.\n\n"
-        "    python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document "
-        "--output triangle.png",
-        _add_triangle,
-        "run_triangle",
-    ),
-    Command(
-        "notes",
-        "the note dictionary of a run with --notes",
-        "How many rare words a run knows, how many of them it has a note of, the share of sentences that hold one,\n"
-        "and the words whose notes lie nearest to a word's, by the cosine of notes taken from their mean.\n\n"
-        "    python tools/analyze.py notes --load run --data-path corpus_text_document\n"
-        "    python tools/analyze.py notes --load run --words perth syntax --neighbours 5 --output notes.json",
-        _add_notes,
-        "run_notes",
-    ),
-)

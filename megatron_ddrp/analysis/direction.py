@@ -23,7 +23,7 @@ from megatron_ddrp.model.stages import Draws, Inputs
 
 @torch.no_grad()
 def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
-    """Attention probabilities of each layer, `[batch, heads, seq, seq]`; rows and columns of padding are 0."""
+    """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`; padding's rows and columns are 0."""
     allowed = allowed_pairs(batch.document_ids)
     nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs(batch, nothing))
@@ -35,7 +35,7 @@ def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
 
 
 def sides(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(up, down): sums of the strict upper and lower triangles ÷ the sentence's own length, `[batch, heads]` each.
+    """Return the sums of the strict upper and lower triangles ÷ the sentence's own length, `[batch, heads]` each.
 
     `maps` `[batch, heads, seq, seq]` with padding 0, `lengths` `[batch]`.
     """
@@ -44,7 +44,7 @@ def sides(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def divide_heads(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """(group 1, group 2): the heads that look most to the right and to the left, int64 `[batch, heads // 2]` each."""
+    """Return the heads that look most to the right, and most to the left, int64 `[batch, heads // 2]` each."""
     num_heads = up.shape[-1]
     if num_heads < 2:
         raise UserError("the heads are divided into two groups, and this model has one: give a model with two or more")

@@ -23,7 +23,7 @@ Curve = Sequence[tuple[float | None, float]]
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files. Raises `UserError` where it is not installed."""
+    """Return matplotlib's pyplot, drawing into files. Raises `UserError` where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -43,7 +43,7 @@ def save_figure(plt: Any, figure: Any, path: Path) -> None:
 
 
 def run_style(number: int) -> dict[str, Any]:
-    """Colour, marker and line of the `number`-th run."""
+    """Return colour, marker and line of the `number`-th run."""
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -54,7 +54,7 @@ def run_style(number: int) -> dict[str, Any]:
 
 
 def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
-    """f(S) and f(H) of runs over their steps, side by side; a model of unknown step is a line across."""
+    """Draw f(S) and f(H) of runs over their steps, side by side; a model of unknown step is a line across."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     panels = ((axes[0], "f(S): tokens", tokens), (axes[1], "f(H): heads of a layer", heads))
@@ -72,7 +72,7 @@ def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], pat
 
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
-    """The share of sentences with the up-down triangle effect, by layer, of one model or several."""
+    """Draw the share of sentences with the up-down triangle effect, by layer, of one model or several."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (run, values) in enumerate(shares.items()):
@@ -88,7 +88,7 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
-    """Mean attention maps side by side, on one logarithmic scale."""
+    """Draw mean attention maps side by side, on one logarithmic scale."""
     plt = pyplot()
     from matplotlib.colors import LogNorm
 

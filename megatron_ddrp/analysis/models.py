@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ddrp.checkpoint import (
-    MODEL,
     STATE,
     choose_checkpoint,
     holds_run,
@@ -28,7 +27,7 @@ class Snapshot:
     """One model on disk."""
 
     run: str
-    """What legends call the folder it came from."""
+    """Name of its `--load` folder in figures and lines."""
     path: Path
     iteration: int | None = None
     """Steps it was trained for; None where nothing says so, as in a Hugging Face folder."""
@@ -44,47 +43,31 @@ class Snapshot:
         return model, tokenizer, Config(model=sizes)
 
 
-def find_snapshots(folder: Path, every: bool) -> tuple[list[Snapshot], list[str]]:
-    """Return the models of a `--load` folder, oldest first, all of them or the newest; and why others are left out.
+def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
+    """Return the models of `--load` folders, each folder's oldest first: all of its checkpoints, or the newest alone.
 
-    Weights are checked by their sums. Raises `UserError` where there is none that is whole.
+    Weights are checked by their sums, and damaged checkpoints are named on standard error. A folder's name is the last
+    part of its path, or the whole path where two folders would have the same name. Raises `UserError` for a folder
+    without a whole model.
     """
+    names = [folder.resolve().name for folder in folders]
+    return [
+        snapshot
+        for folder, name in zip(folders, names, strict=True)
+        for snapshot in _of_folder(folder, name if names.count(name) == 1 else str(folder), every)
+    ]
+
+
+def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:
     if not is_checkpoint(folder) and not holds_run(folder):
-        if _is_hugging_face(folder):
-            return [Snapshot(_name(folder), folder)], []
+        config = folder / "config.json"
+        if config.is_file() and "model_type" in read_object(config):
+            return [Snapshot(run, folder)]
         raise UserError(
             f"--load {folder}: neither checkpoints nor a Hugging Face folder; expected a folder that "
             "pretrain_bert.py --save or tools/convert_checkpoint.py wrote"
         )
-    notes: list[str] = []
-    if every and not is_checkpoint(folder):
-        whole = list(whole_checkpoints(folder, (MODEL,), notes.append))
-    else:
-        whole = [choose_checkpoint(folder, (MODEL,), notes.append)]
-    return [_snapshot(_name(folder), path) for path in reversed(whole)], notes
-
-
-def find_all(folders: Sequence[Path], every: bool) -> tuple[list[Snapshot], list[str]]:
-    """The models of several folders, whose names are told apart: the last part of the path where that is enough."""
-    snapshots, notes = [], []
-    names = [_name(folder) for folder in folders]
-    for folder, name in zip(folders, names, strict=True):
-        found, passed = find_snapshots(folder, every)
-        own = name if names.count(name) == 1 else str(folder)
-        snapshots += [Snapshot(own, s.path, s.iteration, s.consumed_tokens) for s in found]
-        notes += passed
-    return snapshots, notes
-
-
-def _snapshot(run: str, path: Path) -> Snapshot:
-    state = read_state(path)
-    return Snapshot(run, path, state["iteration"], state.get("consumed_tokens"))
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name
-
-
-def _is_hugging_face(folder: Path) -> bool:
-    path = folder / "config.json"
-    return path.is_file() and "model_type" in read_object(path)
+    all_of_them = every and not is_checkpoint(folder)
+    paths = list(whole_checkpoints(folder)) if all_of_them else [choose_checkpoint(folder)]
+    states = [(path, read_state(path)) for path in reversed(paths)]
+    return [Snapshot(run, path, state["iteration"], state.get("consumed_tokens")) for path, state in states]

@@ -5,8 +5,9 @@ The paper finds a rare word in about 20 % of sentences.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SENTENCE_ENDS = (".", "!", "?")
 
 
 def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neighbours: int, documents: int) -> dict:
-    """The numbers of one checkpoint's dictionary; `data_path` names the text whose sentences are looked at."""
+    """Return the numbers of a checkpoint's dictionary, and of the sentences of `data_path` where one is given."""
     path = choose_checkpoint(load, (BESIDE,))
     rare, met, vectors = read_notes(path)
     tokenizer = load_tokenizer(path.resolve().parent / TOKENIZER)
@@ -46,7 +47,7 @@ def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neigh
 def share_of_sentences(
     dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
 ) -> dict[str, Any]:
-    """Sentences, and those with a rare word, in the first so many documents; a piece . ! or ? ends a sentence."""
+    """Count sentences, and those with a rare word, in the first so many documents; . ! or ? ends a sentence."""
     finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
     ends = np.array([piece.lstrip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
     sentences = with_one = 0
@@ -64,21 +65,16 @@ def share_of_sentences(
 
 
 def most_frequent(rare: RareWords, met: list[int], tokenizer: Tokenizer, count: int = 5) -> list[str]:
-    """Alphabetic words with a note that the training text holds most often, as examples."""
+    """Return the alphabetic words with a note that the training text holds most often, as examples."""
     by_count = sorted(met, key=lambda number: (-int(rare.counts[number - 1]), number))
     texts = (tokenizer.decode(rare.word(number)) for number in by_count)
-    return list(_take((text for text in texts if re.fullmatch(r"[^\W\d_]{4,}", text)), count))
-
-
-def _take(texts: Iterator[str], count: int) -> Iterator[str]:
-    for _, text in zip(range(count), texts, strict=False):
-        yield text
+    return list(itertools.islice((text for text in texts if re.fullmatch(r"[^\W\d_]{4,}", text)), count))
 
 
 def nearest_notes(
     word: str, rare: RareWords, met: list[int], vectors: torch.Tensor, tokenizer: Tokenizer, count: int
 ) -> list[dict[str, Any]]:
-    """The words whose notes have the largest cosine with that of `word`, all notes taken from their mean.
+    """Return the words whose notes have the largest cosine with that of `word`, all notes taken from their mean.
 
     Every note is an average of contexts and so holds their common part; without it cosines would all be near 1.
     """
@@ -98,8 +94,8 @@ def nearest_notes(
     ]
 
 
-def describe(result: dict[str, Any]) -> str:
-    """The same for people."""
+def summary(result: dict[str, Any]) -> str:
+    """Return the numbers of `analyze_notes` as lines for people."""
     low, high = result["count_range"]
     lines = [
         f"{result['rare_words']:,} rare words ({low:,} to {high:,} times in the training text), "

@@ -1,4 +1,4 @@
-"""The sentences that an analysis looks at: validation sequences as the model would be given them, but unmasked.
+"""The sentences that an analysis looks at: validation sequences as in training, but unmasked.
 
 A sentence here is a sequence `[CLS] tokens [SEP]` of the validation split, cut to `max_length` tokens. Which of them is
 a function of the seed, so that every checkpoint and every run is shown the same.
@@ -48,16 +48,16 @@ class Sentences:
         self.indices, self.lengths = indices[order], lengths[order]
 
     def __len__(self) -> int:
-        """Number of sentences."""
+        """Return the number of sentences."""
         return len(self.indices)
 
     def keep_longest(self) -> None:
-        """Leave out all that are shorter than the longest."""
+        """Drop all sentences that are shorter than the longest."""
         count = int(np.count_nonzero(self.lengths == self.lengths[0]))
         self.indices, self.lengths = self.indices[:count], self.lengths[:count]
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Batches of numpy arrays `[sentences, seq]`, cut to their longest row; nothing is masked or predicted."""
+        """Yield numpy batches `[sentences, seq]`, cut to their longest row; nothing is masked or predicted."""
         for begin in range(0, len(self), batch_size):
             yield self._batch(slice(begin, begin + batch_size))
 

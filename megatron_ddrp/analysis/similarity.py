@@ -9,7 +9,7 @@ heads is ever written out. Both are means over sentences; `a` is the pre-softmax
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Similarity:
     token_similarity: float
     """f(S)."""
     head_similarity_by_layer: tuple[float, ...]
-    """The inner part of f(H), from the first layer to the last."""
+    """Terms of f(H), from the first layer to the last."""
     sentences: int
 
     @property
@@ -38,28 +38,25 @@ class Similarity:
         return sum(self.head_similarity_by_layer) / len(self.head_similarity_by_layer)
 
 
-def measure_similarity(
-    model: Encoder, batches: Iterable[Batch], device: torch.device, done: Callable[[int], object] = lambda count: None
-) -> Similarity:
-    """f(S) and f(H) of a model, which is on `device`, over batches of sentences (numpy); `done` hears of each batch.
+def measure_similarity(model: Encoder, batches: Iterable[Batch]) -> Similarity:
+    """Return f(S) and f(H) of a model over batches of sentences on its device.
 
-    Raises `UserError` for a model of one head, which is like no other.
+    Raises `UserError` for a model with one head, which there is no other head to compare with.
     """
     if model.config.num_attention_heads < 2:
         raise UserError("f(H) compares attention heads, and this model has one: give a model with two or more")
     tokens, heads, count = 0.0, torch.zeros(model.config.num_layers, dtype=torch.float64), 0
     for batch in batches:
-        token_sum, head_sums = similarity_sums(model, batch.map(lambda array: torch.from_numpy(array).to(device)))
+        token_sum, head_sums = similarity_sums(model, batch)
         tokens += float(token_sum)
         heads += head_sums.double().cpu()
         count += len(batch.input_ids)
-        done(len(batch.input_ids))
     return Similarity(tokens / count, tuple((heads / count).tolist()), count)
 
 
 @torch.no_grad()
 def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sums over the sentences of a batch, one a row: of the tokens' mean cosine, and of the heads' `[layers]`."""
+    """Return sums over the sentences of a batch: the tokens' mean cosine, and the heads' per layer, `[layers]`."""
     config, device = model.config, batch.document_ids.device
     all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
     token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]

@@ -8,7 +8,7 @@ here each sum is divided by the sentence's own length. The headline is the last 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +18,13 @@ from megatron_ddrp.analysis.direction import divide_heads, layer_maps, sides
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model import Encoder
 
-THRESHOLD = 0.7
-MAX_LENGTH = 64
-
 
 @dataclass(frozen=True)
 class LayerTriangles:
-    """One layer's share, and what it came from."""
+    """One layer's share of sentences with the effect, and the mean attention behind it."""
 
     share: float
-    """Of the sentences, in [0, 1]."""
+    """Share of the sentences that show the effect, in [0, 1]."""
     group_1_up: float
     """Mean over sentences of the attention of group 1 above the diagonal."""
     group_2_down: float
@@ -35,28 +32,20 @@ class LayerTriangles:
 
 
 def triangle_parts(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(amp1_up, amp2_down) of each sentence, `[batch]` each, from maps `[batch, heads, seq, seq]` with padding 0."""
+    """Return (amp1_up, amp2_down), `[batch]` each, from maps `[batch, heads, seq, seq]` with padding 0."""
     up, down = sides(maps, lengths)
     right, left = divide_heads(up, down)
     return up.gather(1, right).mean(1), down.gather(1, left).mean(1)
 
 
-def measure_triangles(
-    model: Encoder,
-    batches: Iterable[Batch],
-    device: torch.device,
-    threshold: float = THRESHOLD,
-    done: Callable[[int], object] = lambda count: None,
-) -> list[LayerTriangles]:
-    """Algorithm 1 for every layer of a model, which is on `device`, over batches of sentences (numpy)."""
+def measure_triangles(model: Encoder, batches: Iterable[Batch], threshold: float) -> list[LayerTriangles]:
+    """Return Algorithm 1's shares for every layer of a model over batches of sentences on its device."""
     sums, count = torch.zeros(model.config.num_layers, 3, dtype=torch.float64), 0  # hits, group 1 up, group 2 down
-    for arrays in batches:
-        batch = arrays.map(lambda array: torch.from_numpy(array).to(device))
+    for batch in batches:
         lengths = batch.document_ids.sum(1)
         for number, maps in enumerate(layer_maps(model, batch)):
             up, down = triangle_parts(maps, lengths)
             hits = (up >= threshold) & (down >= threshold)
             sums[number] += torch.stack([hits.double().sum(), up.double().sum(), down.double().sum()]).cpu()
         count += len(batch.input_ids)
-        done(len(batch.input_ids))
     return [LayerTriangles(*row) for row in (sums / count).tolist()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.checkpoint.state import STATE, write_state
-from megatron_ddrp.checkpoint.tensor_files import sync_folder
+from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
@@ -49,7 +49,7 @@ class Candidates(NamedTuple):
 
     paths: list[Path]
     """The newest first, damaged ones included."""
-    notes: tuple[str, ...]
+    notices: tuple[str, ...]
     """Lines for the user about `latest`: damage, or newer checkpoints left alone."""
 
 
@@ -101,26 +101,20 @@ def _named_by_latest(pointer: Path) -> tuple[str, str | None]:
 
 def mark_latest(folder: Path, name: str) -> None:
     """Make `name` the newest checkpoint, in one step."""
-    temporary = folder / (LATEST + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(name + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / LATEST)
-    sync_folder(folder)
+    with AtomicFile(folder / LATEST) as stream:
+        stream.write(f"{name}\n".encode())
 
 
 def complete(temporary: Path, state: dict[str, Any]) -> Path:
     """Turn a folder DIR/iter_N.tmp whose tensors are written into the newest checkpoint, DIR/iter_N."""
-    folder, path = temporary.parent, temporary.with_suffix("")
     write_state(temporary, state)
-    sync_folder(temporary)
-    if path.exists():  # damaged, or of a course that was given up
+    path = temporary.with_suffix("")
+    if path.exists():  # damaged, or of a run that was given up
         replaced = path.with_suffix(".old.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     temporary.rename(path)
-    mark_latest(folder, path.name)
+    mark_latest(path.parent, path.name)
     return path
 
 

@@ -20,7 +20,7 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 
 
 def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:
-    """What a checkpoint keeps of a dictionary."""
+    """Return the tensors of a dictionary that a checkpoint stores."""
     met, words = notes.met.nonzero().squeeze(-1), notes.words
     return {
         "notes/words": met + 1,
@@ -33,7 +33,7 @@ def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:
 
 
 def read_notes(path: Path) -> tuple[RareWords, Tensor, Tensor]:
-    """(all rare words, numbers of those met `[met]`, their notes `[met, hidden]`) of one checkpoint."""
+    """Return (all rare words, numbers of those met `[met]`, their notes `[met, hidden]`) of one checkpoint."""
     stored = StoredTensors(path, BESIDE)
     if "notes/words" not in stored.names:
         raise UserError(f"{path} holds no notes: it is of a run without --notes; give one with them")
@@ -43,7 +43,7 @@ def read_notes(path: Path) -> tuple[RareWords, Tensor, Tensor]:
 
 
 def load_notes(notes: NoteDictionary, path: Path) -> None:
-    """Fill a dictionary; a change of `--notes-dtype` is a conversion. Raises `UserError` where the words are others."""
+    """Fill a dictionary, converting to its `--notes-dtype`. Raises `UserError` where the checkpoint has other words."""
     words, met, vectors = read_notes(path)
     if not np.array_equal(words.hashes, notes.words.hashes) or vectors.shape[1] != notes.notes.shape[1]:
         raise UserError(

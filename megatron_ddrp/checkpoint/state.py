@@ -7,13 +7,13 @@ version has no sum and is read without that check; its keys and types are checke
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
@@ -51,11 +51,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write state.json with its own sum, on disk at return."""
-    with (path / STATE).open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write state.json of one checkpoint with its own sum."""
+    with AtomicFile(path / STATE) as stream:
+        stream.write((json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n").encode())
 
 
 def _checked(state: Any, folder: str) -> dict[str, Any]:
@@ -85,45 +83,45 @@ def _checked(state: Any, folder: str) -> dict[str, Any]:
     return state
 
 
+def _require(holds: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(expected)
+
+
 def _check_count(value: Any) -> None:
-    if type(value) is not int or value < 0:
-        raise ValueError("a whole number")
+    _require(type(value) is int and value >= 0, "a whole number")
 
 
 def _check_flag(value: Any) -> None:
-    if type(value) is not bool:
-        raise ValueError("true or false")
+    _require(type(value) is bool, "true or false")
 
 
 def _check_scaler(value: Any) -> None:
     if value is None:
         return
-    if not isinstance(value, dict) or set(value) != set(SCALER_FIELDS):
-        raise ValueError(f"null, or an object with {', '.join(SCALER_FIELDS)}")
-    if not all(type(number) in (int, float) for number in value.values()):
-        raise ValueError("numbers")
+    keys_fit = isinstance(value, dict) and set(value) == set(SCALER_FIELDS)
+    _require(keys_fit, f"null, or an object with {', '.join(SCALER_FIELDS)}")
+    _require(all(type(number) in (int, float) for number in value.values()), "numbers")
 
 
 def _check_layout(value: Any) -> None:
-    if not isinstance(value, dict) or set(value) != {*_LAYOUT_SIZES, "zero_stage", "precision"}:
-        raise ValueError(f"an object with {', '.join(_LAYOUT_SIZES)}, zero_stage and precision")
-    if not all(type(value[name]) is int and value[name] > 0 for name in _LAYOUT_SIZES):
-        raise ValueError(f"whole numbers above 0 for {', '.join(_LAYOUT_SIZES)}")
-    if value["zero_stage"] not in (0, 1, 2, 3) or value["precision"] not in ("fp32", "fp16", "bf16"):
-        raise ValueError("zero_stage 0 to 3 and precision fp32, fp16 or bf16")
+    sizes = ", ".join(_LAYOUT_SIZES)
+    keys_fit = isinstance(value, dict) and set(value) == {*_LAYOUT_SIZES, "zero_stage", "precision"}
+    _require(keys_fit, f"an object with {sizes}, zero_stage and precision")
+    whole = all(type(value[name]) is int and value[name] > 0 for name in _LAYOUT_SIZES)
+    _require(whole, f"whole numbers above 0 for {sizes}")
+    known = value["zero_stage"] in (0, 1, 2, 3) and value["precision"] in ("fp32", "fp16", "bf16")
+    _require(known, "zero_stage 0 to 3 and precision fp32, fp16 or bf16")
 
 
 def _check_files(value: Any) -> None:
-    if not isinstance(value, dict) or not value:
-        raise ValueError("an object with the size and sum of each file")
+    _require(isinstance(value, dict) and value, "an object with the size and sum of each file")
     for name, facts in value.items():
-        if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"names of checkpoint files instead of {name!r}")
-        if not isinstance(facts, dict) or set(facts) != {"bytes", SUM}:
-            raise ValueError(f"bytes and {SUM} of {name}")
+        _require(_FILE_NAME.fullmatch(name), f"names of checkpoint files instead of {name!r}")
+        _require(isinstance(facts, dict) and set(facts) == {"bytes", SUM}, f"bytes and {SUM} of {name}")
         _check_count(facts["bytes"])
-        if not isinstance(facts[SUM], str) or not re.fullmatch(r"[0-9a-f]{8}", facts[SUM]):
-            raise ValueError(f"eight hexadecimal digits as the {SUM} of {name}")
+        is_sum = isinstance(facts[SUM], str) and re.fullmatch(r"[0-9a-f]{8}", facts[SUM])
+        _require(is_sum, f"eight hexadecimal digits as the {SUM} of {name}")
 
 
 def _check_config(value: Any) -> None:

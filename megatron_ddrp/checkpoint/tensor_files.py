@@ -22,16 +22,16 @@ _TYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8"
 
 
 class Form(NamedTuple):
-    """What of a tensor is known before its values."""
+    """Type and shape of a tensor, known before its values."""
 
     dtype: str
-    """As torch names it, `float32`."""
+    """torch's name of the type, such as `float32`."""
     shape: tuple[int, ...]
     itemsize: int
 
     @classmethod
     def of(cls, tensor: Any, shape: Iterable[int] | None = None) -> Form:
-        """A tensor's form; `shape` where the tensor is a part of a larger one, or empty."""
+        """Return a tensor's form, with another shape for a part of a larger tensor."""
         form = tuple(tensor.shape if shape is None else shape)
         return cls(str(tensor.dtype).removeprefix("torch."), form, tensor.element_size())
 
@@ -41,9 +41,10 @@ class Form(NamedTuple):
 
 
 def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Write the tensors of `forms`, which come in its order; returns `{"bytes": …, "crc32": …}`. On disk at return.
+    """Write the tensors of `forms` in its order and sync them to the disk; return `{"bytes": …, "crc32": …}`.
 
-    Raises `OSError` where the system refuses, once every tensor was taken: making them may be a collective affair.
+    Takes every tensor even where the system refuses to write, since making them may be a collective call; then raises
+    that `OSError`.
     """
     remaining = iter(tensors)
     try:
@@ -78,7 +79,7 @@ def _header(forms: Mapping[str, Form]) -> bytes:
 
 
 def _bytes(tensor: Any) -> Any:
-    """A tensor's bytes, `[numel * itemsize]`, without another copy where it is contiguous and on the CPU."""
+    """Return a tensor's bytes, `[numel * itemsize]`, without a copy where it is contiguous and on the CPU."""
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -107,12 +108,3 @@ def damage(path: Path, written: Mapping[str, Any], read: bool = True) -> str | N
         return None
     found = facts(path)["crc32"]
     return None if found == written["crc32"] else f"{path.name} has the CRC-32 {found} instead of {written['crc32']}"
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk, so that a power cut keeps what was renamed in it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,7 +37,7 @@ class StoredTensors:
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,13 +26,15 @@ from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
 
 Moments = tuple[str | None, ...]
-"""What is stored of a parameter: Adam's moments by name; None is its weight."""
+"""Names of Adam's moments of a parameter; None stands for its weight."""
 WEIGHT: Moments = (None,)
+PARTS = ((files.MODEL, WEIGHT), (files.OPTIMIZER, state_of.MOMENTS))
+"""Kinds of files, and what each holds of every parameter."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, over all ranks."""
+    """Steps and data that a run has done, over all ranks."""
 
     iteration: int = 0
     """Optimizer steps done, skipped ones included."""
@@ -42,7 +45,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumed:
-    """From where a run goes on."""
+    """The checkpoint that a run resumes from."""
 
     progress: Progress
     path: Path
@@ -52,7 +55,7 @@ class Resumed:
 
 
 def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """What a checkpoint says of the ranks that wrote it; nothing in it depends on them."""
+    """Return what a checkpoint says of the ranks that wrote it; nothing in it depends on them."""
     return {
         "ranks": ranks.world_size,
         "tensor": ranks.tensor_size,
@@ -63,66 +66,59 @@ def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 
 class HeldState:
-    """What this rank holds of the model, by the whole model's names. Its methods are collective calls."""
+    """This rank's part of the model, by the whole model's names. Its methods are collective calls."""
 
     def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
         self.engine, self.config, self.ranks = engine, config.model, ranks
         self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
         by_rank = gather_objects((ranks.pipeline_rank, sorted(self.tensors)))
-        self.all_names = {name for _, names in by_rank for name in names}
-        """Of the whole model."""
+        self.all_names = sorted({name for _, names in by_rank for name in names})
+        """Names of the whole model."""
         earlier = {name for stage, names in by_rank if stage < ranks.pipeline_rank for name in names}
         self.written = [name for name in self.tensors if name not in earlier]
-        """What our pipeline stage writes: a tied weight belongs to the first stage that holds it."""
+        """Names that our pipeline stage writes: a tied weight belongs to the first stage that holds it."""
 
     def forms(self, moments: Moments) -> dict[str, Form]:
-        """Names in a checkpoint and shapes there of what our stage writes."""
+        """Return the names in a checkpoint and the whole shapes of what our stage writes."""
         forms = {}
-        for moment, name in self._stored(self.written, moments):
+        for key, name, _ in self._entries(self.written, moments):
             tensor = self.tensors[name]
             shape = list(state_of.whole_shape(tensor))
             dimension = split_dimension(name, self.config)
             if dimension is not None:
                 shape[dimension] *= self.ranks.tensor_size
-            key = _key(name, moment)
             forms[key] = Form("float32", tuple(shape), 4) if tensor.requires_grad else Form.of(tensor, shape)
         return forms
 
     def whole(self, moments: Moments) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `forms`, whole."""
-        for moment, name in self._stored(self.written, moments):
-            tensor = self.tensors[name]
-            if tensor.requires_grad:
-                whole = state_of.read_whole(self.engine, tensor, moment)  # type: ignore[arg-type]
-            else:
-                whole = state_of.read_frozen(tensor)
-            yield _key(name, moment), gather_whole(name, whole.to(self.ranks.device), self.config, self.ranks)
+        """Yield the tensors of `forms`, whole."""
+        for key, name, moment in self._entries(self.written, moments):
+            held = state_of.read_whole(self.engine, self.tensors[name], moment)
+            yield key, gather_whole(name, held.to(self.ranks.device), self.config, self.ranks)
 
     def check(self, stored: files.StoredTensors, moments: Moments) -> None:
         """Raise `UserError` unless a checkpoint holds the whole model, in its shapes."""
-        expected = {_key(name, moment) for moment, name in self._stored(sorted(self.all_names), moments)}
-        stored.check(expected, {name: form.shape for name, form in self.forms(moments).items()})
+        expected = {key for key, *_ in self._entries(self.all_names, moments)}
+        stored.check(expected, {key: form.shape for key, form in self.forms(moments).items()})
 
     def fill(self, stored: files.StoredTensors, moments: Moments) -> None:
-        """Take this rank's part of everything it holds."""
-        for moment, name in self._stored(list(self.tensors), moments):
+        """Fill everything that this rank holds with its part of a checkpoint."""
+        for key, name, moment in self._entries(self.tensors, moments):
             tensor = self.tensors[name]
-            part = own_part(name, stored[_key(name, moment)], self.config, self.ranks).to(tensor.device)
-            if tensor.requires_grad:
-                state_of.write_whole(self.engine, tensor, part, moment)  # type: ignore[arg-type]
-            else:
-                state_of.write_frozen(tensor, part)
+            part = own_part(name, stored[key], self.config, self.ranks).to(tensor.device)
+            state_of.write_whole(self.engine, tensor, part, moment)
 
-    def _stored(self, names: list[str], moments: Moments) -> Iterator[tuple[str | None, str]]:
-        """(moment, name) of all that is stored; of the moments, trained parameters alone."""
+    def _entries(self, names: Iterable[str], moments: Moments) -> Iterator[tuple[str, str, str | None]]:
+        """Yield (name in the checkpoint, name in the model, moment) of all that is stored.
+
+        Tensors that are not trained have no moments.
+        """
         for moment in moments:
             for name in names:
-                if moment is None or name not in self.tensors or self.tensors[name].requires_grad:
-                    yield moment, name
-
-
-def _key(name: str, moment: str | None) -> str:
-    return name if moment is None else f"{moment}/{name}"
+                if moment is None:
+                    yield name, name, None
+                elif name not in self.tensors or self.tensors[name].requires_grad:
+                    yield f"{moment}/{name}", name, moment
 
 
 def save_checkpoint(
@@ -133,148 +129,119 @@ def save_checkpoint(
     ranks: Ranks,
     beside: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is kept as it is, equal on all ranks.
+    """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is stored as it is, equal on all ranks.
 
     Raises `UserError` on every rank where the system refuses, such as a full disk; checkpoints before stay as they are.
     """
     temporary = folder / f"{files.tag(progress.iteration)}.tmp"
     try:
-        return _save(engine, temporary, progress, config, ranks, beside)
+        agree(lambda: _make_empty(temporary) if ranks.rank == 0 else None)
+        state_of.create_moments(engine)
+        state = {
+            **asdict(progress),
+            "optimizer_step": state_of.get_step(engine),
+            "loss_scaler": state_of.get_loss_scaler(engine),
+            "layout": layout(config, ranks),
+            "files": _write_files(temporary, HeldState(engine, config, ranks), beside, ranks),
+            "config": config.to_dict(),
+        }
+        agree(lambda: _complete(temporary, state, config) if ranks.rank == 0 else None)
     except UserError:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return temporary.with_suffix("")
 
 
-def _save(
-    engine: Any, temporary: Path, progress: Progress, config: Config, ranks: Ranks, beside: Mapping[str, Tensor]
-) -> Path:
-    def begin() -> None:
-        if ranks.rank == 0:
-            with refusals_as_user_errors(temporary):
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
+def _make_empty(folder: Path) -> None:
+    with refusals_as_user_errors(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
 
-    agree(begin)
-    state_of.create_moments(engine)
-    held = HeldState(engine, config, ranks)
+
+def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
+    """Write this pipeline stage's files; return the sizes and sums of all stages' files by name, on every rank."""
     own_files: dict[str, Any] = {}
 
     def write(kind: str, forms: dict[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> None:
         if ranks.data_rank or ranks.tensor_rank:
-            for _ in tensors:
+            for _ in tensors:  # making them is a collective affair
                 pass
             return
         name = f"{kind}-{ranks.pipeline_rank:02d}-of-{ranks.pipeline_size:02d}.safetensors"
-        with refusals_as_user_errors(temporary):
-            own_files[name] = write_tensors(temporary / name, forms, tensors)
+        with refusals_as_user_errors(folder):
+            own_files[name] = write_tensors(folder / name, forms, tensors)
 
-    agree(lambda: write(files.MODEL, held.forms(WEIGHT), held.whole(WEIGHT)))
-    agree(lambda: write(files.OPTIMIZER, held.forms(state_of.MOMENTS), held.whole(state_of.MOMENTS)))
+    for kind, moments in PARTS:
+        agree(partial(write, kind, held.forms(moments), held.whole(moments)))
     if beside:
         forms = {name: Form.of(tensor) for name, tensor in beside.items()}
         agree(lambda: write(files.BESIDE, forms, beside.items()) if ranks.pipeline_rank == 0 else None)
-    written = {name: facts for part in gather_objects(own_files) for name, facts in part.items()}
-
-    def finish() -> Path:
-        if ranks.rank == 0:
-            state = {
-                **asdict(progress),
-                "optimizer_step": state_of.get_step(engine),
-                "loss_scaler": state_of.get_loss_scaler(engine),
-                "layout": layout(config, ranks),
-                "files": written,
-                "config": config.to_dict(),
-            }
-            with refusals_as_user_errors(temporary):
-                files.complete(temporary, state)
-            settings = config.checkpoint
-            files.prune(temporary.parent, settings.keep_last, temporary.stem, settings.milestone_interval)
-        return temporary.with_suffix("")
-
-    return agree(finish)
+    return {name: facts for part in gather_objects(own_files) for name, facts in part.items()}
 
 
-def load_checkpoint(
-    engine: Any, folder: Path, config: Config, ranks: Ranks, beside: Mapping[str, Tensor] = MappingProxyType({})
-) -> Resumed | None:
-    """Go on from the newest whole checkpoint of a folder; None where it holds none. A collective call.
+def _complete(temporary: Path, state: dict[str, Any], config: Config) -> None:
+    with refusals_as_user_errors(temporary):
+        files.complete(temporary, state)
+    settings = config.checkpoint
+    files.prune(temporary.parent, settings.keep_last, temporary.stem, settings.milestone_interval)
 
-    The tensors of `beside` are filled where the checkpoint has them.
-    """
-    path, notes = _newest_undamaged(folder, ranks)
+
+def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Resumed | None:
+    """Resume from the newest whole checkpoint of a folder; None where it holds none. A collective call."""
+    path, notices = _newest_undamaged(folder, ranks)
     if path is None:
         return None
     held = HeldState(engine, config, ranks)
 
-    def read() -> tuple[dict[str, Any], files.StoredTensors, files.StoredTensors]:
+    def read() -> tuple[dict[str, Any], dict[Moments, files.StoredTensors]]:
         state = files.read_state(path)
         _check_architecture(path, state, config)
-        weights, moments = files.StoredTensors(path), files.StoredTensors(path, files.OPTIMIZER)
-        held.check(weights, WEIGHT)
+        stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
-            if not moments.names:
+            stored[state_of.MOMENTS] = files.StoredTensors(path, files.OPTIMIZER)
+            if not stored[state_of.MOMENTS].names:
                 raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
-            held.check(moments, state_of.MOMENTS)
-        return state, weights, moments
+        for moments, tensors in stored.items():
+            held.check(tensors, moments)
+        return state, stored
 
-    state, weights, moments = agree(read)
-    held.fill(weights, WEIGHT)
+    state, stored = agree(read)
+    held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
-        return Resumed(Progress(), path, notes, weights_only=True)
-    kept = files.StoredTensors(path, files.BESIDE)
-    for name in beside.keys() & kept.names:
-        beside[name].copy_(kept[name])
+        return Resumed(Progress(), path, notices, weights_only=True)
     state_of.create_moments(engine)
-    held.fill(moments, state_of.MOMENTS)
+    held.fill(stored[state_of.MOMENTS], state_of.MOMENTS)
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
     progress = Progress(state["iteration"], state["consumed_samples"], state["consumed_tokens"])
-    changes = (*_change_of_layout(state["layout"], layout(config, ranks)), *changed_settings(state["config"], config))
-    return Resumed(progress, path, (*notes, *changes))
+    theirs, ours = state["layout"], layout(config, ranks)
+    changes = [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
+    return Resumed(progress, path, (*notices, *changes, *changed_settings(state["config"], config)))
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
     """Return the newest checkpoint whose files have the sums they were written with, and lines on what was not taken.
 
-    Rank 0's listing counts for all, should the ranks see the folder differently.
+    Rank 0's listing counts for all, should the ranks see the folder differently. Each rank reads some of the files.
     """
-    found, notes = gather_objects(agree(lambda: files.candidates(folder)))[0]
+    kinds = (files.MODEL, files.OPTIMIZER, files.BESIDE)
+    found, notices = gather_objects(agree(lambda: files.candidates(folder)))[0]
     reasons: list[str] = []
     for path in found:
-        reason = _fault_for_all(path, ranks)
+        faults = gather_objects(files.fault(path, kinds, ranks.rank, ranks.world_size))
+        reason = next(filter(None, faults), None)
         if reason is None:
-            return path, (*notes, *(f"passed over {folder / r}" for r in reasons))
-        reasons.append(f"{path.name}: {reason}")
+            return path, (*notices, *(f"passed over {folder / r}" for r in reasons))
+        reasons.append(f"{path.name}: {' '.join(reason.split())}")
     if found:
         raise agreed_by_all(str(files.none_complete(folder, reasons)))
     return None, ()
 
 
-def _fault_for_all(path: Path, ranks: Ranks) -> str | None:
-    """Return what is wrong with a checkpoint, or None. Each rank reads some of its files, and all of them agree."""
-    kinds = (files.MODEL, files.OPTIMIZER, files.BESIDE)
-
-    def check() -> None:
-        reason = files.fault(path, kinds, ranks.rank, ranks.world_size)
-        if reason:
-            raise UserError(reason)
-
-    try:
-        agree(check)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def _change_of_layout(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """One line where the checkpoint comes from another layout than ours."""
-    return [] if theirs == ours else [f"checkpoint of {describe(theirs)} → {describe(ours)}"]
-
-
-def describe(layout: dict[str, Any]) -> str:
+def _in_words(layout: dict[str, Any]) -> str:
     """`4 ranks (TP 2, ZeRO 1, bf16)`."""
     sizes = [(name, layout[axis]) for name, axis in (("TP", "tensor"), ("PP", "pipeline"))]
     axes = "".join(f"{name} {size}, " for name, size in sizes if size > 1)

@@ -1,4 +1,4 @@
-"""The file of `--deepspeed_config`: read, checked key by key against DeepSpeed's own models, laid over the flags."""
+"""Read the file of `--deepspeed_config`, check each key against DeepSpeed's own models, and lay it over the flags."""
 
 from __future__ import annotations
 
@@ -28,56 +28,16 @@ RESERVED_SETTINGS = {
 }
 """DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
 
-TOP_LEVEL = [
-    "activation_checkpointing",
-    "aio",
-    "autotuning",
-    "bf16",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "communication_data_type",
-    "compile",
-    "csv_monitor",
-    "data_efficiency",
-    "data_types",
-    "dataloader_drop_last",
-    "datastates_ckpt",
-    "disable_allgather",
-    "disable_python_gc",
-    "dump_state",
-    "expert_parallel",
-    "flops_profiler",
-    "fp16",
-    "gradient_accumulation_steps",
-    "gradient_allreduce_op",
-    "gradient_clipping",
-    "gradient_predivide_factor",
-    "hybrid_engine",
-    "log_level",
-    "managed_gradient_accumulation",
-    "memory_breakdown",
-    "optimizer",
-    "pipeline",
-    "prescale_gradients",
-    "scheduler",
-    "seq_parallel_communication_data_type",
-    "steps_per_print",
-    "tensor_parallel",
-    "tensorboard",
-    "timers",
-    "torch_autocast",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "use_data_before_expert_parallelism",
-    "vocabulary_size",
-    "wall_clock_breakdown",
-    "wandb",
-    "weight_quantization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
-]
+_NAMES = """
+    activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile
+    csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc
+    dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
+    gradient_clipping gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation
+    memory_breakdown optimizer pipeline prescale_gradients scheduler seq_parallel_communication_data_type
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
+TOP_LEVEL = _NAMES.split()
 """Keys that DeepSpeed looks up, without those that it refuses itself and `bfloat16`, which our `bf16` would hide."""
 
 
@@ -88,9 +48,8 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         return {}
     try:
         loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        _refuse(path, f"cannot be read: {reason}")
+    except (OSError, ValueError, RecursionError) as error:
+        _refuse(path, f"cannot be read: {error.strerror if isinstance(error, OSError) else error}")
     if not isinstance(loaded, dict):
         _refuse(path, "expected a JSON object")
     _check_names(path, loaded, TOP_LEVEL)
@@ -132,12 +91,10 @@ def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: st
         if value == "auto":
             continue
         if name in RESERVED_SETTINGS and value != below.get(key):
-            flags = RESERVED_SETTINGS[name]
-            _refuse(
-                path,
-                f"{name} is {value!r} but the flags say {below.get(key)!r}: set it by {flags} and leave it out of the "
-                "file",
+            by_flags = (
+                f"the flags say {below.get(key)!r}: set it by {RESERVED_SETTINGS[name]} and leave it out of the file"
             )
+            _refuse(path, f"{name} is {value!r} but {by_flags}")
         nested = isinstance(value, dict) and isinstance(below.get(key), dict)
         merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
     return merged
@@ -158,9 +115,8 @@ def _check_models(path: str, settings: dict[str, Any]) -> None:
         "comms_logger": CommsLoggerConfig,
         **{name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()},
     }
-    for section in models.keys() & settings.keys():
-        values = settings[section]
-        if values == "auto":
+    for section, values in settings.items():
+        if section not in models or values == "auto":
             continue
         if not isinstance(values, dict):
             _refuse(path, f"{section} is {values!r}: expected a JSON object")

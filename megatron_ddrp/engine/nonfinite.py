@@ -1,9 +1,9 @@
 """Steps whose loss or gradients are not finite: skipped in every layout, explained, and given up after some in a row.
 
 DeepSpeed leaves parameters and optimizer alone when the global gradient norm is not finite; `engine/step.py` does so at
-ZeRO 0 and makes the gradients of a loss that is not finite so as well. The norm, equal on all ranks, thus tells all of
-them. Such a step is taken a second time, watched: what was a passing fault is mended by that, and what
-was not is named. fp16's own overflows, which its loss scale answers, are not counted.
+ZeRO 0 and makes the gradients of a loss that is not finite so as well. The norm is equal on all ranks, so each of them
+knows. Such a step is taken a second time under watch: a passing fault is gone then, any other is named. fp16's own
+overflows, which lower its loss scale, are not counted.
 """
 
 from __future__ import annotations
@@ -24,58 +24,57 @@ from megatron_ddrp.parallel.sharding import local_parameters, whole_name
 
 
 class FiniteSteps:
-    """Takes training steps, and keeps count of those that were skipped in a row."""
+    """Takes training steps, and counts those that were skipped in a row."""
 
     def __init__(
-        self,
-        engine: Any,
-        config: Config,
-        ranks: Ranks,
-        say: Callable[[str], None],
-        notes: NoteDictionary | None = None,
+        self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None], notes: NoteDictionary | None = None
     ) -> None:
         self.engine, self.config, self.ranks, self.say, self.notes = engine, config, ranks, say, notes
         self.skipped = 0
 
     def take(self, micro_batches: list[Any], step: int) -> StepResult:
-        """`train_step`, tried twice where it must be. Raises `UserError` after `--max-skipped-steps` in a row."""
+        """Take a step, a second time where it was not finite.
+
+        Raises `UserError` after `--max-skipped-steps` skipped steps in a row.
+        """
         scaler = get_loss_scaler(self.engine)
         result = self._try(micro_batches, step)
         if math.isfinite(result.grad_norm):
             self.skipped = 0
-            return result
-        if self._is_overflow(result, scaler):
-            return result
-        set_loss_scaler(self.engine, scaler)
-        with Watch(self.engine.module) as watch:
-            result = self._try(micro_batches, step)
-        where, rank = _first(gather_objects((watch.found, self.ranks.pipeline_rank, watch.looked)))
-        if math.isfinite(result.grad_norm):
+        elif not self._is_overflow(result, scaler):
+            set_loss_scaler(self.engine, scaler)
+            with Watch(self.engine.module) as watch:
+                result = self._try(micro_batches, step)
+            where, rank = _first(gather_objects((watch.found, self.ranks.pipeline_rank, watch.looked)))
+            self._tell(step, math.isfinite(result.grad_norm), f"{where} on rank {rank} is the first that is not finite")
+        return result
+
+    def _tell(self, step: int, taken: bool, cause: str) -> None:
+        """Say how the second try ended, and give up after too many skipped steps in a row."""
+        if taken:
             self.say(f"step {step}: not finite, but finite when tried again: taken")
             self.skipped = 0
-            return result
+            return
         self.skipped += 1
-        cause = f"{where} on rank {rank} is the first that is not finite"
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
         if self.skipped >= self.config.training.max_skipped_steps:
             raise agreed_by_all(
                 f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; go on from the "
                 "last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
             )
-        return result
 
     def _try(self, micro_batches: list[Any], step: int) -> StepResult:
         return train_step(self.engine, micro_batches, self.config, self.ranks, step, self.notes)
 
     def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:
-        """Whether fp16's loss scale was too large for this step and can still fall; a collective call in fp16."""
+        """Return whether fp16's loss scale was too large and can still fall; a collective call in fp16."""
         if scaler is None or scaler["cur_scale"] <= self.engine.optimizer.loss_scaler.min_scale:
             return False
         return all(math.isfinite(loss) for loss in result.losses(self.config).values())
 
 
 def _first(found: list[tuple[str | None, int, int]]) -> tuple[str, int]:
-    """Of (where, pipeline stage, tensors looked at before) of all ranks, the earliest where, and its rank.
+    """Return the earliest place that is not finite and its rank, from (place, stage, tensors before it) of all ranks.
 
     Outputs come before gradients; outputs pass from the first stage to the last, gradients back.
     """
@@ -89,9 +88,9 @@ def _first(found: list[tuple[str | None, int, int]]) -> tuple[str, int]:
 
 
 class Watch:
-    """Notes the first tensor of a pass that is not finite: an output on the way forth, else a gradient on the way back.
+    """Hooks that find the first tensor of a pass that is not finite: an output of the forward pass, else a gradient.
 
-    Inner modules speak before those they are part of.
+    The hooks of an inner module run before those of the module around it.
     """
 
     def __init__(self, module: nn.Module) -> None:

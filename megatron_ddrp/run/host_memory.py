@@ -1,4 +1,4 @@
-"""Freed memory of the host kept for the next tensor."""
+"""Keep freed memory of the host for the next tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROWTH = 64 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """From here on this process does not give freed memory back to the system; no effect where malloc is not glibc's.
+    """Stop giving freed memory back to the system from here on; without effect where malloc is not glibc's.
 
     A training step on a CPU frees and takes the same large tensors over and over. glibc maps each of them anew, and
     every page of a fresh mapping is a page fault and 4 KiB of zeros (`docs/benchmarks.md` has what that costs). The

@@ -1,4 +1,4 @@
-"""A process among those of a launcher (`deepspeed`, `torchrun`, `srun`): what it was told, how it speaks, how it ends.
+"""One process of a launcher (`deepspeed`, `torchrun`, `srun`): its rank, what it prints, how it ends.
 
 Nothing here imports torch, so that a wrong argument is refused at once.
 """
@@ -15,12 +15,12 @@ from megatron_ddrp.errors import FAILURE, UserError, run_command
 
 
 def launched_world_size() -> int:
-    """Ranks that the launcher announced; 1 without one."""
+    """Return the number of ranks that the launcher announced; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
 
 
 def launched_rank() -> int:
-    """Our rank as the launcher announced it; 0 without one."""
+    """Return this process's rank as the launcher announced it; 0 without a launcher."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
@@ -31,7 +31,7 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def first_rank_speaks() -> Iterator[None]:
-    """Let rank 0 alone print what every rank finds out alike, such as a wrong argument."""
+    """Let rank 0 alone print inside the block, where all ranks would print the same, such as a wrong argument."""
     if launched_rank() == 0:
         yield
         return
@@ -48,17 +48,17 @@ def run_rank(main: Callable[[], object], program: str | None = None) -> NoReturn
 
     An error that every rank raises alike is printed once, by rank 0.
     """
+
+    def silent_beside_rank_0() -> object:
+        try:
+            return main()
+        except UserError as error:
+            if launched_rank() == 0 or not error.agreed:
+                raise
+            sys.exit(error.exit_code)
+
     with exit_without_teardown():
-        run_command(lambda: _silent_beside_rank_0(main), program)
-
-
-def _silent_beside_rank_0(main: Callable[[], object]) -> object:
-    try:
-        return main()
-    except UserError as error:
-        if launched_rank() == 0 or not error.agreed:
-            raise
-        sys.exit(error.exit_code)
+        run_command(silent_beside_rank_0, program)
 
 
 @contextlib.contextmanager

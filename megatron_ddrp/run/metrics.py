@@ -1,4 +1,4 @@
-"""metrics.jsonl: one row of numbers per log or evaluation. Everything that reads or writes the file does so here.
+"""metrics.jsonl: one row of numbers per log or evaluation. All code that reads or writes the file is here.
 
 A line that is no row (damage, or the half line of a killed run) is kept in metrics.jsonl.damaged when the run resumes;
 readers leave it out and say so once. The rows after it count.
@@ -56,8 +56,7 @@ def ends_in_half_a_line(folder: Path) -> bool:
 
 def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, Row]], list[bytes]]:
     """Return (lines that are rows, with these rows; lines that are none), without blank lines."""
-    filled = [line for line in lines if line.strip()]
-    parsed = [(line, _parse(line)) for line in filled]
+    parsed = [(line, _parse(line)) for line in lines if line.strip()]
     return [(line, row) for line, row in parsed if row is not None], [line for line, row in parsed if row is None]
 
 

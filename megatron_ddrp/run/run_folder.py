@@ -1,4 +1,4 @@
-"""The `--save` folder while a run writes there: held by one run, and with all that readers of its checkpoints need."""
+"""The `--save` folder of a run that writes there: locked, with all that readers of its checkpoints need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLUGIN_FOLDER = "plugins"
 
 @contextlib.contextmanager
 def sole_writer(folder: Path) -> Iterator[int]:
-    """Hold DIR/lock, so that no second run writes there; gives its descriptor. The system frees a killed run's lock.
+    """Hold DIR/lock, so that no second run writes there; yield its descriptor. The system frees a killed run's lock.
 
     Raises `UserError` naming who holds it. File systems without locks are not guarded.
     """

@@ -1,4 +1,4 @@
-"""Ending before the last step, by signals or a time limit, and the note of how a run ended.
+"""Ending a run before its last step, by signals or a time limit, and the file that says how it ended.
 
 SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) and SIGINT (Ctrl-C) let the current step finish; all
 ranks then save and exit with `ASKED_TO_STOP`, whichever of them got the signal.
@@ -19,15 +19,15 @@ from typing import Any
 
 EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
-"""Beyond every signal's number."""
+"""Code of the time limit, beyond every signal's number."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequests:
-    """Whether somebody, or the clock, wants this rank to end early. Signals are ours between `with` and its end."""
+    """Requests to end this rank early, by a signal or the clock. Handles the signals from `with` to its end."""
 
     def __init__(self, minutes: float | None, began: float | None = None, alone: bool = False) -> None:
-        """`minutes` from `began` (seconds of `time.monotonic`, now by default) the clock asks; None = never.
+        """Set the clock to ask `minutes` after `began` (seconds of `time.monotonic`, default now); None = never.
 
         `alone` says that no launcher started this process, so that a second SIGINT ends it.
         """
@@ -59,21 +59,21 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """0 for going on, a signal's number, or `OUT_OF_TIME`; ranks that disagree go by the largest of their codes."""
+        """0 without a request, a signal's number, or `OUT_OF_TIME`; all ranks follow the largest of their codes."""
         out_of_time = self.deadline is not None and time.monotonic() >= self.deadline
         return self.received or OUT_OF_TIME * out_of_time
 
 
 def describe(code: int) -> str:
-    """What asked us to stop."""
+    """Return the name of what asked this run to stop."""
     return "--exit-duration-in-mins" if code == OUT_OF_TIME else signal.Signals(code).name
 
 
 def note_exit_code(folder: Path, code: int) -> None:
-    """Keep in DIR/exit_code how a run ended, for launchers that hand every code but 0 on as 1."""
+    """Write DIR/exit_code, for launchers that turn every exit code but 0 into 1."""
     (folder / EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
 
 
 def forget_exit_code(folder: Path) -> None:
-    """A run that begins has not ended: what fails leaves no DIR/exit_code."""
+    """Remove DIR/exit_code when a run begins, so that a failed run leaves none."""
     (folder / EXIT_CODE).unlink(missing_ok=True)

@@ -4,18 +4,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.analysis.models import find_all, find_snapshots
+from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.analysis.sentences import Sentences
+from megatron_ddrp.analysis.session import View
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
+from tests.unit.model.tiny import tiny_batch
 from tools import analyze
 
 ROOT = Path(__file__).parents[3]
@@ -140,9 +143,9 @@ def test_sentences_are_validation_text_with_specials_and_depend_on_the_seed(tiny
     assert (sentences.lengths[:-1] >= sentences.lengths[1:]).all()
 
 
-def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path):
-    found, notes = find_snapshots(run_folder, every=True)
-    assert [snapshot.iteration for snapshot in found] == [10, 20] and not notes
+def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path, capsys):
+    found = find_snapshots([run_folder], every=True)
+    assert [snapshot.iteration for snapshot in found] == [10, 20] and not capsys.readouterr().err
     broken = tmp_path / "ddrp"
     for name in ("iter_0000010", "iter_0000020"):
         (broken / name).mkdir(parents=True)
@@ -150,11 +153,22 @@ def test_damaged_checkpoints_are_passed_over_and_named(run_folder, tmp_path):
     (broken / "iter_0000010" / checkpoint.WEIGHTS).touch()
     checkpoint.mark_latest(broken, "iter_0000020")
     for every in (True, False):
-        found, notes = find_snapshots(broken, every)
+        found = find_snapshots([broken], every)
         assert [snapshot.iteration for snapshot in found] == [10]
-        assert "iter_0000020: model.safetensors is missing" in notes[0]
-    both, _ = find_all([run_folder, broken], every=False)
+        assert "iter_0000020: model.safetensors is missing" in capsys.readouterr().err
+    both = find_snapshots([run_folder, broken], every=False)
     assert [snapshot.run for snapshot in both] == [str(run_folder), str(broken)]
+
+
+def test_progress_moves_on_with_every_batch():
+    counts = []
+    batches = [tiny_batch().map(lambda tensor: tensor.numpy())] * 2
+    sentences = SimpleNamespace(batches=lambda size: batches)
+    view = View(None, None, None, sentences, torch.device("cpu"), 3, counts.append)
+    seen = []
+    for batch in view.batches():
+        seen.append((batch.input_ids.shape, list(counts)))
+    assert [done for _, done in seen] == [[], [3]] and counts == [3, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """f(S), f(H), mean maps and Algorithm 1 against float64 loops, for every encoding, and on maps made by hand."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -16,12 +14,7 @@ from tests.reference import analyses
 from tests.unit.model.tiny import tiny_batch, tiny_model
 from tests.unit.model.twins import twin_encode, twin_last_norm
 
-CPU = torch.device("cpu")
 LENGTHS = (7, 4, 2)
-
-
-def to_numpy(batch):
-    return batch.map(lambda tensor: tensor.numpy())
 
 
 @torch.no_grad()
@@ -42,7 +35,7 @@ def model(request):
 
 def test_self_similarity_is_that_of_the_loops(model):
     batches = [tiny_batch(LENGTHS), tiny_batch((5, 3), seed=1)]
-    found = measure_similarity(model, map(to_numpy, batches), CPU)
+    found = measure_similarity(model, batches)
     pairs = [twin_sentences(model, batch) for batch in batches]
     hidden, logits = sum((h for h, _ in pairs), []), sum((s for _, s in pairs), [])
     by_layer = analyses.head_similarity(logits)
@@ -55,7 +48,7 @@ def test_self_similarity_is_that_of_the_loops(model):
 def test_pre_norm_self_similarity_looks_at_normalised_states():
     model, batch = tiny_model(layernorm_position="pre", relative_table="per-layer").eval(), tiny_batch(LENGTHS)
     hidden, _ = twin_sentences(model, batch)
-    found = measure_similarity(model, [to_numpy(batch)], CPU)
+    found = measure_similarity(model, [batch])
     assert found.token_similarity == pytest.approx(analyses.token_similarity(hidden), rel=1e-10)
 
 
@@ -73,7 +66,7 @@ def test_triangle_shares_are_those_of_the_loops(model):
     batch = tiny_batch((7, 6, 5, 4, 3, 2) * 2, seed=3)
     _, logits = twin_sentences(model, batch)
     for threshold in (0.35, 0.45):
-        found = measure_triangles(model, [to_numpy(batch)], CPU, threshold)
+        found = measure_triangles(model, [batch], threshold)
         for number, layer in enumerate(found):
             maps = [analyses.softmax(layers[number]) for layers in logits]
             assert layer.share == pytest.approx(analyses.triangle_share(maps, threshold))
@@ -83,7 +76,7 @@ def test_mean_maps_are_those_of_the_loops(model):
     batch = tiny_batch((6, 6, 6), seq=6, seed=2)
     _, logits = twin_sentences(model, batch)
     sentences = [analyses.softmax(layers[0]) for layers in logits]
-    found = measure_maps(model, [to_numpy(batch)], CPU, layer=1)
+    found = measure_maps(model, [batch], layer=1)
     assert [panel.name for panel in found] == list(GROUPS)
     chosen = [[*analyses.groups(maps), [0, 1, 2]] for maps in sentences]
     for place, panel in enumerate(found):
@@ -93,7 +86,7 @@ def test_mean_maps_are_those_of_the_loops(model):
         sides = [analyses.up_and_down(mean) for mean in means]
         assert panel.up == pytest.approx(sum(up for up, _ in sides) / 3)
         assert panel.down == pytest.approx(sum(down for _, down in sides) / 3)
-    [single] = measure_maps(model, [to_numpy(batch)], CPU, layer=2, heads=[3])
+    [single] = measure_maps(model, [batch], layer=2, heads=[3])
     np.testing.assert_allclose(single.map, sum(analyses.softmax(s[1])[2] for s in logits).numpy() / 3, rtol=1e-9)
     assert single.name == "head 3"
 
@@ -136,12 +129,6 @@ def test_the_share_counts_misses_and_divides_by_each_sentences_own_length():
 def test_a_model_of_one_head_is_refused():
     model = tiny_model(num_attention_heads=1).eval()
     with pytest.raises(UserError, match="has one"):
-        measure_similarity(model, [to_numpy(tiny_batch())], CPU)
+        measure_similarity(model, [tiny_batch()])
     with pytest.raises(UserError, match="has one"):
         divide_heads(torch.zeros(1, 1), torch.zeros(1, 1))
-
-
-def test_progress_hears_of_every_sentence():
-    counts = []
-    measure_triangles(tiny_model().eval(), [to_numpy(tiny_batch())] * 2, CPU, done=counts.append)
-    assert counts == [3, 3] and not math.isnan(sum(counts))

@@ -1,0 +1,99 @@
+"""What each subcommand of tools/analyze.py does: measure, print a line per model, write the JSON and the figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_ddrp.analysis import figures
+from megatron_ddrp.analysis.attention_maps import measure_maps
+from megatron_ddrp.analysis.notes import analyze_notes, summary
+from megatron_ddrp.analysis.session import Session
+from megatron_ddrp.analysis.similarity import measure_similarity
+from megatron_ddrp.analysis.triangle import measure_triangles
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+DIGITS = 6
+"""Decimal places of a map's cells in the JSON."""
+
+
+def report_similarity(arguments: argparse.Namespace) -> None:
+    """Report f(S) and f(H) of every checkpoint."""
+    session = Session(arguments, every_checkpoint=True)
+    rows = []
+    for view in session.views():
+        found = measure_similarity(view.model, view.batches())
+        rows.append(
+            view.facts()
+            | {
+                "token_similarity": found.token_similarity,
+                "head_similarity": found.head_similarity,
+                "head_similarity_by_layer": found.head_similarity_by_layer,
+            }
+        )
+    for row in rows:
+        step = "" if row["iteration"] is None else f" step {row['iteration']:,}"
+        print(f"{row['run']}{step}: f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}")
+
+    def curves(key: str) -> dict[str, figures.Curve]:
+        names = dict.fromkeys(row["run"] for row in rows)
+        return {name: [(row["iteration"], row[key]) for row in rows if row["run"] == name] for name in names}
+
+    def draw(path: Path) -> None:
+        figures.draw_similarity(curves("token_similarity"), curves("head_similarity"), path)
+
+    session.write({"checkpoints": rows}, draw)
+
+
+def report_maps(arguments: argparse.Namespace) -> None:
+    """Report the mean attention maps of one layer of one model."""
+    session = Session(arguments, every_checkpoint=False)
+    for view in session.views():  # one: --load takes one folder
+        sizes = view.config.model
+        layer = sizes.num_layers if arguments.layer is None else arguments.layer
+        _check_number("--layer", layer, sizes.num_layers)
+        for head in arguments.head:
+            _check_number("--head", head, sizes.num_attention_heads)
+        view.sentences.keep_longest()
+        maps = measure_maps(view.model, view.batches(), layer, arguments.head)
+    for panel in maps:
+        print(f"{panel.name}: {panel.up:.1%} to the right, {panel.down:.1%} to the left")
+    facts = view.facts()
+    panels = [asdict(panel) | {"map": panel.map.round(DIGITS).tolist()} for panel in maps]
+    title = f"{facts['run']}, layer {layer}: mean over {facts['sentences']:,} sentences of {len(maps[0].map)} tokens"
+    session.write(facts | {"layer": layer, "maps": panels}, lambda path: figures.draw_maps(maps, title, path))
+
+
+def _check_number(flag: str, number: int, largest: int) -> None:
+    if not 1 <= number <= largest:
+        raise UserError(f"{flag} is {number}: this model has 1 to {largest}", WRONG_ARGUMENTS)
+
+
+def report_triangles(arguments: argparse.Namespace) -> None:
+    """Report Algorithm 1 for the newest checkpoint of each folder."""
+    threshold = arguments.threshold
+    if not 0 < threshold <= 1:
+        raise UserError(f"--threshold is {threshold}: it must lie in (0, 1]", WRONG_ARGUMENTS)
+    session = Session(arguments, every_checkpoint=False)
+    rows = []
+    for view in session.views():
+        layers = measure_triangles(view.model, view.batches(), threshold)
+        by_layer = [{"layer": number} | asdict(layer) for number, layer in enumerate(layers, 1)]
+        rows.append(view.facts() | {"share": layers[-1].share, "layers": by_layer})
+    for row in rows:
+        print(f"{row['run']}: {row['share']:.2%} of {row['sentences']:,} sentences in the last layer")
+    shares = {row["run"]: [layer["share"] for layer in row["layers"]] for row in rows}
+    result = {"threshold": threshold, "models": rows}
+    session.write(result, lambda path: figures.draw_triangles(shares, threshold, path))
+
+
+def report_notes(arguments: argparse.Namespace) -> None:
+    """Report what the note dictionary of a run holds."""
+    result = analyze_notes(
+        arguments.load, arguments.data_path, arguments.words, arguments.neighbours, arguments.documents
+    )
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(summary(result))

@@ -1,0 +1,130 @@
+"""The house's sizes: short files and functions, few parameters, no circle of imports, few loose files."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.endurance.lines import ROOT, source_files
+
+PACKAGE = "megatron_ddrp"
+FILES = source_files()
+TREES = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """Yield every function of the house with its place, `megatron_ddrp/train.py:31 train`."""
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield f"{file}:{node.lineno} {node.name}", node
+
+
+def num_parameters(function: Function) -> int:
+    """Return how many parameters a caller sees: `self` and `cls` are left out."""
+    given = function.args
+    names = [parameter.arg for parameter in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    names += [parameter.arg for parameter in (given.vararg, given.kwarg) if parameter]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def is_kernel(function: Function) -> bool:
+    """Return whether Triton compiles the function: its parameters are pointers, strides and sizes, one by one."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def module_name(file: Path) -> str:
+    """`megatron_ddrp/model/__init__.py` → `megatron_ddrp.model`."""
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+def statements_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield what runs when a module is imported; the body of `if TYPE_CHECKING:` does not."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            yield from statements_at_import(statement.orelse)
+        elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from statements_at_import(getattr(statement, part, []))
+            for handler in getattr(statement, "handlers", []):
+                yield from statements_at_import(handler.body)
+
+
+def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
+    """Return which of `modules` a module names in the imports at its top level."""
+    named = set()
+    for statement in statements_at_import(tree.body):
+        if isinstance(statement, ast.Import):
+            named |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            inside = {f"{statement.module}.{alias.name}" for alias in statement.names}
+            named |= inside if inside <= modules else inside | {str(statement.module)}
+    return named & modules
+
+
+def import_graph(trees: dict[Path, ast.Module]) -> dict[str, set[str]]:
+    """Return module → modules it imports, of those given."""
+    modules = {module_name(file): tree for file, tree in trees.items()}
+    return {name: imported_modules(tree, set(modules)) for name, tree in modules.items()}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of one circle of imports, the first again at the end; none where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_file_is_over_300_lines() -> None:
+    lengths = {str(file): len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in FILES}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_no_function_is_over_70_lines() -> None:
+    lengths = {place: (node.end_lineno or 0) - node.lineno + 1 for place, node in functions()}
+    assert {place: length for place, length in lengths.items() if length > 70} == {}
+
+
+def test_no_function_has_over_8_parameters() -> None:
+    counts = {place: num_parameters(node) for place, node in functions() if not is_kernel(node)}
+    assert {place: count for place, count in counts.items() if count > 8} == {}
+
+
+def test_no_circle_of_imports() -> None:
+    graph = import_graph({file: tree for file, tree in TREES.items() if file.parts[0] == PACKAGE})
+    assert len(graph) > 100
+    assert circle(graph) == []
+
+
+def test_at_most_8_loose_files_in_the_package() -> None:
+    loose = [str(file) for file in FILES if len(file.parts) == 2 and file.parts[0] == PACKAGE]
+    assert len([name for name in loose if not name.endswith("__init__.py")]) <= 8, loose
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"a": "import b", "b": "def f():\n    import a"}, set()),
+        ({"a": "import b", "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a"}, set()),
+        ({"a": "import b", "b": "try:\n    from a import x\nexcept ImportError:\n    pass"}, {"a", "b"}),
+        ({"a": "from p import b", "p/__init__": "", "p/b": "import p.c", "p/c": "import a"}, {"a", "p.b", "p.c"}),
+        ({"p/__init__": "from p.b import x", "p/b": "import p.c", "p/c": ""}, set()),
+    ],
+)
+def test_the_finder_of_circles_sees_what_it_should(sources: dict[str, str], expected: set[str]) -> None:
+    graph = import_graph({Path(f"{name}.py"): ast.parse(source) for name, source in sources.items()})
+    assert set(circle(graph)) == expected
+
+
+def test_parameters_are_counted_without_self() -> None:
+    tree = ast.parse("class A:\n    def f(self, a, *b, c=1, **d): pass\ndef g(a, /, b): pass")
+    counts = [num_parameters(node) for node in ast.walk(tree) if isinstance(node, Function)]
+    assert sorted(counts) == [2, 4]
