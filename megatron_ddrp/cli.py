@@ -8,9 +8,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import types
+import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megatron_ddrp.config import flag
+from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.errors import WRONG_ARGUMENTS
 
 
@@ -58,3 +62,32 @@ class ArgumentParser(argparse.ArgumentParser):
             if candidate in known:
                 return candidate + equals + value
         return word
+
+
+def add_flags(group: Any, section: Any) -> None:
+    """Add a flag for each option of a dataclass. A flag that is not given leaves nothing in the namespace."""
+    for name, option in options_of(section).items():
+        text, kind = option.rules["help"], _plain_type(option.hint)
+        if kind is bool:  # --no-… too, since flags win over --config
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag(name), action=action, default=argparse.SUPPRESS, help=text)
+            continue
+        if option.default is not None and "default" not in text:
+            text += f" (default: {option.default})"
+        metavar = None if "choices" in option.rules else "N" if kind is int else "X"
+        group.add_argument(
+            flag(name),
+            type=kind,
+            default=argparse.SUPPRESS,
+            choices=option.rules.get("choices"),
+            nargs=option.rules.get("nargs"),
+            metavar=option.rules.get("metavar", metavar),
+            help=text.replace("%", "%%"),
+        )
+
+
+def _plain_type(hint: Any) -> type:
+    """`int | None` → `int`; `tuple[str, ...]`, a flag of several words, → `str`."""
+    if isinstance(hint, types.UnionType):
+        return _plain_type(next(member for member in typing.get_args(hint) if member is not type(None)))
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint

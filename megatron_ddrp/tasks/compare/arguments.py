@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.tasks.compare.plan_file import REMOVED
 
 DESCRIPTION = """Compare models at one budget: train each of a plan from the same seeds and data order, fine-tune on
 GLUE, look inside, and write one page beside the paper's numbers.
@@ -45,7 +44,7 @@ def build_parser() -> ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `given` holds what replaces values of the plan."""
+    """Parse the command line; `given` holds what replaces values of the plan, by dotted key."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.input and parsed.data_path:
@@ -62,6 +61,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "workers": parsed.workers,
     }
     parsed.given = {key: value for key, value in given.items() if value is not None}
+    if parsed.input:
+        parsed.given["corpus.data_path"] = None
+    if parsed.data_path:
+        parsed.given |= {"corpus.input": None, "corpus.vocab_size": None}
     if parsed.no_glue:
-        parsed.given["glue"] = REMOVED
+        parsed.given["glue"] = None
     return parsed

@@ -13,11 +13,11 @@ from megatron_ddrp.tasks.compare.results import (
     STEP_SECONDS,
     TOKEN_SIMILARITY,
     TRIANGLE,
-    Arm,
     Results,
 )
-from megatron_ddrp.tasks.compare.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
+from megatron_ddrp.tasks.compare.runs import Arm
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES
+from megatron_ddrp.tasks.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
 
 PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
 """Encoding → what the paper's tables call it; its TUPE has T5's relative biases, as tupe-r."""
@@ -69,7 +69,7 @@ def all_claims(plan: Plan) -> list[Claim]:
                 claims += _encodings(arms[better, objective], arms[worse, objective])
     for model in plan.models:
         plain = arms.get((model.encoding, "mth"))
-        if model.flags and plain and dict(model.flags).get("hcd-weight") in (("0",), ("0.0",)):
+        if plain and model.without_hcd:
             paper = "+0.42" if model.encoding == "absolute" else ""
             claims.append(Claim(f"MTH is better than {model.name} on GLUE", GLUE, plain, Arm(model), 1, paper))
     return claims
@@ -114,7 +114,7 @@ def paper_row(arm: Arm) -> str | None:
     steps = "500k steps" if arm.half else "1M steps"
     objective = model.objective.upper()
     if model.flags:
-        only_hcd = dict(model.flags).get("hcd-weight") in (("0",), ("0.0",)) and len(model.flags) == 1
+        only_hcd = model.without_hcd and len(model.flags) == 1
         objective = f"{objective} without HCD" if only_hcd else "other"
     name = f"{PAPER_NAMES.get(model.encoding, model.encoding)} ({objective}) {steps}"
     return name if name in PAPER_AVERAGES else None

@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.figures import COLORS, MARKERS, pyplot, run_style, save_figure
+from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
-    Arm,
     Curve,
     Results,
 )
-from megatron_ddrp.tasks.compare.statistics import mean_and_band
+from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.statistics import mean_and_band
 
 Curves = Mapping[Arm, Mapping[int, Curve]]
 STEPS = "training step"
 
 
 def draw_all(results: Results, folder: Path) -> dict[str, Path]:
-    """Name of a figure → its file, for those that there are data for."""
+    """Draw the figures that there are data for; return name → file."""
     full = {
         measure: _full(results.curves.get(measure, {})) for measure in (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, GLUE)
     }
@@ -46,7 +46,7 @@ def draw_all(results: Results, folder: Path) -> dict[str, Path]:
 
 
 def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
-    """One line an arm."""
+    """Draw one line per arm."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.4), layout="constrained")
     for arm, style in styles(list(curves)).items():
@@ -63,25 +63,20 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
 
 
 def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
-    """A colour and marker an encoding, a line an objective; where that does not tell arms apart, one of each an arm."""
+    """Return a colour and marker per encoding and a line per objective; one of each per arm where these are alike."""
     kinds = [(arm.model.encoding, arm.model.objective) for arm in arms]
     if len(set(kinds)) < len(kinds):
         return {arm: run_style(number) for number, arm in enumerate(arms)}
     encodings = list(dict.fromkeys(encoding for encoding, _ in kinds))
     lines = {"mlm": "-", "mth": "--", "electra": ":"}
-    found = {}
-    for arm in arms:
-        number = encodings.index(arm.model.encoding)
-        found[arm] = run_style(number) | {
-            "color": COLORS[number % len(COLORS)],
-            "marker": MARKERS[number % len(MARKERS)],
-            "linestyle": lines[arm.model.objective],
-        }
-    return found
+    return {
+        arm: run_style(encodings.index(arm.model.encoding)) | {"linestyle": lines.get(arm.model.objective, "-.")}
+        for arm in arms
+    }
 
 
 def _full(curves: Curves) -> Curves:
-    """Without the arms at half of the budget, which end elsewhere."""
+    """Return the curves without the arms at half of the budget, which end elsewhere."""
     return {arm: by_seed for arm, by_seed in curves.items() if not arm.half}
 
 
@@ -93,7 +88,7 @@ def _percent(curves: Curves) -> Curves:
 
 
 def _over_seconds(results: Results, curves: Curves) -> Curves:
-    """Steps become seconds of training: their number times the median step of that course."""
+    """Return the curves over seconds of training: steps times the median step of their run."""
     found: dict[Arm, dict[int, Curve]] = {}
     for arm, by_seed in curves.items():
         seconds = results.of(STEP_SECONDS, arm)

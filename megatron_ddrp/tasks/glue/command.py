@@ -11,7 +11,9 @@ from megatron_ddrp.run.launch import first_rank_speaks, launched_world_size
 from megatron_ddrp.tasks.glue.arguments import parse_arguments
 from megatron_ddrp.tasks.glue.data import TaskData, read_task, read_test
 from megatron_ddrp.tasks.glue.report import write_report
+from megatron_ddrp.tasks.glue.runs import RUNS, RunStore
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.jobs.queue import drain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +44,7 @@ def report_only(options: argparse.Namespace) -> int:
 
     rows, left_out, unchecked = [], [], []
     for folder in options.report:
-        if not (folder / "runs.jsonl").is_file():
+        if not (folder / RUNS).is_file():
             raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
         found = trusted_runs(folder)
         if not (found.rows or found.left_out):
@@ -60,22 +62,21 @@ def report_only(options: argparse.Namespace) -> int:
 def run_here(options: argparse.Namespace) -> None:
     """Do the sweep in this process, or in the worker processes that it starts."""
     data = read_data(options)
-    from megatron_ddrp.tasks.glue.plan import Progress, describe
-    from megatron_ddrp.tasks.glue.queue import drain
+    from megatron_ddrp.tasks.glue.plan import ResultLines, plan_text
     from megatron_ddrp.tasks.glue.submission import write_submissions
     from megatron_ddrp.tasks.glue.sweep import Sweep
-    from megatron_ddrp.tasks.glue.workers import default_workers, device_of, open_claims, open_store, share_out
+    from megatron_ddrp.tasks.glue.workers import default_workers, device_of, share_out
 
-    sweep, store = Sweep(options, data, device_of(0)), open_store(options)
-    workers = min(options.workers or default_workers(), max(1, sum(run not in store for run in sweep.runs)))
-    print(describe(sweep, store, workers), flush=True)
+    sweep, store = Sweep(options, data, device_of(0)), RunStore(options.output_dir / RUNS)
+    workers = min(options.workers or default_workers(), max(1, len(store.missing(sweep.runs))))
+    print(plan_text(sweep, store, workers), flush=True)
     if options.dry_run:
         return
-    progress = Progress(sweep, store, workers)
+    lines = ResultLines(sweep, store, workers)
     if workers > 1:
-        share_out(options, workers, sweep.runs, store, progress.tell)
+        share_out(options, workers, sweep.runs, store, lines.tell)
     else:
-        drain(sweep.runs, store, open_claims(options), sweep.perform, progress.tell)
+        drain(sweep.runs, store, sweep.perform, lines.tell)
     if options.predict_test:
         write_submissions(sweep, store)
     print(write_report(store, options.output_dir))
@@ -86,30 +87,27 @@ def run_on_ranks(options: argparse.Namespace) -> None:
     from megatron_ddrp.config import ParallelConfig
     from megatron_ddrp.parallel import process_group
 
-    # A day: rank 0 may wait for the runs that another sweep has claimed.
+    # A day: rank 0 may wait for the runs that another sweep is doing.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
     with process_group.agreed_errors_told_once("tasks.glue"):
         data = process_group.agree(lambda: read_data(options))
-        from megatron_ddrp.tasks.glue.plan import Progress
+        from megatron_ddrp.tasks.glue.plan import ResultLines
         from megatron_ddrp.tasks.glue.submission import write_submissions
         from megatron_ddrp.tasks.glue.sweep import Sweep
-        from megatron_ddrp.tasks.glue.workers import do_on_ranks, open_claims, open_store
+        from megatron_ddrp.tasks.glue.workers import do_on_ranks
 
         sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
-        store = process_group.agree(lambda: open_store(options))
-        missing = sum(run not in store for run in sweep.runs)
-        if ranks.rank == 0:
+        store = process_group.agree(lambda: RunStore(options.output_dir / RUNS))
+        first = ranks.rank == 0
+        if first:
+            missing = len(store.missing(sweep.runs))
             print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
             for encoder in sweep.encoders.values():
                 print(f"  {encoder.name}: {encoder.origin}", flush=True)
-        if options.dry_run:
-            process_group.stop()
-            return
-        first = ranks.rank == 0
-        tell = Progress(sweep, store, 1).tell if first else lambda: None
-        do_on_ranks(sweep, ranks, store, open_claims(options) if first else None, tell)
-        if options.predict_test:
-            write_submissions(sweep, store)
-        if first:
-            print(write_report(store, options.output_dir))
+        if not options.dry_run:
+            do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+            if options.predict_test:
+                write_submissions(sweep, store)
+            if first:
+                print(write_report(store, options.output_dir))
         process_group.stop()

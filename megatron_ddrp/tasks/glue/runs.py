@@ -15,11 +15,14 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.store import Store
+from megatron_ddrp.tasks.jobs.store import Store
+
+RUNS = "runs.jsonl"
 
 
 @dataclass(frozen=True, order=True)
@@ -64,7 +67,7 @@ class Run:
     max_train_examples: int | None = None
     """Training rows that are used; None for all."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A file name of its own."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
@@ -81,12 +84,13 @@ class Run:
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
-class RunStore(Store[Run]):
+class RunStore(Store):
     """runs.jsonl of a sweep."""
 
     def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None):
         """Read the finished runs; `on_damage` as in `Store`. Raises `UserError` for a damaged line without it."""
-        super().__init__(path, Run.of_row, "a run written by tasks.glue", count_undefined, on_damage)
+        what = "a run written by tasks.glue"
+        super().__init__(path, lambda row: Run.of_row(row).name, what, count_undefined, on_damage)
 
 
 _KINDS: dict[str, Any] = {

@@ -13,12 +13,13 @@ from pathlib import Path
 from megatron_ddrp.tasks.glue.data import read_test
 from megatron_ddrp.tasks.glue.predictions import pack_submission, write_test_predictions
 from megatron_ddrp.tasks.glue.report import best_cells, percent
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.sweep import Sweep
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.jobs.store import Store
 
 
-def write_submissions(sweep: Sweep, store: RunStore) -> None:
+def write_submissions(sweep: Sweep, store: Store) -> None:
     """One folder and archive an encoder: OUT/submission, or OUT/submission-FINGERPRINT where there are several."""
     store.refresh()
     speaks = sweep.ranks is None or sweep.ranks.rank == 0

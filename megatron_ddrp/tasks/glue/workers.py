@@ -16,20 +16,11 @@ import torch
 from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.glue.data import read_task
-from megatron_ddrp.tasks.glue.queue import WAIT, Claims, drain
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.glue.sweep import Sweep
 from megatron_ddrp.tasks.glue.tasks import TASKS
-
-
-def open_store(options: argparse.Namespace) -> RunStore:
-    """Open runs.jsonl of --output-dir."""
-    return RunStore(options.output_dir / "runs.jsonl")
-
-
-def open_claims(options: argparse.Namespace) -> Claims:
-    """Open the claims on the runs of --output-dir."""
-    return Claims(options.output_dir / "claims.lock")
+from megatron_ddrp.tasks.jobs.queue import WAIT, drain
+from megatron_ddrp.tasks.jobs.store import Store
 
 
 def device_of(worker: int) -> torch.device:
@@ -45,7 +36,7 @@ def default_workers() -> int:
 
 
 def share_out(
-    options: argparse.Namespace, count: int, runs: Sequence[Run], store: RunStore, tell: Callable[[], None]
+    options: argparse.Namespace, count: int, runs: Sequence[Run], store: Store, tell: Callable[[], None]
 ) -> None:
     """Start `count` workers and return when the store holds all `runs`; call `tell` after each look at the store.
 
@@ -72,7 +63,7 @@ def share_out(
             worker.join()
     store.refresh()
     tell()
-    if missing := sum(run not in store for run in runs):
+    if missing := len(store.missing(runs)):
         lost = next((worker for worker in workers if worker.exitcode), workers[0])
         raise UserError(
             f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(runs)} runs are "
@@ -89,7 +80,7 @@ def _work(options: argparse.Namespace, number: int, count: int) -> None:
     def main() -> None:
         data = {name: read_task(TASKS[name], options.data_dir) for name in dict.fromkeys(options.tasks)}
         sweep = Sweep(options, data, device_of(number), show_bar=False)
-        drain(sweep.runs, open_store(options), open_claims(options), sweep.perform)
+        drain(sweep.runs, RunStore(options.output_dir / RUNS), sweep.perform)
 
     run_command(main, f"tasks.glue: worker {number}")
 
@@ -101,8 +92,8 @@ def _end_with_parent() -> None:
     os._exit(FAILURE)
 
 
-def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | None, tell: Callable[[], None]) -> None:
-    """All ranks together, one run after the other: rank 0, which holds the claims, says which one is next."""
+def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> None:
+    """Do the runs one after the other on all ranks together. Rank 0 takes the leases and announces the next run."""
     numbers = {run: number for number, run in enumerate(sweep.runs)}
     done, failed = len(numbers), len(numbers) + 1
 
@@ -119,10 +110,9 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | No
         if number == failed:
             raise agreed_by_all("rank 0 has stopped")  # and says why
         return
-    assert claims is not None
     outcome = failed
     try:
-        drain(sweep.runs, store, claims, together, tell)
+        drain(sweep.runs, store, together, tell)
         outcome = done
     finally:
         announce(outcome)
