@@ -92,8 +92,7 @@ def build_parser() -> ArgumentParser:
     )
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on
         parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for section in concerns().values():
-        add_flags(parser.add_argument_group(section.__doc__), section)
+    add_flags(parser, *concerns().values())
     return parser
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.compare.claims import all_claims, summary
+from megatron_ddrp.tasks.compare.claims import all_claims, resolution, summary
 from megatron_ddrp.tasks.compare.figures import draw_all
 from megatron_ddrp.tasks.compare.flags import words
 from megatron_ddrp.tasks.compare.jobs import KINDS, RUN, Job, log_file, shown_kind
@@ -64,6 +64,7 @@ def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
         sizes=[f"{task} ({row['train_examples']:,} rows)" for task, row in results.facts.items()],
         missing=missing(work),
         summary=summary(results, claims),
+        resolution=resolution(results, claims),
         claims=claims_table(results, claims) if claims else None,
         tables=(table_1(results), table_2(results), table_3(results)),
         cost=cost_table(results),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags
-from megatron_ddrp.config.option import COUNT, check_range, check_ranges, option, refuse
-from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.cli import ArgumentParser, add_flags, given_options
+from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.glue.runs import GRIDS, grid
@@ -27,6 +27,34 @@ seeds, OUT/table.json the same for programs, OUT/predictions/ what each run pred
   one big run    torchrun --nproc-per-node 2 -m tasks.glue …     each run data-parallel, the same scores
   compare        … --load runs/bert runs/ddrp    or python -m tasks.glue --report OUT1 OUT2 --output-dir BOTH
 """
+
+
+@dataclass(frozen=True)
+class What:
+    """what to run"""
+
+    output_dir: Path = option(MISSING, "for runs.jsonl and the tables", metavar="OUT")
+    tasks: tuple[str, ...] = option(
+        PAPER_TASKS,
+        f"of {', '.join(TASKS)} (default: the paper's eight, all but WNLI)",
+        nargs="+",
+        choices=tuple(TASKS),
+        metavar="TASK",
+    )
+    data_dir: Path | None = option(None, "GLUE's folder: TASK/train.tsv, TASK/dev.tsv, … as released", metavar="DIR")
+    load: tuple[Path, ...] | None = option(
+        None,
+        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; several to compare them",
+        nargs="+",
+        metavar="DIR",
+    )
+    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
+    predict_test: bool = option(
+        False, "then repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com"
+    )
+    report: tuple[Path, ...] | None = option(
+        None, "run nothing: one table over these --output-dir folders", nargs="+", metavar="OUT"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,90 +107,53 @@ class Training:
             refuse("--bf16 and --fp16 exclude each other: choose one")
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of all flags, by concern."""
-    parser = ArgumentParser(prog="python -m tasks.glue", description=DESCRIPTION)
-    for name in ("--local-rank", "--deepspeed"):  # the launchers' own
-        parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-    what = parser.add_argument_group("what to run")
-    what.add_argument(
-        "--tasks",
-        nargs="+",
-        choices=list(TASKS),
-        default=list(PAPER_TASKS),
-        metavar="TASK",
-        help=f"of {', '.join(TASKS)} (default: the paper's eight, all but WNLI)",
-    )
-    what.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="GLUE's folder: TASK/train.tsv, TASK/dev.tsv, … as released"
-    )
-    what.add_argument(
-        "--load",
-        type=Path,
-        nargs="+",
-        metavar="DIR",
-        help="training checkpoint (pretrain_bert.py --save) or Hugging Face folder; several to compare them",
-    )
-    what.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="for runs.jsonl and the tables")
-    what.add_argument(
-        "--random-init",
-        action="store_true",
-        help="baseline: the same architecture and tokenizer with new random weights",
-    )
-    what.add_argument(
-        "--predict-test",
-        action="store_true",
-        help="then repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com",
-    )
-    what.add_argument(
-        "--report", type=Path, nargs="+", metavar="OUT", help="run nothing: one table over these --output-dir folders"
-    )
-    for section in (Search, Training):
-        add_flags(parser.add_argument_group(section.__doc__), section)
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--workers", type=int, metavar="N", help="processes that share the sweep (default: one per GPU, else 1)"
-    )
-    machine.add_argument(
-        "--dry-run", action="store_true", help="check the files, print the plan (runs, hours) and stop; write nothing"
-    )
-    return parser
+@dataclass(frozen=True)
+class Machine:
+    """machine"""
+
+    workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
+    dry_run: bool = option(False, "check the files, print the plan (runs, hours) and stop; write nothing")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line; `points` are the grid's."""
-    parser = build_parser()
-    parsed = parser.parse_args(arguments)
+    parser = ArgumentParser(prog="python -m tasks.glue", description=DESCRIPTION)
+    for name in ("--local-rank", "--deepspeed"):  # the launchers' own
+        parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
+    sections: tuple[Any, ...] = (What, Search, Training, Machine)
+    add_flags(parser, *sections)
+    given = parser.parse_args(arguments)
+    options = argparse.Namespace()
     try:
-        for section in (Search, Training):
-            given = {name: getattr(parsed, name) for name in options_of(section) if hasattr(parsed, name)}
-            vars(parsed).update(vars(section(**given)))
-        _check(parsed)
+        for section in sections:
+            vars(options).update(vars(given_options(section, given)))
+        _check(options)
     except UserError as error:
         parser.error(str(error))
-    return parsed
+    return options
 
 
-def _check(parsed: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     """Refuse what does not go together, and add the points of the grid."""
-    if parsed.report is None and (missing := [flag for flag in ("data_dir", "load") if not getattr(parsed, flag)]):
+    if options.report is None and (missing := [flag for flag in ("data_dir", "load") if not getattr(options, flag)]):
         refuse(f"--{missing[0].replace('_', '-')} is needed (or --report OUT… to run nothing)")
     ranks = launched_world_size()
-    if parsed.workers is not None:
-        check_range("workers", parsed.workers, COUNT)
-        if ranks > 1:
-            refuse(f"--workers {parsed.workers} under a launcher with {ranks} ranks: choose one of the two")
-    chosen = GRIDS[parsed.grid]
-    parsed.points = grid(
-        dict.fromkeys(parsed.batch_size or chosen["batch_sizes"]),
-        dict.fromkeys(parsed.lr or chosen["lrs"]),
-        dict.fromkeys(parsed.epochs or chosen["epochs"]),
+    if options.workers and ranks > 1:
+        refuse(f"--workers {options.workers} under a launcher with {ranks} ranks: choose one of the two")
+    chosen = GRIDS[options.grid]
+    options.points = grid(
+        dict.fromkeys(options.batch_size or chosen["batch_sizes"]),
+        dict.fromkeys(options.lr or chosen["lrs"]),
+        dict.fromkeys(options.epochs or chosen["epochs"]),
     )
-    smallest = min(point.batch_size for point in parsed.points)
+    smallest = min(point.batch_size for point in options.points)
     if smallest < ranks:
         refuse(f"a batch of {smallest} on {ranks} ranks: use fewer ranks, or --workers")
-    if parsed.micro_batch_size and -(-smallest // parsed.micro_batch_size) < ranks:
+    if options.micro_batch_size and -(-smallest // options.micro_batch_size) < ranks:
         refuse(
-            f"--micro-batch-size {parsed.micro_batch_size} cuts a batch of {smallest} into fewer parts than there are "
+            f"--micro-batch-size {options.micro_batch_size} cuts a batch of {smallest} into fewer parts than there are "
             f"ranks ({ranks}): at most {smallest // ranks}"
         )

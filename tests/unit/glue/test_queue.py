@@ -34,8 +34,7 @@ def worker(folder, seconds, barrier=None):
     drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
 
 
-def start(folder, count, seconds=0.004, together=False):
-    barrier = PROCESSES.Barrier(count) if together else None
+def start(folder, count, seconds=0.004, barrier=None):
     processes = [PROCESSES.Process(target=worker, args=(folder, seconds, barrier)) for _ in range(count)]
     for process in processes:
         process.start()
@@ -79,7 +78,8 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
 
 
 def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
-    for process in start(tmp_path, 4, together=True):
+    barrier = PROCESSES.Barrier(4)
+    for process in start(tmp_path, 4, barrier=barrier):
         process.join(30)
     begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
     assert set(begun) == {f"begun-{run.name}" for run in RUNS}
