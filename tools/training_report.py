@@ -71,12 +71,9 @@ def unigram_level(prefix: str) -> float:
     """Return the entropy in nats of the pieces of a dataset, taken one by one."""
     counts = np.zeros(0, dtype=np.int64)
     for tokens in IndexedDataset(prefix).chunks():
-        found = np.bincount(tokens)
-        if len(found) > len(counts):
-            found[: len(counts)] += counts
-            counts = found
-        else:
-            counts[: len(found)] += found
+        found = np.bincount(tokens, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -167,10 +164,10 @@ def report(
     beside: dict[str, Rows],
     unigram: float | None,
     scores: str | None,
-    note: str | None,
+    remark: str | None,
     commands: str | None,
 ) -> str:
-    """Return the text of report.md; `scores` is a table.md, and `note` a paragraph of Markdown above it."""
+    """Return the text of report.md; `scores` is a table.md, and `remark` a paragraph of Markdown above it."""
     seconds = [row["step_time"] for row in rows if "step_time" in row]
     valid = series(rows, "valid_lm_loss")
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
@@ -183,7 +180,7 @@ def report(
         step_time=float(np.median(seconds)) if seconds else None,
         # The table's headings go down, into this page's section.
         scores=re.sub("^#", "###", scores.strip(), flags=re.MULTILINE) if scores is not None else None,
-        note=note,
+        remark=remark,
         commands=commands.strip().split("\n") if commands is not None else None,
         versions=Table(["", ""], [*versions().items(), ("machine", machine)], wordy=(1,)),
     )
@@ -197,7 +194,7 @@ def main() -> None:
     )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
-    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores, in Markdown")
+    parser.add_argument("--note", dest="remark", metavar="TEXT", help="a sentence above the scores, in Markdown")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
     arguments = parser.parse_args()
@@ -210,7 +207,7 @@ def main() -> None:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)
     with AtomicFile(arguments.output_dir / "report.md") as stream:
-        stream.write(report(rows, beside, unigram, scores, arguments.note, commands).encode())
+        stream.write(report(rows, beside, unigram, scores, arguments.remark, commands).encode())
     print(f"{arguments.output_dir / 'report.md'} written")
 
 

@@ -39,17 +39,8 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Difference of two arms, paired by seed."""
-
-    values: tuple[float, ...]
-    """One per common seed."""
-
-    @property
-    def mean(self) -> float:
-        """Mean over the seeds."""
-        return statistics.fmean(self.values)
+class Difference(Spread):
+    """Difference of two arms, paired by seed: one value per common seed."""
 
     @property
     def interval(self) -> tuple[float, float] | None:

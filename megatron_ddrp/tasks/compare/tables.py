@@ -59,31 +59,27 @@ def paper_table(names: Sequence[str], where: str) -> Table:
     return Table(["the paper's model", *PAPER_TASKS, "average of 8"], rows, caption, is_paper=True)
 
 
+def score_blocks(results: Results, arms: Sequence[Arm], where: str) -> Blocks:
+    """Return the scores of arms and, where the paper has such models, its own."""
+    theirs = [name for arm in arms if (name := paper_row(arm))]
+    return [score_table(results, arms), *([paper_table(theirs, where)] if theirs else [])]
+
+
 def table_1(results: Results) -> Blocks:
     """Return all models at the full budget."""
     arms = [arm for arm in results.arms if not arm.half and arm.model in results.plan.models]
-    if not arms:
-        return ["No run of the full budget is finished yet."]
-    ours = score_table(results, arms)
-    theirs = [name for arm in arms if (name := paper_row(arm))]
-    return [ours, paper_table(theirs, "tables 1 and 2")] if theirs else [ours]
+    return score_blocks(results, arms, "tables 1 and 2") if arms else ["No run of the full budget is finished yet."]
 
 
 def table_2(results: Results) -> Blocks:
     """Return the objectives side by side, with the arm at half of the budget."""
     encodings = [arm.model.encoding for arm in results.arms if arm.model.objective == "mth" or arm.half]
-    arms = [
-        arm
-        for arm in sorted(results.arms, key=lambda arm: not arm.half)
-        if arm.model.encoding in encodings and arm.model in results.plan.models
-    ]
+    wanted = [arm for arm in results.arms if arm.model.encoding in encodings and arm.model in results.plan.models]
+    arms = sorted(wanted, key=lambda arm: not arm.half)
     if not arms:
         return ["No model with MTH and none at half of the budget is finished yet, or the plan has none."]
-    blocks: Blocks = [score_table(results, arms)]
-    if not results.plan.half_budget:
-        blocks.append("The plan has no arm at half of the budget.")
-    theirs = [name for arm in arms if (name := paper_row(arm))]
-    return [*blocks, paper_table(theirs, "table 2")] if theirs else blocks
+    ours, *theirs = score_blocks(results, arms, "table 2")
+    return [ours, *([] if results.plan.half_budget else ["The plan has no arm at half of the budget."]), *theirs]
 
 
 def table_3(results: Results) -> Blocks:
@@ -144,23 +140,12 @@ def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
     """Return every claim that the data can speak to, with its difference and the word for it."""
     rows = []
     for claim in claims:
-        difference = claim.difference(results)
-        if difference is None:
-            rows.append([claim.text, claim.measure, "", "", "", claim.paper, "no data"])
-            continue
-        interval = difference.interval
-        ends = [number(claim.measure, end, sign="+") for end in interval] if interval else []
-        rows.append(
-            [
-                claim.text,
-                claim.measure,
-                number(claim.measure, difference.mean, sign="+"),
-                " to ".join(ends),
-                str(len(difference.values)),
-                claim.paper,
-                difference.verdict(claim.sign),
-            ]
-        )
+        found, verdict = ["", "", ""], "no data"
+        if difference := claim.difference(results):
+            ends = [number(claim.measure, end, sign="+") for end in difference.interval or ()]
+            mean = number(claim.measure, difference.mean, sign="+")
+            found, verdict = [mean, " to ".join(ends), str(len(difference.values))], difference.verdict(claim.sign)
+        rows.append([claim.text, claim.measure, *found, claim.paper, verdict])
     header = ["claim", "measure", "difference", "95 % interval", "seeds", "the paper's", "at this scale"]
     caption = (
         "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE and shares in points, cost "

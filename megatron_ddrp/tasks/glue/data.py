@@ -13,31 +13,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.glue.tasks import Task
 
 _ROWS_TO_SORT = 64
 """Batches' worth of shuffled rows that are sorted by length together before they are cut into batches."""
-
-
-class Tokenizer(Protocol):
-    """What encoding needs of a tokenizer."""
-
-    cls_id: int
-    sep_id: int
-    pad_id: int
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Pieces of each text without special tokens."""
 
 
 class GlueDataError(UserError):
@@ -121,15 +107,13 @@ def read_examples(task: Task, path: Path, broken_rows: int = 0, labelled: bool =
     """
     lines = _read_lines(path)
     wanted = (*task.text_columns, task.label_column) if labelled else task.text_columns
-    if labelled and task.columns is not None:
-        columns, first_line = task.columns, 1
-    else:
-        columns, lines, first_line = _header(path, lines, wanted), lines[1:], 2
+    has_header = not labelled or task.columns is None
+    columns = _header(path, lines, wanted) if has_header else task.columns or ()
     texts_at = [columns.index(name) for name in task.text_columns]
 
     examples: list[Example] = []
     skipped = 0
-    for number, line in enumerate(lines, first_line):
+    for number, line in enumerate(lines[has_header:], 1 + has_header):
         cells = line.split("\t")
         if len(cells) != len(columns):
             skipped += 1

@@ -20,8 +20,8 @@ from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint
 from megatron_ddrp.conversion.foreign_config import read_config_file
 from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.data import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
 def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Encoder:
     from megatron_ddrp.model import build_model
 
-    notes: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
-    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=notes.append))
+    remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
+    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
     names = [name for name, _ in model.named_parameters()]
     unused = [name for name in names if name.startswith("head.")]
@@ -97,7 +97,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, random_init),
-        "; ".join((*notes, _origin(len(names) - len(unused), [], unused, random_init))),
+        "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
     )
 

@@ -18,9 +18,8 @@ from megatron_ddrp.conversion.from_export import own_config
 from megatron_ddrp.conversion.from_huggingface import tokenizer_settings
 from megatron_ddrp.conversion.huggingface_weights import NOT_TENSORS, PICKLED_WEIGHTS, SAFE_WEIGHTS, read_weights
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.data import Tokenizer
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
 """Model types with two separators in a pair and position numbers that begin after the padding's."""

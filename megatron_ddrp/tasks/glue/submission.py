@@ -22,7 +22,6 @@ from megatron_ddrp.tasks.jobs.store import Store
 def write_submissions(sweep: Sweep, store: Store) -> None:
     """One folder and archive an encoder: OUT/submission, or OUT/submission-FINGERPRINT where there are several."""
     store.refresh()
-    speaks = sweep.ranks is None or sweep.ranks.rank == 0
     own = set(sweep.runs)
     cells = best_cells(row for row in store.rows if Run.of_row(row) in own)
     jobs: list[tuple[Path, Run]] = []
@@ -37,14 +36,14 @@ def write_submissions(sweep: Sweep, store: Store) -> None:
         train, dev = sweep.encoded(run)
         test = {name: sweep.encode(run, rows) for name, rows in read_test(task, sweep.options.data_dir).items()}
         result = sweep.finetune(run, train, dev, test)
-        if not speaks:
+        if not sweep.speaks:
             continue
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
         score = result.scores[next(iter(dev))][-1] or 0.0  # 0 where it is undefined
         _marker(folder, run).write_text(json.dumps({"run": run.name, "dev_score": score}) + "\n", encoding="utf-8")
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
-    for folder in dict.fromkeys(folder for folder, _ in jobs) if speaks else ():
+    for folder in dict.fromkeys(folder for folder, _ in jobs) if sweep.speaks else ():
         missing = pack_submission(folder)
         lacks = f"; the server also wants {', '.join(missing)}" if missing else ""
         print(f"written to {folder / 'submission.zip'}{lacks}")

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,17 +56,17 @@ class Sweep:
         self._encoded: tuple[tuple[str, str], Encoded, dict[str, Encoded]] | None = None
 
     @property
-    def predictions_dir(self) -> Path:
-        """Folder of the runs' predictions."""
-        return self.options.output_dir / "predictions"
+    def speaks(self) -> bool:
+        """Whether this process prints and writes, which one of the ranks does."""
+        return self.ranks is None or self.ranks.rank == 0
 
     def perform(self, run: Run) -> dict[str, Any]:
         """Do a run, write its predictions (on rank 0), and return its row."""
         train, dev = self.encoded(run)
         result = self.finetune(run, train, dev)
-        path = self.predictions_dir / f"{run.name}.tsv"
+        path = self.options.output_dir / "predictions" / f"{run.name}.tsv"
         checksum = None
-        if self.ranks is None or self.ranks.rank == 0:
+        if self.speaks:
             scored = {name: (encoded.targets, result.predictions[name]) for name, encoded in dev.items()}
             checksum = write_predictions(path, TASKS[run.task], scored)
         scoring, *others = dev

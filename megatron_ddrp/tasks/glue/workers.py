@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 
+from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
+from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
-from megatron_ddrp.tasks.glue.data import read_task
+from megatron_ddrp.tasks.glue.data import TaskData, read_task, read_test
+from megatron_ddrp.tasks.glue.plan import ResultLines, plan_text
+from megatron_ddrp.tasks.glue.report import write_report
 from megatron_ddrp.tasks.glue.runs import RUNS, Run, RunStore
+from megatron_ddrp.tasks.glue.submission import write_submissions
 from megatron_ddrp.tasks.glue.sweep import Sweep
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.jobs.queue import WAIT, drain
@@ -30,9 +35,57 @@ def device_of(worker: int) -> torch.device:
     return torch.device("cpu")
 
 
-def default_workers() -> int:
-    """Return one worker per GPU, at least 1."""
-    return max(1, torch.cuda.device_count())
+def read_data(options: argparse.Namespace) -> dict[str, TaskData]:
+    """Read and check all files of the tasks, and the test sets where they will be needed."""
+    tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
+    if options.predict_test:
+        for task in tasks:
+            read_test(task, options.data_dir)
+    return {task.name: read_task(task, options.data_dir) for task in tasks}
+
+
+def run_here(options: argparse.Namespace) -> None:
+    """Do the sweep in this process, or in the worker processes that it starts."""
+    data = read_data(options)
+    sweep, store = Sweep(options, data, device_of(0)), RunStore(options.output_dir / RUNS)
+    per_gpu = max(1, torch.cuda.device_count())
+    workers = min(options.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
+    print(plan_text(sweep, store, workers), flush=True)
+    if options.dry_run:
+        return
+    lines = ResultLines(sweep, store, workers)
+    if workers > 1:
+        share_out(options, workers, sweep.runs, store, lines.tell)
+    else:
+        drain(sweep.runs, store, sweep.perform, lines.tell)
+    report(sweep, store)
+
+
+def run_on_ranks(options: argparse.Namespace) -> None:
+    """Do every run data-parallel over the ranks of a launcher."""
+    # A day: rank 0 may wait for the runs that another sweep is doing.
+    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
+    with process_group.agreed_errors_told_once("tasks.glue"):
+        data = process_group.agree(lambda: read_data(options))
+        sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
+        store = process_group.agree(lambda: RunStore(options.output_dir / RUNS))
+        if ranks.rank == 0:
+            missing = len(store.missing(sweep.runs))
+            print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
+            for encoder in sweep.encoders.values():
+                print(f"  {encoder.name}: {encoder.origin}", flush=True)
+        if not options.dry_run:
+            do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+            report(sweep, store)
+        process_group.stop()
+
+
+def report(sweep: Sweep, store: RunStore) -> None:
+    """Write the submissions that are wanted, and on rank 0 the tables."""
+    if sweep.options.predict_test:
+        write_submissions(sweep, store)
+    if sweep.speaks:
+        print(write_report(store, sweep.options.output_dir))
 
 
 def share_out(
