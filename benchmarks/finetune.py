@@ -29,8 +29,8 @@ import torch
 from measure import median_interval, time_rounds, verdict
 
 from megatron_ddrp.tasks.glue.data import Encoded
-from megatron_ddrp.tasks.glue.encoder import HuggingFaceEncoder
 from megatron_ddrp.tasks.glue.finetune import FineTuning
+from megatron_ddrp.tasks.glue.huggingface import HuggingFaceEncoder
 from megatron_ddrp.tasks.glue.runs import Run
 
 BATCH, VOCABULARY, BOUND = 32, 8192, 1.0

@@ -40,7 +40,7 @@ def read_flags(values: Any, place: Place) -> Flags:
     for name in DECIDED:
         if name in settings:
             raise place.at(name.replace("_", "-")).error(f"not here: {DECIDED[name]} decides it")
-    return tuple((name, settings[name]) for name in options if name in settings)
+    return tuple((name, settings[name]) for name in options if settings.get(name) is not None)
 
 
 def make_config(settings: dict[str, Any], blame: str) -> Config:

@@ -77,7 +77,8 @@ def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
         averaged_on_the_way=results.averaged_on_the_way,
         jobs=rows,
         times=_times(rows),
-        origins=_origins(rows),
+        machines=dict.fromkeys(f"{row['hardware']}, {_share(row)}" for row in rows),
+        versions=dict.fromkeys(", ".join(map(" ".join, row["versions"].items())) for row in rows),
     )
 
 
@@ -104,17 +105,10 @@ def _times(rows: list[dict[str, Any]]) -> Table:
     return Table(["jobs", "number", "time"], times, "Wall time of the finished jobs, one after the other.")
 
 
-def _origins(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the machines and versions that the finished jobs ran on."""
-    found = []
-    for row in rows:
-        at_once = f"{row['workers']} job{'s' * (row['workers'] > 1)} at once"
-        threads = f", {row['threads']} thread{'s' * (row['threads'] != '1')} each" if row["threads"] else ""
-        found.append(f"hardware: {row['hardware']}, {at_once}{threads}")
-    found += [
-        f"versions: {', '.join(f'{name} {version}' for name, version in row['versions'].items())}" for row in rows
-    ]
-    return list(dict.fromkeys(found))
+def _share(row: dict[str, Any]) -> str:
+    """Return how many jobs ran beside a finished one, and its threads."""
+    threads = f", {row['threads']} thread{'s' * (row['threads'] != '1')} each" if row["threads"] else ""
+    return f"{row['workers']} job{'s' * (row['workers'] > 1)} at once{threads}"
 
 
 def as_json(results: Results) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         _fingerprint(encoder, random_init),
         _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
-        pair_separators=2 if found.is_roberta else 1,
+        pair_separators=found.pair_separators,
     )
 
 

@@ -58,10 +58,8 @@ class Folder:
     max_length: int
     """Longest sequence that the model knows positions for."""
 
-    @property
-    def is_roberta(self) -> bool:
-        """Whether pairs and positions are as in RoBERTa."""
-        return self.config.model_type in ROBERTA_FAMILY
+    pair_separators: int
+    """Separators between the two texts of a pair."""
 
 
 def load_folder(folder: Path, values: dict[str, Any]) -> Folder:
@@ -104,11 +102,10 @@ def _load(folder: Path, values: dict[str, Any]) -> Folder:
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
             read_weights(folder)  # refuses a pickle in our own words
         model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **safely)
-    longest = getattr(config, "max_position_embeddings", 512)
-    if config.model_type in ROBERTA_FAMILY:
-        longest -= config.pad_token_id + 1
+    is_roberta = config.model_type in ROBERTA_FAMILY
+    longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if is_roberta else 0)
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-    return Folder(config, model.float(), build, missing, unexpected, longest)
+    return Folder(config, model.float(), build, missing, unexpected, longest, 2 if is_roberta else 1)
 
 
 def _check_sizes(folder: Path, config: Any) -> None:

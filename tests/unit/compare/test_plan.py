@@ -108,6 +108,15 @@ def test_the_command_line_replaces_values(values, write, tmp_path):
     assert plan.corpus.input == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
 
 
+def test_flags_are_typed_and_null_is_the_default(values, open_work):
+    values["training"] |= {"lr": "1e-3", "bf16": False, "clip-grad": None, "weight_decay": 0.1}
+    values["model"]["ffn-hidden-size"] = None
+    (first, *_) = open_work(values).runs
+    words = " ".join(first.job.command)
+    assert " --lr 0.001 " in words and " --no-bf16 " in words and " --weight-decay 0.1 " in words
+    assert "--ffn-hidden-size" not in words and "--clip-grad" not in words and first.config.model.ffn_size == 64
+
+
 def test_half_of_the_budget_has_a_schedule_of_half_the_length(values, open_work):
     runs = open_work(values).runs
     assert [r.steps for r in runs if r.arm.half] == [20] * 3 and {r.steps for r in runs if not r.arm.half} == {40}
