@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks import machine
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import Job, log_file
-from megatron_ddrp.tasks.jobs.lease import Lease
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT = 0.3
@@ -39,7 +38,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 @dataclass
 class _Running:
     job: Job
-    lease: Lease
+    lease: BinaryIO
     process: subprocess.Popen[bytes]
     slot: int
     began: float
@@ -107,7 +106,7 @@ class Runner:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=self._environment(slot),
-                pass_fds=(lease.descriptor,),
+                pass_fds=(lease.fileno(),),
                 start_new_session=True,  # Ctrl-C reaches the driver alone, which lets the others save
                 preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
             )
@@ -166,7 +165,7 @@ class Runner:
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()
-            running.lease.release()
+            running.lease.close()
         self.running.clear()
 
 

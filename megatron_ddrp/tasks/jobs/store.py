@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
-from megatron_ddrp.tasks.jobs.lease import Lease
 
 
 class Job(Protocol):
@@ -73,16 +72,33 @@ class Store:
         """Return the jobs that are not finished."""
         return [job for job in jobs if job.name not in self._done]
 
-    def lease(self, name: str) -> Lease | None:
-        """Return the right to do a job; None where another process has it, or the job is finished."""
-        lease = Lease.take(self.path.parent / "locks" / f"{name}.lock")
-        if lease is None:
+    def lease(self, name: str) -> BinaryIO | None:
+        """Return the right to do a job; None where another process has it, or the job is finished.
+
+        It is a locked file. Closing it gives the job back, unless a process has inherited it. The system drops the lock
+        with the last process that has the file open, so a dead worker's lease is free at once and none can go stale.
+        Locks work between machines on a shared file system that has them (NFS 4, Lustre with `flock`).
+
+        Raises:
+            UserError: the file system has no locks.
+        """
+        path = self.path.parent / "locks" / f"{name}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("ab")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
             return None
+        except OSError as error:
+            raise UserError(
+                f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another one"
+            ) from None
         self.refresh()  # the job may have been finished between our last look and our lease
         if name in self:
-            lease.release()
+            stream.close()
             return None
-        return lease
+        return stream
 
     def refresh(self) -> None:
         """Read the lines that are new."""

@@ -87,7 +87,7 @@ def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
     thread.start()
     time.sleep(1)
     assert not only.output.exists() and any("waiting for it" in line for line in lines)
-    lease.release()
+    lease.close()
     thread.join(60)
     assert only.output.read_text() == "done\n"
 

@@ -118,7 +118,7 @@ def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
         return answer.value
 
     assert free() == 0
-    lease.release()
+    lease.close()
     assert free() == 1
 
 
