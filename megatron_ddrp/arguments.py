@@ -59,7 +59,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
 
 
 def build_parser() -> ArgumentParser:
-    """One argument group a dataclass, one flag a field made by `option`."""
+    """Return the parser: one argument group per dataclass, one flag per field made by `option`."""
     parser = ArgumentParser(
         prog="pretrain_bert.py",
         usage="deepspeed pretrain_bert.py --data-path P --vocab-file FILE [flags]",

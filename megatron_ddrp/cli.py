@@ -56,7 +56,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _spelling(self, word: str) -> str:
-        """The registered spelling of a flag, whichever of `-` and `_` it was given with; other words unchanged."""
+        """Return the registered spelling of a flag given with `-` or `_`; return other words unchanged."""
         if not word.startswith("--"):
             return word
         name, equals, value = word.partition("=")
@@ -105,7 +105,7 @@ def given_options(section: type[Section], parsed: argparse.Namespace) -> Section
 
 
 def _plain_type(hint: Any) -> type:
-    """`int | None` → `int`; `tuple[str, ...]`, a flag of several words, → `str`."""
+    """Return the type of one word of a flag: `int | None` → `int`, `tuple[str, ...]` → `str`."""
     if isinstance(hint, types.UnionType):
         return _plain_type(next(member for member in typing.get_args(hint) if member is not type(None)))
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint

@@ -23,7 +23,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
 
 def flag(field_name: str) -> str:
-    """`num_layers` → `--num-layers`."""
+    """Return the flag of a field: `num_layers` → `--num-layers`."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -57,7 +57,7 @@ def refused_range(value: Any, within: str) -> str | None:
 
 
 def _describe(within: str, low: float, high: float) -> str:
-    """`lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
+    """Return a range in words: `lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
     if within == COUNT:
         return "be at least 1 and below 2^31"
     if math.isfinite(high):

@@ -24,7 +24,7 @@ class Work:
     """Every look into a run."""
 
     def __init__(self, plan: Plan, folder: Path, store: Store):
-        """Raises `UserError` for inputs that are missing and for flags that `pretrain_bert.py` would refuse."""
+        """Plan all jobs. Raises `UserError` for missing inputs and for flags that `pretrain_bert.py` would refuse."""
         self.plan, self.folder, self.store = plan, folder, store
         self.corpus = open_corpus(plan, folder)
         self.probes = probe_jobs(plan, self.corpus, folder)

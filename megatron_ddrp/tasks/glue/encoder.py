@@ -29,7 +29,7 @@ class Encoder:
     """A loaded encoder; `fresh` gives each run its own copy."""
 
     name: str
-    """What tables call it."""
+    """Name of the encoder in tables."""
     module: nn.Module
     """Maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
     tokenizer: Tokenizer
@@ -39,14 +39,14 @@ class Encoder:
     fingerprint: str
     """Changes when any weight does."""
     origin: str
-    """Which weights were loaded, which were missing and which are left unused, and damage passed over, for people."""
+    """Which weights were loaded, missing and left unused, and which damage was skipped; for people."""
     rebuild: Callable[[], nn.Module] | None = None
     """Makes the same architecture with new random weights; set where these are wanted."""
     pair_separators: int = 1
     """Separators between the two texts of a pair."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
-        """A copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
+        """Return a copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
         if self.rebuild is None:
             return copy.deepcopy(self.module).to(device)
         torch.manual_seed(seed)
@@ -61,7 +61,7 @@ class TrainedEncoder(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states `[batch, seq, hidden]`."""
+        """Return hidden states `[batch, seq, hidden]`."""
         return self.model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
 
 

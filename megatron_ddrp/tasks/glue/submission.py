@@ -1,7 +1,7 @@
 """--predict-test: predictions for the test sets, whose labels only gluebenchmark.com knows.
 
-A sweep keeps scores, not weights. Each task's best run (the best seed at the best grid point) is therefore done once
-more, which its seed makes the same run, and predicts the test set at its end. A task that is there is not repeated
+A sweep keeps scores, not weights. Each task's best run (the best seed at the best grid point) is therefore repeated,
+which its seed makes the same run, and predicts the test set at its end. A task whose predictions are there is skipped
 while the same run is the best.
 """
 
@@ -20,7 +20,7 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 
 def write_submissions(sweep: Sweep, store: Store) -> None:
-    """One folder and archive an encoder: OUT/submission, or OUT/submission-FINGERPRINT where there are several."""
+    """Write a folder and archive per encoder: OUT/submission, or OUT/submission-FINGERPRINT for several encoders."""
     store.refresh()
     own = set(sweep.runs)
     cells = best_cells(row for row in store.rows if Run.of_row(row) in own)

@@ -89,13 +89,13 @@ class Sweep:
     def finetune(
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
     ) -> RunResult:
-        """One run on a fresh copy of its encoder."""
+        """Do one run on a fresh copy of its encoder."""
         encoder = self.encoders[run.encoder]
         module = encoder.fresh(run.seed, self.device)
         return finetune(run, module, encoder.hidden_size, train, dev, self.ranks, test, self.show_bar)
 
     def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
-        """Training rows and development files of a run's task; the last task is kept, since its runs come in a row."""
+        """Return training rows and development files of a run's task; keep the last task, whose runs come in a row."""
         key = (run.encoder, run.task)
         if self._encoded is None or self._encoded[0] != key:
             data = self.data[run.task]
@@ -104,7 +104,7 @@ class Sweep:
         return self._encoded[1:]
 
     def encode(self, run: Run, examples: list[Example]) -> Encoded:
-        """Rows as a run's encoder takes them."""
+        """Return rows as a run's encoder takes them."""
         encoder = self.encoders[run.encoder]
         return encode(TASKS[run.task], examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
 
