@@ -137,7 +137,7 @@ class Runner:
         log = log_file(self.folder, job)
         why = f"exit code {code}" if code else f"it made no {job.output}"
         self.failed[job.name] = f"{why}; see {log}"
-        self.say(f"FAILED {job}: {why}, {last_line(log)} (see {log}); the others go on")
+        self.say(f"FAILED {job}: {why}, {last_line(log)} (see {log}); the others continue")
 
     def _row(self, running: _Running, seconds: float) -> dict[str, Any]:
         job = running.job
@@ -190,7 +190,7 @@ def stop_on_sigterm() -> None:
     """Let SIGTERM and SIGHUP end the driver as Ctrl-C does."""
 
     def stop(number: int, frame: object) -> None:
-        raise UserError(f"stopped by {signal.Signals(number).name}; the same command goes on")
+        raise UserError(f"stopped by {signal.Signals(number).name}; the same command resumes")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
