@@ -17,7 +17,7 @@ from measure import DEVICE
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
-from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
@@ -178,7 +178,7 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
 
         def run() -> None:
             terms = module.terms(config, layer_part(tensors))
-            attending = Attending(*inputs, terms, batch.document_ids, chosen, dropout)
+            attending = Attending(query, key, value, terms, batch.document_ids, chosen, dropout)
             context, cosine = backend_function(name)(attending)
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine.mean()).backward()

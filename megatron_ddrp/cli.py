@@ -6,14 +6,21 @@ Recipes written for Megatron and DeepSpeed mix `--deepspeed_config` and `--vocab
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
+import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from megatron_ddrp.config import flag
+from megatron_ddrp.config.reading import Option, options_of
 from megatron_ddrp.config.registry import load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS
+
+Section = TypeVar("Section")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -57,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _spelling(self, word: str) -> str:
-        """Return the registered spelling of a flag that was given with `-` or `_`; other words unchanged."""
+        """Return the registered spelling of a flag given with `-` or `_`; return other words unchanged."""
         if not word.startswith("--"):
             return word
         name, equals, value = word.partition("=")
@@ -78,3 +85,47 @@ def add_plugin_flag(parser: Any) -> None:
         help="a Python file with position encodings or objectives of your own (ENCODINGS = {name: class}, OBJECTIVES = "
         "{name: class}); may be given several times. Its code is run",
     )
+
+
+def add_flags(parser: argparse.ArgumentParser, *sections: Any) -> None:
+    """Add a group per dataclass, named by its docstring, with a flag for each of its options.
+
+    A flag that is not given leaves nothing in the namespace.
+    """
+    for section in sections:
+        group = parser.add_argument_group(section.__doc__)
+        for name, option in options_of(section).items():
+            _add_flag(group, name, option)
+
+
+def _add_flag(group: Any, name: str, option: Option) -> None:
+    text, kind = option.rules["help"], _plain_type(option.hint)
+    if kind is bool:  # --no-… too, since flags win over --config
+        group.add_argument(flag(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        return
+    required = option.default is dataclasses.MISSING
+    if not required and option.default is not None and "default" not in text:
+        text += f" (default: {option.default})"
+    metavar = None if "choices" in option.rules else "N" if kind is int else "X"
+    group.add_argument(
+        flag(name),
+        type=kind,
+        required=required,
+        default=argparse.SUPPRESS,
+        choices=option.rules.get("choices"),
+        nargs=option.rules.get("nargs"),
+        metavar=option.rules.get("metavar", metavar),
+        help=text.replace("%", "%%"),
+    )
+
+
+def given_options(section: type[Section], parsed: argparse.Namespace) -> Section:
+    """Return a dataclass from the flags that were given; the others have their defaults."""
+    return section(**{name: getattr(parsed, name) for name in options_of(section) if hasattr(parsed, name)})
+
+
+def _plain_type(hint: Any) -> type:
+    """Return the type of one word of a flag: `int | None` → `int`, `tuple[str, ...]` → `str`."""
+    if isinstance(hint, types.UnionType):
+        return _plain_type(next(member for member in typing.get_args(hint) if member is not type(None)))
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
-from importlib import metadata
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -28,18 +28,15 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError, run_command
 from megatron_ddrp.run.metrics import METRICS, Row, ends_in_half_a_line, read_rows
-from megatron_ddrp.tasks import markdown
+from megatron_ddrp.tasks.machine import versions
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.pages import render, require_packages
 
-PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "transformers", "scikit-learn")
 FIGURE = "losses.png"
-
-# Okabe and Ito's colours, told apart by readers of every colour vision; the line styles differ as well.
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
-BESIDE = [("#009E73", "s"), ("#CC79A7", "^"), ("#56B4E9", "D"), ("#E69F00", "v"), ("#000000", "P")]
-"""Colour and marker of each run that is drawn beside."""
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"  # the first two colours of all our figures
 
 Rows = list[Row]
-"""Of one run's metrics.jsonl."""
+"""Rows of one run's metrics.jsonl."""
 
 Series = list[tuple[int, float]]
 """(iteration, value) pairs."""
@@ -53,7 +50,7 @@ class Curve(NamedTuple):
 
 
 def read_metrics(folder: Path) -> Rows:
-    """The rows of metrics.jsonl. Raises `UserError` where there is none."""
+    """Return the rows of metrics.jsonl. Raises `UserError` where there is none."""
     path = folder / METRICS
     if not path.is_file():
         raise UserError(f"{path}: no such file; --load takes the --save folder of a pre-training run")
@@ -74,12 +71,9 @@ def unigram_level(prefix: str) -> float:
     """Return the entropy in nats of the pieces of a dataset, taken one by one."""
     counts = np.zeros(0, dtype=np.int64)
     for tokens in IndexedDataset(prefix).chunks():
-        found = np.bincount(tokens)
-        if len(found) > len(counts):
-            found[: len(counts)] += counts
-            counts = found
-        else:
-            counts[: len(found)] += found
+        found = np.bincount(tokens, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -96,7 +90,7 @@ def read_text(path: Path) -> str:
 
 
 def panels(rows: Rows) -> dict[str, list[Curve]]:
-    """What goes below the masked-LM losses, by the label of the axis: only what was logged."""
+    """Return the curves below the masked-LM losses, by the label of their axis; only those that were logged."""
     majority = [(step, 1 - share) for step, share in series(rows, "valid_replaced_share")]
     every = {
         "mean cosine": [
@@ -114,13 +108,10 @@ def panels(rows: Rows) -> dict[str, list[Curve]]:
 
 
 def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path: Path) -> None:
-    """The masked-LM losses, those of the runs `beside` by name, and below them what `panels` gives."""
-    import matplotlib
+    """Draw the masked-LM losses, those of the runs `beside` by name, and below them the curves of `panels`."""
+    from megatron_ddrp.analysis.figures import COLORS, MARKERS, pyplot, save_figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lower = panels(rows)
+    plt, lower = pyplot(), panels(rows)
     heights = [3] + [2] * len(lower)
     figure, axes = plt.subplots(
         len(heights), 1, sharex=True, squeeze=False, figsize=(8, 1.5 * sum(heights)),
@@ -131,7 +122,8 @@ def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path
     top.plot(*zip(*train, strict=True), color=BLUE, linewidth=1.2, label="training")
     if valid:
         top.plot(*zip(*valid, strict=True), color=ORANGE, marker="o", markersize=5, linewidth=2, label="validation")
-    for (name, others), (color, marker) in zip(beside.items(), cycle(BESIDE), strict=False):
+    styles = cycle(zip(COLORS[2:], MARKERS[1:], strict=False))
+    for (name, others), (color, marker) in zip(beside.items(), styles, strict=False):
         if values := series(others, "valid_lm_loss"):
             label = f"validation of {name}"
             top.plot(*zip(*values, strict=True), color=color, marker=marker, markersize=5, linewidth=1.6, label=label)
@@ -145,15 +137,13 @@ def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path
         axis.set_ylabel(name)
     for axis in axes[:, 0]:
         axis.grid(alpha=0.3)
-        axis.legend()
+        axis.legend(fontsize="small")
     axes[-1, 0].set_xlabel("step")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(plt, figure, path)
 
 
-def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[str]:
-    """Return the first and last value of each curve as a table in Markdown."""
-    lines = markdown.header(["curve", "first", "last", "at step"])
+def summary(rows: Rows, beside: dict[str, Rows]) -> Table:
+    """Return the first and last value of each curve."""
     curves = {
         "masked LM, training": series(rows, "lm_loss"),
         "masked LM, validation": series(rows, "valid_lm_loss"),
@@ -161,20 +151,12 @@ def summary(rows: Rows, beside: dict[str, Rows], unigram: float | None) -> list[
         "RTD loss, validation": series(rows, "valid_rtd_loss"),
         **{curve.label: curve.values for below in panels(rows).values() for curve in below},
     }
-    for label, values in curves.items():
-        if values:
-            ends = [f"{values[0][1]:.3f}", f"{values[-1][1]:.3f}", str(values[-1][0])]
-            lines.append(markdown.row([markdown.escape(label), *ends]))
-    valid = series(rows, "valid_lm_loss")
-    if unigram is not None and valid:
-        gap = unigram - valid[-1][1]
-        side = "below" if gap > 0 else "above"
-        lines += [
-            "",
-            f"The unigram level of this corpus is {unigram:.3f} nats; the last validation loss lies "
-            f"{abs(gap):.3f} nats {side} it.",
-        ]
-    return lines
+    ends = [
+        [label, f"{values[0][1]:.3f}", f"{values[-1][1]:.3f}", str(values[-1][0])]
+        for label, values in curves.items()
+        if values
+    ]
+    return Table(["curve", "first", "last", "at step"], ends)
 
 
 def report(
@@ -182,28 +164,26 @@ def report(
     beside: dict[str, Rows],
     unigram: float | None,
     scores: str | None,
-    note: str | None,
+    remark: str | None,
     commands: str | None,
 ) -> str:
-    """Return the text of report.md; `scores` is a table.md, and `note` a paragraph of Markdown above it."""
+    """Return the text of report.md; `scores` is a table.md, and `remark` a paragraph of Markdown above it."""
     seconds = [row["step_time"] for row in rows if "step_time" in row]
-    lines = ["# Report", "", "## Pre-training", "", f"![Loss curves]({FIGURE})", "", *summary(rows, beside, unigram)]
-    if seconds:
-        lines += ["", f"Median time of a step: {float(np.median(seconds)):.3f} s."]
-    if scores is not None:
-        # The table's headings go down, into this section.
-        lines += ["", "## Fine-tuning", "", *([note, ""] if note else [])]
-        lines += ["##" + line if line.startswith("#") else line for line in scores.strip().split("\n")]
-    if commands is not None:
-        lines += ["", "## Commands", "", *markdown.code(commands.strip().split("\n"))]
-    lines += ["", "## Versions", "", "| | |", "| --- | --- |", f"| Python | {platform.python_version()} |"]
-    for package in PACKAGES:
-        try:
-            lines.append(f"| {package} | {metadata.version(package)} |")
-        except metadata.PackageNotFoundError:
-            continue
-    lines.append(f"| machine | {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores |")
-    return "\n".join(lines) + "\n"
+    valid = series(rows, "valid_lm_loss")
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
+    return render(
+        "report.md.jinja",
+        figure=FIGURE,
+        summary=summary(rows, beside),
+        unigram=unigram,
+        gap=unigram - valid[-1][1] if unigram is not None and valid else None,
+        step_time=float(np.median(seconds)) if seconds else None,
+        # The table's headings go down, into this page's section.
+        scores=re.sub("^#", "###", scores.strip(), flags=re.MULTILINE) if scores is not None else None,
+        remark=remark,
+        commands=commands.strip().split("\n") if commands is not None else None,
+        versions=Table(["", ""], [*versions().items(), ("machine", machine)], wordy=(1,)),
+    )
 
 
 def main() -> None:
@@ -214,22 +194,20 @@ def main() -> None:
     )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
-    parser.add_argument("--note", metavar="TEXT", help="a sentence above the scores, in Markdown")
+    parser.add_argument("--note", dest="remark", metavar="TEXT", help="a sentence above the scores, in Markdown")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
     arguments = parser.parse_args()
+    require_packages("plots", "matplotlib")
     rows = read_metrics(arguments.load)
     beside = {str(folder): read_metrics(folder) for folder in arguments.beside}
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
     scores = read_text(arguments.glue_dir / "table.md") if arguments.glue_dir else None
     commands = read_text(arguments.commands) if arguments.commands else None
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)
-    except ImportError:
-        raise UserError("the figure needs matplotlib: pip install 'megatron-ddrp[plots]'") from None
+    draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)
     with AtomicFile(arguments.output_dir / "report.md") as stream:
-        stream.write(report(rows, beside, unigram, scores, arguments.note, commands).encode())
+        stream.write(report(rows, beside, unigram, scores, arguments.remark, commands).encode())
     print(f"{arguments.output_dir / 'report.md'} written")
 
 

@@ -24,13 +24,14 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
     `choices`, `nargs` and `metavar` go to argparse. `within` is the range of a number, such as "[0, 1)" or "(0, inf)";
-    every number has one, and no range holds inf or nan.
+    every number has one, and no range holds inf or nan. `distinct` refuses a list with equal values, and `read`
+    replaces the reading of a value from YAML (`reading.py`).
     """
     return field(default=default, metadata={"help": help, **metadata})
 
 
 def flag(field_name: str) -> str:
-    """`num_layers` → `--num-layers`."""
+    """Return the flag of a field: `num_layers` → `--num-layers`."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -44,21 +45,27 @@ def check_ranges(section: Any) -> None:
     for f in fields(section):
         value = getattr(section, f.name)
         if "within" in f.metadata and value is not None:
-            check_range(f.name, value, f.metadata["within"])
+            for number in value if isinstance(value, (list, tuple)) else (value,):
+                check_range(f.name, number, f.metadata["within"])
 
 
 def check_range(name: str, value: Any, within: str) -> None:
     """Refuse a value that is no finite number in the range `within`, written as in `option`."""
+    if reason := refused_range(value, within):
+        refuse(f"{flag(name)} is {value}: {reason}")
+
+
+def refused_range(value: Any, within: str) -> str | None:
+    """Return the sentence that says which range a value lies outside of, None where it lies inside."""
     low, high = (float(bound) for bound in within[1:-1].split(","))
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     above = is_number and (value >= low if within[0] == "[" else value > low)
     below = is_number and (value <= high if within[-1] == "]" else value < high)
-    if not (above and below):
-        refuse(f"{flag(name)} is {value}: it must {_describe(within, low, high)}")
+    return None if above and below else f"it must {_describe(within, low, high)}"
 
 
 def _describe(within: str, low: float, high: float) -> str:
-    """`lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
+    """Return a range in words: `lie in [0, 1)`, `be at least 1`, `be above 0 and finite`."""
     if within == COUNT:
         return "be at least 1 and below 2^31"
     if math.isfinite(high):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+_MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
+"""Code, or the inside of an emphasis."""
 
 
 def escape(name: str) -> str:
@@ -14,18 +17,37 @@ def escape(name: str) -> str:
     return re.sub(r"([\\`*\[\]|])", r"\\\1", line.translate(_ENTITIES))
 
 
-def row(cells: Iterable[str]) -> str:
-    """Return one line of a table. The cells are Markdown."""
-    return f"| {' | '.join(cells)} |"
+def marked(text: str) -> str:
+    """Return a paragraph as Markdown: *stars* emphasise, `backticks` mark code, and everything else is escaped."""
+    done, at = "", 0
+    for found in _MARKUP.finditer(text):
+        done += escape(text[at : found.start()]) + (found[1] or f"*{escape(found[2])}*")
+        at = found.end()
+    return done + escape(text[at:])
 
 
-def header(names: Sequence[str], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the first two lines of a table; columns are aligned to the right but for those numbered in `left`."""
-    return [row(names), row("---" if number in left else "---:" for number in range(len(names)))]
-
-
-def code(lines: Sequence[str]) -> list[str]:
+def code(lines: Sequence[str]) -> str:
     """Return lines as a block of code, whatever backticks are in them."""
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
-    return [fence, *lines, fence]
+    return "\n".join([fence, *lines, fence])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells shown as they stand, below a marked-up caption where there is one."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    is_paper: bool = False
+    """Whether the numbers are the paper's, which look different from ours."""
+    wordy: Sequence[int] = ()
+    """Columns that hold sentences. These and the first one are aligned to the left."""
+
+    def __str__(self) -> str:
+        star = "*" if self.is_paper else ""
+        dashes = ["---" if number in (0, *self.wordy) else "---:" for number in range(len(self.header))]
+        cells = [[f"{star}{escape(cell)}{star}" if cell else "" for cell in row] for row in self.rows]
+        lines = [f"| {' | '.join(row)} |" for row in ([escape(name) for name in self.header], dashes, *cells)]
+        return "\n".join([marked(self.caption), ""] * bool(self.caption) + lines)

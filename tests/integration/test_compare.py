@@ -1,4 +1,4 @@
-"""A whole comparison in real processes: killed without mercy, gone on with, and the page of it."""
+"""A whole comparison in real processes: killed without mercy, resumed, and the page of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def driver_of(plan: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def steps_of(out: Path) -> dict[str, int]:
-    """Course's folder → the last step in its metrics.jsonl."""
+    """Run's folder → the last step in its metrics.jsonl."""
     found = {}
     for path in out.glob("courses/*/metrics.jsonl"):
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
@@ -44,7 +44,7 @@ def steps_of(out: Path) -> dict[str, int]:
     return found
 
 
-def test_a_comparison_killed_in_a_course_goes_on_and_ends_with_its_page(tiny_corpus, tmp_path):
+def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus, tmp_path):
     plan, out = tmp_path / "plan.yaml", tmp_path / "out"
     values = {
         "models": [

@@ -121,7 +121,7 @@ def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alon
 
 
 def test_killed_commands_end_as_one_undisturbed(folder, alone):
-    """Workers must go with a killed parent, and what they had claimed must be free."""
+    """Workers must go with a killed parent, and the leases that they held must be free."""
     out = folder / "killed"
     chance = random.Random(3)
     words = [sys.executable, *command(folder, out, "--workers", "2")]
@@ -130,7 +130,7 @@ def test_killed_commands_end_as_one_undisturbed(folder, alone):
             words, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         deadline = time.monotonic() + 60
-        while not (out / "claims.lock").exists() and time.monotonic() < deadline:
+        while not (out / "locks").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(chance.uniform(0.0, 0.6))
         os.kill(process.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron_ddrp.tasks.markdown import code, escape, header, row
+from megatron_ddrp.tasks.markdown import Table, code, escape
 
 NAMES = ["runs/a_b-c.1", "<script>alert(1)</script>", "a|b", "`x`", r"c:\d\|e", "*x* & [y](javascript:z)", "&lt;b&gt;"]
 
@@ -23,6 +23,7 @@ def test_a_name_is_one_line():
 
 
 def test_tables_and_code():
-    assert header(["a", "b", "c"], left=(0, 2)) == ["| a | b | c |", "| --- | ---: | --- |"]
-    assert row(["1", "2"]) == "| 1 | 2 |"
-    assert code(["a", "```", "<b>"]) == ["````", "a", "```", "<b>", "````"]
+    table = Table(["a", "b", "c"], [["1", "2", ""]], wordy=(2,))
+    assert str(table) == "| a | b | c |\n| --- | ---: | --- |\n| 1 | 2 |  |"
+    assert str(Table(["a"], [["1"], [""]], "of *b*", is_paper=True)) == "of *b*\n\n| a |\n| --- |\n| *1* |\n|  |"
+    assert code(["a", "```", "<b>"]) == "````\na\n```\n<b>\n````"

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.tasks.compare.plan_file import REMOVED
 
 DESCRIPTION = """Compare models at one budget: train each of a plan from the same seeds and data order, fine-tune on
 GLUE, look inside, and write one page beside the paper's numbers.
 
-The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl holds one line a
-finished job, OUT/logs/ what each job printed, OUT/courses/ the checkpoints. Given again, the same command goes on where
-it was: nothing finished is repeated, a half-trained course goes on from its checkpoint. Several commands may share one
-OUT, and a plan may be changed: what it shares with the old one is taken over.
+The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl holds one line per
+finished job, OUT/logs/ what each job printed, OUT/courses/ the checkpoints. Given again, the same command does what
+is missing: nothing finished is repeated, a half-trained run resumes from its checkpoint. Several commands may share
+one OUT, and a plan may be changed: what it shares with the old one is taken over.
 
   what it costs  python -m tasks.compare PLAN.yaml --output-dir OUT --dry-run
   do it          python -m tasks.compare PLAN.yaml --output-dir OUT
@@ -25,7 +24,7 @@ OUT, and a plan may be changed: what it shares with the old one is taken over.
 
 
 def build_parser() -> ArgumentParser:
-    """All flags, by concern."""
+    """Return the parser of all flags, by concern."""
     parser = ArgumentParser(prog="python -m tasks.compare", description=DESCRIPTION)
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="what is compared")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="for everything that is made")
@@ -45,7 +44,7 @@ def build_parser() -> ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `given` holds what replaces values of the plan."""
+    """Parse the command line; `given` holds what replaces values of the plan, by dotted key."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.input and parsed.data_path:
@@ -62,6 +61,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "workers": parsed.workers,
     }
     parsed.given = {key: value for key, value in given.items() if value is not None}
+    if parsed.input:
+        parsed.given["corpus.data_path"] = None
+    if parsed.data_path:
+        parsed.given |= {"corpus.input": None, "corpus.vocab_size": None}
     if parsed.no_glue:
-        parsed.given["glue"] = REMOVED
+        parsed.given["glue"] = None
     return parsed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.results import (
@@ -13,11 +14,11 @@ from megatron_ddrp.tasks.compare.results import (
     STEP_SECONDS,
     TOKEN_SIMILARITY,
     TRIANGLE,
-    Arm,
     Results,
 )
-from megatron_ddrp.tasks.compare.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
+from megatron_ddrp.tasks.compare.runs import Arm
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES
+from megatron_ddrp.tasks.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
 
 PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
 """Encoding → what the paper's tables call it; its TUPE has T5's relative biases, as tupe-r."""
@@ -30,6 +31,18 @@ PAPER_COSTS = {"ddrp": "+5 %", "bert-r": "+5 %", "deberta": "+25 to 30 %"}
 PAPER_MTH_COST = "+4 %"
 PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
 """Per cent of the sentences."""
+
+_TITLES = {
+    VISIBLE: "*Visible*, the 95 % interval lies on the paper's side of 0",
+    OPPOSITE: "*Opposite*, the interval lies on the other side",
+    NOT_VISIBLE: "*Not visible*, the interval holds 0",
+    ONE_SEED: "*Not to be judged*, there is one common seed and no spread",
+}
+_SHOWN = {
+    STEP_SECONDS: (100, 1, " %"), TRIANGLE: (100, 1, ""), LOSS: (1, 4, ""), TOKEN_SIMILARITY: (1, 4, ""),
+    HEAD_SIMILARITY: (1, 4, ""),
+}  # fmt: skip
+"""Measure → factor, digits and unit in tables; others are shares in points."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +65,12 @@ class Claim:
         return self.measure == STEP_SECONDS
 
     def difference(self, results: Results) -> Difference | None:
-        """None where the arms have no seed in common yet."""
+        """Return the difference of the arms; None where they have no seed in common yet."""
         return paired(results.of(self.measure, self.first), results.of(self.measure, self.second), self.relative)
 
 
 def all_claims(plan: Plan) -> list[Claim]:
-    """Those that the plan's models can speak to."""
+    """Return the claims that the plan's models can speak to."""
     arms = {(m.encoding, m.objective): Arm(m) for m in reversed(plan.models) if not m.flags}
     claims: list[Claim] = []
     for encoding in dict.fromkeys(model.encoding for model in plan.models):
@@ -69,7 +82,7 @@ def all_claims(plan: Plan) -> list[Claim]:
                 claims += _encodings(arms[better, objective], arms[worse, objective])
     for model in plan.models:
         plain = arms.get((model.encoding, "mth"))
-        if model.flags and plain and dict(model.flags).get("hcd-weight") in (("0",), ("0.0",)):
+        if plain and model.without_hcd:
             paper = "+0.42" if model.encoding == "absolute" else ""
             claims.append(Claim(f"MTH is better than {model.name} on GLUE", GLUE, plain, Arm(model), 1, paper))
     return claims
@@ -109,80 +122,64 @@ def _encodings(better: Arm, worse: Arm) -> list[Claim]:
 
 
 def paper_row(arm: Arm) -> str | None:
-    """The name of an arm's row in the paper's tables."""
+    """Return the name of an arm's row in the paper's tables; None where there is none."""
     model = arm.model
     steps = "500k steps" if arm.half else "1M steps"
     objective = model.objective.upper()
     if model.flags:
-        only_hcd = dict(model.flags).get("hcd-weight") in (("0",), ("0.0",)) and len(model.flags) == 1
+        only_hcd = model.without_hcd and len(model.flags) == 1
         objective = f"{objective} without HCD" if only_hcd else "other"
     name = f"{PAPER_NAMES.get(model.encoding, model.encoding)} ({objective}) {steps}"
     return name if name in PAPER_AVERAGES else None
 
 
 def paper_difference(first: Arm, second: Arm) -> str:
-    """Of the paper's printed GLUE averages; empty where it has not both."""
-    rows = paper_row(first), paper_row(second)
-    if rows[0] is None or rows[1] is None:
-        return ""
-    return f"{PAPER_AVERAGES[rows[0]] - PAPER_AVERAGES[rows[1]]:+.2f}"
+    """Return the difference of the paper's GLUE averages as printed; empty where it has not both."""
+    ours, theirs = paper_row(first), paper_row(second)
+    return f"{PAPER_AVERAGES[ours] - PAPER_AVERAGES[theirs]:+.2f}" if ours and theirs else ""
 
 
-def number(measure: str, value: float, digits: int | None = None, sign: str = "") -> str:
-    """A value of a measure, or with sign `+` a difference, as tables print it."""
-    if measure == STEP_SECONDS:
-        return f"{100 * value:{sign}.1f} %"
-    if measure == TRIANGLE:
-        return f"{100 * value:{sign}.{1 if digits is None else digits}f}"
-    if measure in (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY):
-        return f"{value:{sign}.{4 if digits is None else digits}f}"
-    return f"{100 * value:{sign}.{2 if digits is None else digits}f}"
+def number(measure: str, value: float, sign: str = "") -> str:
+    """Return a value of a measure, or with sign `+` a difference, as tables print it."""
+    factor, digits, unit = _SHOWN.get(measure, (100, 2, ""))
+    return f"{factor * value:{sign}.{digits}f}{unit}"
 
 
 def summary(results: Results, claims: list[Claim]) -> list[str]:
-    """Paragraphs on what this scale can and cannot show, from the differences alone."""
-    if not claims:
-        return ["No claim of the paper is about two models of this plan."]
-    found = [(claim, difference) for claim in claims if (difference := claim.difference(results))]
-    seeds = len(results.plan.seeds)
-    judged = [(claim, difference.verdict(claim.sign)) for claim, difference in found]
+    """Return paragraphs on what this scale can and cannot show, from the differences alone."""
+    found = {claim: difference for claim in claims if (difference := claim.difference(results))}
     paragraphs = []
-    titles = {
-        VISIBLE: "*Visible*, the 95 % interval lies on the paper's side of 0",
-        OPPOSITE: "*Opposite*, the interval lies on the other side",
-        NOT_VISIBLE: "*Not visible*, the interval holds 0",
-        ONE_SEED: "*Not to be judged*, there is one common seed and no spread",
-    }
-    for verdict, title in titles.items():
+    for verdict, title in _TITLES.items():
         for papers, whose in ((True, ""), (False, " (by a measure that the paper does not print)")):
-            texts = [claim.text for claim, word in judged if word == verdict and claim.is_papers == papers]
+            texts = [c.text for c, d in found.items() if (d.verdict(c.sign), c.is_papers) == (verdict, papers)]
             if texts:
                 paragraphs.append(f"{title}{whose}: {'; '.join(texts)}.")
-    missing = [claim.text for claim in claims if not any(claim is other for other, _ in found)]
-    if missing:
+    if missing := [claim.text for claim in claims if claim not in found]:
         paragraphs.append(f"*Not measured here or not yet*: {'; '.join(missing)}.")
-    intervals = [d.interval for _, d in found if d.interval]
-    if intervals:
-        paragraphs.append(
-            f"There are {len(intervals)} intervals, from {seeds} seeds: by chance alone about one in twenty, here "
-            f"{0.05 * len(intervals):.1f}, would leave 0 outside. Seeds change initialisation, data order and masks "
-            "together, and arms are compared seed by seed."
-        )
-    paragraphs += _resolution(found)
     return paragraphs
 
 
-def _resolution(found: list[tuple[Claim, Difference]]) -> list[str]:
-    """How small a difference of GLUE averages could be and still be seen, beside the paper's."""
-    ours = [d.interval for claim, d in found if claim.measure == GLUE and d.interval]
+class Resolution(NamedTuple):
+    """How small a difference could be and still be seen."""
+
+    intervals: int
+    """Number of intervals that there are."""
+    half_width: float | None
+    """Median half of an interval of GLUE averages, in points."""
+    papers: list[float]
+    """The paper's differences of GLUE averages between the same models, in points."""
+
+    @property
+    def seen(self) -> str:
+        """How many of the paper's differences would be seen with the spread that there is."""
+        able = sum(size > (self.half_width or 0.0) for size in self.papers)
+        return {0: "none", len(self.papers): "all"}.get(able, f"{able} of {len(self.papers)}")
+
+
+def resolution(results: Results, claims: list[Claim]) -> Resolution:
+    """Return what the spread over the seeds allows to see."""
+    found = [(claim, difference) for claim in claims if (difference := claim.difference(results))]
+    widths = [(high - low) / 2 for c, d in found if c.measure == GLUE and d.interval for low, high in [d.interval]]
     papers = [abs(float(claim.paper)) for claim, _ in found if claim.measure == GLUE and claim.paper]
-    if not ours or not papers:
-        return []
-    half = 100 * statistics.median((high - low) / 2 for low, high in ours)
-    able = [size for size in papers if size > half]
-    which = "none" if not able else "all" if len(able) == len(papers) else f"{len(able)} of {len(papers)}"
-    return [
-        f"The median half-width of the intervals of GLUE differences is {half:.2f} points; the paper's differences "
-        f"between the same models are {min(papers):.2f} to {max(papers):.2f}, of which {which} would be seen with this "
-        "spread even if they were there."
-    ]
+    intervals = sum(difference.interval is not None for _, difference in found)
+    return Resolution(intervals, 100 * statistics.median(widths) if widths else None, papers)

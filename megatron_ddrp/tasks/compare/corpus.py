@@ -1,4 +1,4 @@
-"""The data of all courses: indexed datasets that are there, or the jobs that build one from texts."""
+"""The data of all runs: indexed datasets that are there, or the jobs that build one from texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END = 1 << 20
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """What a training command is given."""
+    """Data of a training command."""
 
     data_path: tuple[str, ...]
     vocab_file: str
@@ -25,11 +25,11 @@ class CorpusFiles:
     key: str
     """Changes with the data."""
     jobs: tuple[Job, ...]
-    """What builds the files; none where they are there already."""
+    """Jobs that build the files; none where these are there already."""
 
 
 def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
-    """The files of a plan's corpus. Raises `UserError` where an input is missing."""
+    """Return the files of a plan's corpus. Raises `UserError` where an input is missing."""
     corpus = plan.corpus
     if corpus.data_path:
         assert corpus.vocab_file is not None
@@ -38,7 +38,7 @@ def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
             ends = () if is_weight(word) else (".bin", ".idx")
             facts += [fingerprint(plan, "data_path", word + end) for end in ends] or [float(word)]
         return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
-    inputs = [fingerprint(plan, "input", name) for name in corpus.inputs]
+    inputs = [fingerprint(plan, "input", name) for name in corpus.input]
     vocabulary = fingerprint(plan, "vocab_file", corpus.vocab_file) if corpus.vocab_file else corpus.vocab_size
     key = digest([inputs, vocabulary, corpus.tokenizer_type])
     return _build(corpus, folder / "corpus" / key, key)
@@ -51,18 +51,18 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
         vocab_file = str(folder / "vocab.txt")
         case = ("--cased",) if corpus.tokenizer_type == "BertWordPieceCase" else ()
         command = (
-            *("python", "tools/train_tokenizer.py", "--input", *corpus.inputs),
+            *("python", "tools/train_tokenizer.py", "--input", *corpus.input),
             *("--vocab-size", str(corpus.vocab_size), "--output", vocab_file, "--overwrite", *case),
         )
         title = f"vocabulary of {corpus.vocab_size:,} pieces"
         jobs.append(Job("vocabulary", f"vocabulary-{key}", title, command, Path(vocab_file)))
     prefix = folder / "corpus"
     command = (
-        *("python", "tools/preprocess_data.py", "--input", *corpus.inputs, "--output-prefix", str(prefix)),
+        *("python", "tools/preprocess_data.py", "--input", *corpus.input, "--output-prefix", str(prefix)),
         *("--vocab-file", vocab_file, "--tokenizer-type", corpus.tokenizer_type),
         *("--workers", str(corpus.workers), "--overwrite"),
     )
-    title = f"dataset of {len(corpus.inputs)} text{'s' * (len(corpus.inputs) > 1)}"
+    title = f"dataset of {len(corpus.input)} text{'s' * (len(corpus.input) > 1)}"
     data_path = f"{prefix}_text_document"
     jobs.append(
         Job("dataset", f"dataset-{key}", title, command, Path(f"{data_path}.idx"), tuple(job.name for job in jobs))
@@ -71,7 +71,7 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
 
 
 def fingerprint(plan: Plan, key: str, name: str) -> Any:
-    """Size and the sum of both ends of a file, or of all files in a folder."""
+    """Return the size and a sum of both ends of a file, or of all files in a folder."""
     path = Path(name)
     if path.is_dir():
         return [fingerprint(plan, key, str(inner)) for inner in sorted(path.rglob("*")) if inner.is_file()]
@@ -97,7 +97,7 @@ _PLACES = {
 
 
 def is_weight(word: str) -> bool:
-    """Whether a word of a data path is a weight and no prefix."""
+    """Return whether a word of a data path is a weight and no prefix."""
     try:
         float(word)
     except ValueError:

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.figures import COLORS, MARKERS, pyplot, run_style, save_figure
+from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
-    Arm,
     Curve,
     Results,
 )
-from megatron_ddrp.tasks.compare.statistics import mean_and_band
+from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.statistics import mean_and_band
 
-Curves = Mapping[Arm, Mapping[int, Curve]]
+Curves = Mapping[Arm, Sequence[Curve]]
 STEPS = "training step"
 
 
 def draw_all(results: Results, folder: Path) -> dict[str, Path]:
-    """Name of a figure → its file, for those that there are data for."""
-    full = {
-        measure: _full(results.curves.get(measure, {})) for measure in (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, GLUE)
-    }
-    wanted: dict[str, tuple[Curves, str, str]] = {
-        "loss-steps": (full[LOSS], STEPS, "validation masked-LM loss [nats]"),
-        "loss-seconds": (_over_seconds(results, full[LOSS]), "training time [s]", "validation masked-LM loss [nats]"),
-        "token-similarity": (full[TOKEN_SIMILARITY], STEPS, "f(S), mean cosine of tokens"),
-        "head-similarity": (full[HEAD_SIMILARITY], STEPS, "f(H), mean cosine of heads"),
-        "glue-curve": (_percent(full[GLUE]), STEPS, "GLUE average x 100"),
+    """Draw the figures that there are data for; return name → file."""
+    loss = "validation masked-LM loss [nats]"
+    wanted = {
+        "loss-steps": (_curves(results, LOSS), STEPS, loss),
+        "loss-seconds": (_curves(results, LOSS, over_seconds=True), "training time [s]", loss),
+        "token-similarity": (_curves(results, TOKEN_SIMILARITY), STEPS, "f(S), mean cosine of tokens"),
+        "head-similarity": (_curves(results, HEAD_SIMILARITY), STEPS, "f(H), mean cosine of heads"),
+        "glue-curve": (_curves(results, GLUE, factor=100.0), STEPS, "GLUE average x 100"),
     }
     drawn = {}
     for name, (curves, x_label, y_label) in wanted.items():
@@ -46,11 +44,11 @@ def draw_all(results: Results, folder: Path) -> dict[str, Path]:
 
 
 def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
-    """One line an arm."""
+    """Draw one line per arm."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.4), layout="constrained")
     for arm, style in styles(list(curves)).items():
-        points = mean_and_band(list(curves[arm].values()))
+        points = mean_and_band(curves[arm])
         if not points:
             continue
         x, mean, lowest, highest = zip(*points, strict=True)
@@ -63,39 +61,27 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
 
 
 def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
-    """A colour and marker an encoding, a line an objective; where that does not tell arms apart, one of each an arm."""
+    """Return a colour and marker per encoding and a line per objective; one of each per arm where these are alike."""
     kinds = [(arm.model.encoding, arm.model.objective) for arm in arms]
     if len(set(kinds)) < len(kinds):
         return {arm: run_style(number) for number, arm in enumerate(arms)}
     encodings = list(dict.fromkeys(encoding for encoding, _ in kinds))
     lines = {"mlm": "-", "mth": "--", "electra": ":"}
-    found = {}
-    for arm in arms:
-        number = encodings.index(arm.model.encoding)
-        found[arm] = run_style(number) | {
-            "color": COLORS[number % len(COLORS)],
-            "marker": MARKERS[number % len(MARKERS)],
-            "linestyle": lines[arm.model.objective],
-        }
-    return found
-
-
-def _full(curves: Curves) -> Curves:
-    """Without the arms at half of the budget, which end elsewhere."""
-    return {arm: by_seed for arm, by_seed in curves.items() if not arm.half}
-
-
-def _percent(curves: Curves) -> Curves:
     return {
-        arm: {seed: [(x, 100 * y) for x, y in curve] for seed, curve in by_seed.items()}
-        for arm, by_seed in curves.items()
+        arm: run_style(encodings.index(arm.model.encoding)) | {"linestyle": lines.get(arm.model.objective, "-.")}
+        for arm in arms
     }
 
 
-def _over_seconds(results: Results, curves: Curves) -> Curves:
-    """Steps become seconds of training: their number times the median step of that course."""
-    found: dict[Arm, dict[int, Curve]] = {}
-    for arm, by_seed in curves.items():
-        seconds = results.of(STEP_SECONDS, arm)
-        found[arm] = {s: [(x * seconds[s], y) for x, y in c] for s, c in by_seed.items() if s in seconds}
+def _curves(results: Results, measure: str, factor: float = 1.0, over_seconds: bool = False) -> Curves:
+    """Return the curves of a measure times `factor`, without the arms at half of the budget, which end elsewhere.
+
+    With `over_seconds` steps become seconds of training: steps times the median step of their run.
+    """
+    found: dict[Arm, list[Curve]] = {}
+    for arm, by_seed in results.curves.get(measure, {}).items():
+        units = results.of(STEP_SECONDS, arm) if over_seconds else dict.fromkeys(by_seed, 1.0)
+        if not arm.half:
+            common = by_seed.keys() & units.keys()
+            found[arm] = [[(x * units[seed], factor * y) for x, y in by_seed[seed]] for seed in sorted(common)]
     return found

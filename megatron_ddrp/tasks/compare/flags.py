@@ -1,83 +1,60 @@
-"""Flags of `pretrain_bert.py` inside a plan."""
+"""Flags of the commands that a plan starts: read from its YAML, and written as words of a command line."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.config import Config, DataConfig, concerns
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks.compare.reading import Section
+from megatron_ddrp.arguments import config_of
+from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config.reading import Place, options_of, read_settings
+from megatron_ddrp.errors import UserError
 
-Flags = tuple[tuple[str, tuple[str, ...]], ...]
-"""(name without dashes, words after it) pairs."""
-
-TOKENIZERS: tuple[str, ...] = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
+Flags = tuple[tuple[str, Any], ...]
+"""(setting's name, value) pairs."""
 
 DECIDED = {
-    "position-encoding": "models",
+    "position_encoding": "models",
     "objective": "models",
-    "train-iters": "budget",
+    "train_iters": "budget",
     "seed": "seeds",
     "save": "--output-dir",
     "load": "--output-dir",
-    "save-interval": "checkpoints",
-    "keep-last": "checkpoints",
-    "exit-interval": "budget",
-    "exit-duration-in-mins": "budget",
-    "data-path": "corpus",
-    "train-data-path": "corpus",
-    "valid-data-path": "corpus",
-    "vocab-file": "corpus",
-    "tokenizer-type": "corpus",
+    "save_interval": "checkpoints",
+    "keep_last": "checkpoints",
+    "exit_interval": "budget",
+    "exit_duration_in_mins": "budget",
+    "data_path": "corpus",
+    "train_data_path": "corpus",
+    "valid_data_path": "corpus",
+    "vocab_file": "corpus",
+    "tokenizer_type": "corpus",
 }
-"""Flags that a plan may not hold, and the key that decides them."""
+"""Flags of `pretrain_bert.py` that a plan may not hold, and the key that decides each."""
 
 
-def check_flags(section: Section, key: str) -> Flags:
-    """The flags under a key of `section`, each known and of a value that `pretrain_bert.py` takes."""
-    known = [
-        f.name.replace("_", "-") for s in concerns().values() for f in dataclasses.fields(s) if "help" in f.metadata
-    ]
-    here = section.section(key, known + [name.replace("-", "_") for name in known if "-" in name])
-    flags: list[tuple[str, tuple[str, ...]]] = []
-    for name in known:
-        spelled = name if name in here else name.replace("-", "_")
-        if spelled not in here:
-            continue
-        if name in DECIDED:
-            raise here.error(spelled, f"not here: {DECIDED[name]} decides it")
-        value = here.take(spelled, lambda value: value)
-        if isinstance(value, bool):
-            flags.append((name if value else f"no-{name}", ()))
-        else:
-            flags.append((name, tuple(map(str, value)) if isinstance(value, list) else (str(value),)))
-    return tuple(flags)
+def read_flags(values: Any, place: Place) -> Flags:
+    """Return the flags of `pretrain_bert.py` in a mapping. Raises `UserError` for one that a plan may not hold."""
+    options = options_of(*concerns().values())
+    settings = read_settings(options, values or {}, place)
+    for name in DECIDED:
+        if name in settings:
+            raise place.at(name.replace("_", "-")).error(f"not here: {DECIDED[name]} decides it")
+    return tuple((name, settings[name]) for name in options if settings.get(name) is not None)
 
 
-def parse_config(flags: Flags, blame: str) -> Config:
-    """The configuration that flags make. Raises `UserError`, its line begun by `blame`, for a value that is refused."""
-    said = io.StringIO()
+def make_config(settings: dict[str, Any], blame: str) -> Config:
+    """Return the configuration with these settings. Raises `UserError` that begins with `blame` for a wrong one."""
     try:
-        with contextlib.redirect_stderr(said):
-            return parse_arguments(words(flags)).config
+        return config_of(settings)
     except UserError as error:
-        raise UserError(f"{blame}: {error}", WRONG_ARGUMENTS) from None
-    except SystemExit:
-        line = said.getvalue().strip().removeprefix("pretrain_bert.py: error: ")
-        raise UserError(f"{blame}: {line}", WRONG_ARGUMENTS) from None
+        raise UserError(f"{blame}: {error}", error.exit_code) from None
 
 
-def merged(*flags: tuple[str, tuple[str, ...]]) -> Flags:
-    """Each flag once: a later value takes the place of an earlier one."""
-    last = {name.removeprefix("no-"): (name, values) for name, values in flags}
-    return tuple(last.values())
-
-
-def words(flags: Iterable[tuple[str, tuple[Any, ...]]]) -> list[str]:
-    """As one types them."""
-    return [word for name, values in flags for word in (f"--{name}", *map(str, values))]
+def words(flags: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return flags as the words that one types."""
+    typed = []
+    for name, value in flags:
+        values = value if isinstance(value, (tuple, list)) else () if isinstance(value, bool) else (value,)
+        typed += [flag(f"no_{name}" if value is False else name), *map(str, values)]
+    return typed

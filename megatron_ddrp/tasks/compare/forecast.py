@@ -1,85 +1,88 @@
-"""How long jobs take, from the finished ones of their kind or else by the plan's own word, and lines that say so."""
+"""How long jobs take, from the finished ones of their kind or else as the plan expects, and lines that say so."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.jobs import KINDS, Job
+from megatron_ddrp.tasks.compare.jobs import KINDS, RUN, Job, shown_kind
 from megatron_ddrp.tasks.compare.plan import Plan
-from megatron_ddrp.tasks.store import Store
+from megatron_ddrp.tasks.jobs.forecast import Forecast
+from megatron_ddrp.tasks.jobs.store import Store
 
-_USUAL = {"vocabulary": 60.0, "dataset": 120.0, "probe": 30.0, "self-similarity": 30.0, "triangle": 15.0}
-_USUAL["attention-maps"] = 15.0
+_USUAL = {
+    "vocabulary": 60.0, "dataset": 120.0, "probe": 30.0, "self-similarity": 30.0, "triangle": 15.0,
+    "attention-maps": 15.0,
+}  # fmt: skip
 """Seconds of the small jobs, until some of them are done."""
 
 
-class Forecast:
-    """Seconds that jobs will take."""
+class JobForecast(Forecast[Job]):
+    """Expected seconds of a comparison's jobs."""
 
-    def __init__(self, plan: Plan, store: Store[str]):
-        self.plan, self.store = plan, store
+    def __init__(self, plan: Plan, store: Store):
+        super().__init__(store)
+        self.plan = plan
 
-    def seconds(self, job: Job) -> float | None:
-        """Of one job; None where nothing is known yet."""
-        rates = [row["seconds"] / row["work"] for row in self.store.rows if row["kind"] == job.kind]
-        if rates:
-            return statistics.median(rates) * job.work
+    def kind(self, job: Job) -> str:
+        """Return the job's kind."""
+        return job.kind
+
+    def work(self, job: Job) -> float:
+        """Return the job's work."""
+        return job.work
+
+    def rates(self, kind: str) -> list[float]:
+        """Return seconds per unit of work of the finished jobs of a kind."""
+        return [row["seconds"] / row["work"] for row in self.store if row["kind"] == kind]
+
+    def guess(self, job: Job) -> float | None:
+        """Return what the plan expects, or the usual seconds of a small job."""
         expected = self.plan.expected
-        if job.kind == "course":
-            if self.plan.budget.kind == "minutes":
-                return self.plan.budget.amount * 60
+        if job.kind == RUN and self.plan.budget.kind == "minutes":
+            return self.plan.budget.amount * 60
+        if job.kind == RUN:
             return expected.step_seconds * job.work if expected.step_seconds else None
         if job.kind == "glue":
             return expected.glue_minutes * 60 if expected.glue_minutes else None
         return _USUAL[job.kind]
 
-    def total(self, jobs: Iterable[Job]) -> float | None:
-        """Of several, one after the other."""
-        each = [self.seconds(job) for job in jobs]
-        known = [seconds for seconds in each if seconds is not None]
-        return sum(known) if len(known) == len(each) else None
-
-    def eta(self, left: Sequence[Job], workers: int, spent: float = 0.0) -> str:
-        """Time until `left` are done, of which `spent` seconds are done already."""
-        total = self.total(left)
-        return "not known yet" if total is None else duration(max(0.0, total - spent) / workers)
-
-    def plan_lines(self, jobs: Sequence[Job], workers: int) -> list[str]:
-        """What is to do and how long it will take, by kind."""
-        missing = [job for job in jobs if job.name not in self.store]
+    def plan_lines(self, jobs: Sequence[Job]) -> list[str]:
+        """Return what is to do and how long it will take, by kind."""
+        missing, workers = self.store.missing(jobs), self.plan.workers
         lines = [f"{len(missing)} of {len(jobs)} jobs to do, {workers} at once"]
         for kind, count in sorted(Counter(job.kind for job in missing).items(), key=lambda item: KINDS.index(item[0])):
             total = self.total(job for job in missing if job.kind == kind)
             told = "time not known before one is done" if total is None else f"{total / 3600:.2f} hours of one worker"
-            lines.append(f"  {count:4} x {kind}: {told}")
+            lines.append(f"  {count:4} x {shown_kind(kind)}: {told}")
         total = self.total(missing)
         if total is None:
             lines.append("  expected: not known; the plan's `expected` may say it, or the first finished jobs will")
         else:
-            source = "measured" if any(row["kind"] == "course" for row in self.store.rows) else "the plan's own word"
+            source = "measured" if self.rates(RUN) else "the plan's own word"
             lines.append(f"  expected: {total / 3600:.2f} hours of one worker, {duration(total / workers)} ({source})")
         return lines
 
-    def line(self, job: Job, seconds: float, left: Sequence[Job], workers: int) -> str:
-        """A finished job."""
-        loss = ""
-        if job.kind == "course":
-            losses = [row["valid_lm_loss"] for row in read_rows(job.output) if "valid_lm_loss" in row]
-            loss = f", validation masked-LM loss {losses[-1]:.4f}" if losses else ""
-        return f"{job.kind} {job.title}: {duration(seconds)}{loss}, eta {self.eta(left, workers)}"
+    def line(self, job: Job, seconds: float, left: Sequence[Job]) -> str:
+        """Return the line for a finished job."""
+        losses = [row["valid_lm_loss"] for row in _rows(job) if "valid_lm_loss" in row]
+        loss = f", validation masked-LM loss {losses[-1]:.4f}" if losses else ""
+        return f"{job}: {duration(seconds)}{loss}, eta {self.eta(left, self.plan.workers)}"
 
-    def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job], workers: int) -> str:
-        """What runs, where it stands, and how long all of it will take."""
+    def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job]) -> str:
+        """Return what runs (jobs with the time when they began), where it stands, and how long all of it will take."""
         now = time.monotonic()
-        parts = []
+        parts, spent = [], 0.0
         for job, began in running:
-            rows = read_rows(job.output) if job.kind == "course" else []
+            rows = _rows(job)
             step = f" step {rows[-1]['iteration']:,} of {job.work:,.0f}" if rows else ""
-            parts.append(f"{job.kind} {job.title}{step} since {duration(now - began)}")
-        spent = sum(min(now - began, self.seconds(job) or 0.0) for job, began in running)
-        return f"{'; '.join(parts)}; eta {self.eta(left, workers, spent)}"
+            parts.append(f"{job}{step} since {duration(now - began)}")
+            spent += min(now - began, self.total([job]) or 0.0)
+        return f"{'; '.join(parts)}; eta {self.eta(left, self.plan.workers, spent)}"
+
+
+def _rows(job: Job) -> list[dict[str, float]]:
+    return read_rows(job.output) if job.kind == RUN else []

@@ -1,4 +1,4 @@
-"""What is measured on the checkpoints of courses: GLUE scores, and the analyses of tools/analyze.py."""
+"""What is measured on the checkpoints of runs: GLUE scores, and the analyses of tools/analyze.py."""
 
 from __future__ import annotations
 
@@ -7,75 +7,69 @@ from typing import NamedTuple
 
 from megatron_ddrp.config import encoding_class
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
-from megatron_ddrp.tasks.compare.courses import Course
 from megatron_ddrp.tasks.compare.flags import words
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
-from megatron_ddrp.tasks.compare.plan import Plan
+from megatron_ddrp.tasks.compare.plan import GluePlan, Plan
+from megatron_ddrp.tasks.compare.runs import TrainingRun
 
 
-class Score(NamedTuple):
-    """One checkpoint on GLUE."""
+class Measure(NamedTuple):
+    """A job on a checkpoint of a run."""
 
-    course: Course
+    run: TrainingRun
     step: int
     job: Job
 
 
-class Analysis(NamedTuple):
-    """One course looked into."""
-
-    course: Course
-    job: Job
-
-
-def glue_scores(plan: Plan, courses: list[Course], folder: Path) -> list[Score]:
-    """The last checkpoint of every course; of the models of figure 3b every checkpoint, the earlier ones at the end."""
-    if plan.glue is None:
+def glue_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+    """Return a score of every last checkpoint, then those of the other checkpoints of figure 3b's models."""
+    glue = plan.glue
+    if glue is None:
         return []
-    data = [fingerprint(plan, "glue", f"{plan.glue.data_dir}/{task}") for task in plan.glue.tasks]
-    last = [_score(plan, course, course.steps, data, folder) for course in courses]
-    curves = [course for course in courses if course.model.name in plan.glue.curve and not course.half]
-    earlier = [_score(plan, c, step, data, folder) for c in curves for step in c.checkpoints if step != c.steps]
-    return last + earlier
+    data = [fingerprint(plan, "glue", f"{glue.data_dir}/{task}") for task in glue.tasks]
+    steps = [(run, run.steps) for run in runs]
+    curves = [run for run in runs if run.model.name in glue.checkpoints_of and not run.arm.half]
+    steps += [(run, step) for run in curves for step in run.checkpoints if step != run.steps]
+    return [Measure(run, step, _score(glue, run, step, data, folder / "glue")) for run, step in steps]
 
 
-def _score(plan: Plan, course: Course, step: int, data: list[object], folder: Path) -> Score:
-    assert plan.glue is not None
+def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], folder: Path) -> Job:
+    flags = [[name.replace("_", "-"), words([(name, value)])[1:]] for name, value in glue.flags]
     # A task added to the plan later joins the runs of the others: the folder is the same.
-    facts = [course.job.name, step, plan.glue.flags]
-    title = f"{course.job.title}, step {step:,}"
-    output = folder / "glue" / f"{course.folder.name}-{step}-{digest(facts)}"
+    facts = [run.job.name, step, flags]
+    title = f"{run.job.title}, step {step:,}"
+    output = folder / f"{run.folder.name}-{step}-{digest(facts)}"
     command = (
-        *("python", "-m", "tasks.glue", "--tasks", *plan.glue.tasks, "--data-dir", plan.glue.data_dir),
-        *("--load", str(course.checkpoint(step)), "--output-dir", str(output), *words(plan.glue.flags)),
+        *("python", "-m", "tasks.glue", "--tasks", *glue.tasks, "--data-dir", glue.data_dir),
+        *("--load", str(run.checkpoint(step)), "--output-dir", str(output), *words(glue.flags)),
     )
-    name = job_name("glue", title, [facts, plan.glue.tasks, data])
-    return Score(course, step, Job("glue", name, title, command, output / "table.json", (course.job.name,)))
+    name = job_name("glue", title, [facts, glue.tasks, data])
+    return Job("glue", name, title, command, output / "table.json", (run.job.name,))
 
 
-def analyses(plan: Plan, courses: list[Course], corpus: CorpusFiles, folder: Path) -> list[Analysis]:
-    """Of the courses at the full budget; attention maps of the first seed alone."""
+def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
+    """Return the analyses of the runs at the full budget; attention maps of the first seed alone."""
     wanted = plan.analyses
-    found = []
-    for course in courses:
-        if course.half:
-            continue
-        if wanted.self_similarity:
-            found.append(_analysis(course, "self-similarity", wanted.self_similarity, ".json", corpus, folder))
-        if wanted.triangle and encoding_class(course.model.encoding).is_relative:
-            found.append(_analysis(course, "triangle", wanted.triangle, ".json", corpus, folder))
-        if wanted.attention_maps and course.seed == plan.seeds[0] and course.model in plan.models:
-            found.append(_analysis(course, "attention-maps", wanted.attention_maps, ".png", corpus, folder))
-    return found
-
-
-def _analysis(course: Course, kind: str, sentences: int, end: str, corpus: CorpusFiles, folder: Path) -> Analysis:
-    name = job_name(kind, course.job.title, [course.job.name, sentences])
-    output = folder / "analyses" / f"{name}{end}"
     prefixes = [word for word in corpus.data_path if not is_weight(word)]
-    command = (
-        *("python", "tools/analyze.py", kind, "--load", str(course.folder), "--data-path", *prefixes),
-        *("--sentences", str(sentences), "--output", str(output)),
-    )
-    work = float(len(course.checkpoints)) if kind == "self-similarity" else 1.0
-    return Analysis(course, Job(kind, name, course.job.title, command, output, (course.job.name,), work))
+    found = []
+    for run in runs:
+        if run.arm.half:
+            continue
+        is_first = run.seed == plan.seeds[0] and run.model in plan.models
+        for kind, sentences, applies, end in (
+            ("self-similarity", wanted.self_similarity, True, ".json"),
+            ("triangle", wanted.triangle, encoding_class(run.model.encoding).is_relative, ".json"),
+            ("attention-maps", wanted.attention_maps, is_first, ".png"),
+        ):
+            if not sentences or not applies:
+                continue
+            name = job_name(kind, run.job.title, [run.job.name, sentences])
+            output = folder / "analyses" / f"{name}{end}"
+            command = (
+                *("python", "tools/analyze.py", kind, "--load", str(run.folder), "--data-path", *prefixes),
+                *("--sentences", str(sentences), "--output", str(output)),
+            )
+            work = float(len(run.checkpoints)) if kind == "self-similarity" else 1.0
+            job = Job(kind, name, run.job.title, command, output, (run.job.name,), work)
+            found.append(Measure(run, run.steps, job))
+    return found

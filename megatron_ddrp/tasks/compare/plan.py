@@ -1,35 +1,85 @@
-"""What is compared: models, seeds, one budget, one corpus. `plan_file` reads it; docs/compare.md shows the keys."""
+"""A plan: models, seeds, one budget, one corpus. It is read from YAML and checked before anything runs.
+
+Flags of `pretrain_bert.py` stand under `model`, `training` and a model's own `flags` as they do on a command line,
+without the dashes in front. Those that the plan decides itself (seed, steps, folders, data) are refused there.
+docs/compare.md explains the keys.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from megatron_ddrp.tasks.compare.flags import TOKENIZERS, Flags
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
+from megatron_ddrp.config.option import COUNT, option, refuse
+from megatron_ddrp.config.reading import (
+    Option,
+    Place,
+    load_yaml,
+    make_section,
+    options_of,
+    read_section,
+    read_settings,
+    read_value,
+)
+from megatron_ddrp.tasks.compare.flags import Flags, read_flags
+from megatron_ddrp.tasks.glue.arguments import Search, Training
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
+FIRST_SEED = 1234
 NUM_SEEDS = 3
 """With fewer seeds their spread says little."""
+MTH_WEIGHTS = (1.0, 0.01)
+"""Weights of TCD and HCD that `--objective mth` means."""
+TOKENIZER = options_of(DataConfig)["tokenizer_type"]
 
 
 @dataclass(frozen=True)
 class Model:
     """One row of the tables."""
 
-    name: str
-    encoding: str
-    objective: str
-    flags: Flags = ()
-    """What else differs from the other models."""
+    name: str = option(MISSING, "what tables call it")
+    encoding: str = option(MISSING, "--position-encoding", choices=ENCODINGS)
+    objective: str = option(MISSING, "--objective", choices=OBJECTIVES)
+    flags: Flags = option((), "what else differs from the other models", read=read_flags)
     weights: tuple[float, float] | None = None
     """(alpha_1, alpha_2) where it is a point of the plan's grid."""
+
+    @property
+    def without_hcd(self) -> bool:
+        """Whether HCD's weight is 0 by a flag of its own."""
+        return dict(self.flags).get("hcd_weight") == 0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every course may use: exactly one of steps, minutes and tokens."""
+    """What every run may use: exactly one of steps, minutes and tokens."""
 
-    kind: str
-    amount: float
+    steps: int | None = option(None, "training steps", within="[2, 2147483648)")
+    minutes: float | None = option(None, "minutes of training steps", within="(0, inf)")
+    tokens: int | None = option(None, "batch x sequence length", within="[2, inf)")
+
+    def __post_init__(self) -> None:
+        if len(self._given) != 1:
+            refuse(f"{len(self._given)} of steps, minutes, tokens given: expected exactly one")
+
+    @property
+    def _given(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def kind(self) -> str:
+        """Which of the three it is."""
+        return next(iter(self._given))
+
+    @property
+    def amount(self) -> float:
+        """How many steps, minutes or tokens."""
+        return float(self._given[self.kind])
 
     def __str__(self) -> str:
         return f"{self.amount:,.0f} {self.kind}" if self.amount >= 1 else f"{self.amount:g} {self.kind}"
@@ -39,73 +89,185 @@ class Budget:
 class CorpusPlan:
     """Indexed datasets, or the texts that one is built from."""
 
-    inputs: tuple[str, ...] = ()
-    data_path: tuple[str, ...] = ()
-    vocab_file: str | None = None
-    vocab_size: int | None = None
-    """Pieces of a vocabulary that is built where no file is given."""
-    tokenizer_type: str = TOKENIZERS[0]
-    workers: int = 1
+    input: tuple[str, ...] = option((), "texts", distinct=True)
+    data_path: tuple[str, ...] = option((), "prefixes of indexed datasets")
+    vocab_file: str | None = option(None, "vocabulary")
+    vocab_size: int | None = option(None, "pieces of a vocabulary that is built", within="[100, 2147483648)")
+    tokenizer_type: str = option(TOKENIZER.default, "tokenizer", choices=TOKENIZER.rules["choices"])
+    workers: int = option(1, "processes of tools/preprocess_data.py", within=COUNT)
+
+    def __post_init__(self) -> None:
+        if bool(self.input) == bool(self.data_path):
+            refuse("expected either input (texts) or data_path (prefixes of indexed datasets)")
+        if self.data_path and not self.vocab_file:
+            refuse("vocab_file is missing: data_path needs the vocabulary that it was made with")
+        if bool(self.vocab_size) == bool(self.vocab_file):
+            refuse("expected either vocab_file or vocab_size (of a vocabulary that is built)")
 
 
 @dataclass(frozen=True)
 class GluePlan:
     """How `python -m tasks.glue` scores a checkpoint."""
 
-    data_dir: str
-    tasks: tuple[str, ...]
-    flags: Flags
+    data_dir: str = option(MISSING, "GLUE's folder")
+    tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
+    checkpoints_of: tuple[str, ...] = option(
+        (), "models of which every checkpoint is scored (figure 3b)", distinct=True
+    )
+    flags: Flags = ()
     """Further flags of `tasks.glue`."""
-    curve: tuple[str, ...] = ()
-    """Models of which every checkpoint is scored (figure 3b)."""
 
 
 @dataclass(frozen=True)
 class Analyses:
     """Validation sentences of each analysis; 0 leaves it out."""
 
-    self_similarity: int = 0
-    triangle: int = 0
-    attention_maps: int = 0
+    self_similarity: int = option(0, "f(S) and f(H)", within="[0, inf)")
+    triangle: int = option(0, "up-down triangles", within="[0, inf)")
+    attention_maps: int = option(0, "mean attention maps", within="[0, inf)")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says about time on the hardware that it is for; None = nothing."""
+    """What the plan says about time on the hardware that it is for."""
 
-    step_seconds: float | None = None
-    """Of one course with `workers` courses beside each other."""
-    glue_minutes: float | None = None
-    """To score one checkpoint."""
+    step_seconds: float | None = option(None, "of one run with `workers` runs beside each other", within="(0, inf)")
+    glue_minutes: float | None = option(None, "to score one checkpoint", within="(0, inf)")
+
+
+@dataclass(frozen=True)
+class Alphas:
+    """The grid of MTH's weights."""
+
+    models: tuple[str, ...] = option((), "models with objective mth", distinct=True)
+    values: tuple[float, ...] = option((), "weights of TCD and of HCD", within="(0, inf)", distinct=True)
+    seeds: int | None = option(None, "the first so many of the plan's seeds (default: all)", within=COUNT)
+
+    def __post_init__(self) -> None:
+        if bool(self.models) != bool(self.values):
+            refuse(f"{'values' if self.models else 'models'} is missing: the grid needs models and values")
+
+
+def _read_glue(values: Any, place: Place) -> GluePlan:
+    """Read the section `glue`, whose further keys are flags of `tasks.glue`."""
+    flags = options_of(Search, Training)
+    settings = read_settings(options_of(GluePlan) | flags, values, place)
+    given = {"grid": "quick", "seeds": 1} | {name: settings.pop(name) for name in flags if name in settings}
+    chosen = tuple((name, given[name]) for name in flags if given.get(name) not in (None, False))
+    return make_section(GluePlan, settings | {"flags": chosen}, place)
+
+
+def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
+    """Read how many seeds there are, counted from `FIRST_SEED`, or a list of them."""
+    if isinstance(values, list):
+        rules = {"within": "[0, inf)", "distinct": True}
+        return read_value(values, Option(tuple[int, ...], rules, MISSING), place)
+    count = read_value(values, Option(int, {"within": COUNT}, MISSING), place)
+    return tuple(range(FIRST_SEED, FIRST_SEED + count))
 
 
 @dataclass(frozen=True)
 class Plan:
     """All of it."""
 
-    file: Path
-    models: tuple[Model, ...]
-    seeds: tuple[int, ...]
-    budget: Budget
-    corpus: CorpusPlan
-    flags: Flags
-    """Of every course: the plan's `model` and `training`."""
-    glue: GluePlan | None
-    analyses: Analyses
-    half_budget: tuple[str, ...]
-    grid: tuple[Model, ...]
-    """The models of the alpha grid."""
-    grid_seeds: tuple[int, ...]
-    checkpoints: int
-    launcher: tuple[str, ...]
-    workers: int
-    expected: Expected
+    models: tuple[Model, ...] = option(MISSING, "what is compared")
+    budget: Budget = option(MISSING, "of every run")
+    corpus: CorpusPlan = option(MISSING, "the data of every run")
+    seeds: tuple[int, ...] = option(
+        tuple(range(FIRST_SEED, FIRST_SEED + NUM_SEEDS)), "how many, or which", read=_read_seeds
+    )
+    model: Flags = option((), "flags of every run", read=read_flags)
+    training: Flags = option((), "more flags of every run", read=read_flags)
+    glue: GluePlan | None = option(None, "fine-tuning", read=_read_glue)
+    analyses: Analyses = option(Analyses(), "looks into the models")
+    half_budget: tuple[str, ...] = option((), "models that are also trained at half of the budget", distinct=True)
+    alphas: Alphas = option(Alphas(), "the grid of MTH's weights")
+    checkpoints: int = option(4, "checkpoints of each run", within=COUNT)
+    launcher: str = option("python", "what starts pretrain_bert.py")
+    workers: int = option(1, "jobs at once", within=COUNT)
+    expected: Expected = option(Expected(), "times, for the forecast")
+    file: Path = Path()
+
+    def __post_init__(self) -> None:
+        for number, model in enumerate(self.models):
+            for other in self.models[:number]:
+                if model.name == other.name:
+                    refuse(f"models[{number + 1}].name: {model.name!r} is the name of two models: expected another")
+                if replace(model, name="") == replace(other, name=""):
+                    refuse(f"models[{number + 1}]: {model.name!r} is the same as a model before it")
+        names = [model.name for model in self.models]
+        curves = self.glue.checkpoints_of if self.glue else ()
+        for key, chosen in (
+            ("half_budget", self.half_budget), ("glue.checkpoints_of", curves), ("alphas.models", self.alphas.models)
+        ):  # fmt: skip
+            for name in chosen:
+                if name not in names:
+                    refuse(f"{key}: got {name!r}, expected one of {', '.join(names)}")
+        for name in self.alphas.models:
+            if self.named(name).objective != "mth":
+                refuse(f"alphas.models: {name!r} is not of objective mth: it has no weights")
+        if self.workers > 1 and self.launcher != "python":
+            refuse(f"workers: {self.workers} with a launcher of its own ranks: expected 1")
+
+    @property
+    def flags(self) -> Flags:
+        """Flags of every run."""
+        return self.model + self.training
+
+    @cached_property
+    def grid(self) -> tuple[Model, ...]:
+        """The models of the alpha grid. A point that is a model of the plan already is not repeated."""
+        return tuple(
+            replace(
+                model,
+                name=f"{model.name} α1={tcd:g} α2={hcd:g}",
+                flags=(*model.flags, ("tcd_weight", tcd), ("hcd_weight", hcd)),
+                weights=(tcd, hcd),
+            )
+            for model in map(self.named, self.alphas.models)
+            for tcd, hcd in itertools.product(self.alphas.values, repeat=2)
+            if (tcd, hcd) != MTH_WEIGHTS or model.flags
+        )
+
+    @property
+    def grid_seeds(self) -> tuple[int, ...]:
+        """Seeds that the grid is trained from."""
+        return self.seeds[: self.alphas.seeds]
 
     @property
     def rows(self) -> tuple[Model, ...]:
         """The models and those of the grid that are none of them."""
         return self.models + self.grid
 
-    def model(self, name: str) -> Model:
-        """By name."""
-        return next(model for model in self.rows if model.name == name)
+    def named(self, name: str) -> Model:
+        """Return the model with a name."""
+        return next(model for model in self.models if model.name == name)
+
+
+def read_plan(file: Path, given: Mapping[str, Any] | None = None) -> Plan:
+    """Read and check a plan. `given` are values of the command line, by dotted key, that replace the file's.
+
+    Raises:
+        UserError: one line with the file, the key and what is allowed.
+    """
+    place = Place(str(file))
+    if not file.is_file():
+        raise place.error("no such file; give a plan such as examples/compare/cpu-hours.yaml")
+    return replace(read_section(Plan, _replaced(load_yaml(file, place), given or {}), place), file=file)
+
+
+def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
+    """Return the file's values with those of `given` in their places; null takes a value out."""
+    if not isinstance(values, Mapping):
+        return values
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    for path, value in given.items():
+        key, _, inner = path.partition(".")
+        if not inner:
+            found[key] = value
+        elif isinstance(found.setdefault(key, {}), dict):
+            found[key][inner] = value
+    for section in found.values():
+        for key in [key for key, value in section.items() if value is None] if isinstance(section, dict) else ():
+            del section[key]
+    return {key: value for key, value in found.items() if value is not None}

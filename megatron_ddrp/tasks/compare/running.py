@@ -1,8 +1,8 @@
 """Doing jobs: some at once, each a process with a log of its own, in the order of the list as far as needs allow.
 
-A job that fails is told with its log and takes those that need it along; the others go on. Whatever ends the driver,
-the store holds what is finished, a course has its checkpoints, and the same command goes on from there. On Linux the
-kernel tells the processes of a killed driver to stop; elsewhere they end by themselves and are waited for.
+A job that fails is reported with its log and takes those that need it along; the others continue. Whatever ends the
+driver, the store holds what is finished, a run has its checkpoints, and the same command resumes from there. On Linux
+the kernel tells the processes of a killed driver to stop; elsewhere they end by themselves and are waited for.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare import machine
-from megatron_ddrp.tasks.compare.forecast import Forecast
-from megatron_ddrp.tasks.compare.jobs import ROOT, Claim, Job, log_file
-from megatron_ddrp.tasks.store import Store
+from megatron_ddrp.tasks import machine
+from megatron_ddrp.tasks.compare.forecast import JobForecast
+from megatron_ddrp.tasks.compare.jobs import Job, log_file
 
+ROOT = Path(__file__).resolve().parents[3]
 WAIT = 0.3
 """Seconds between two looks at the processes."""
 STATUS = 60.0
@@ -38,7 +38,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 @dataclass
 class _Running:
     job: Job
-    claim: Claim
+    lease: BinaryIO
     process: subprocess.Popen[bytes]
     slot: int
     began: float
@@ -46,10 +46,11 @@ class _Running:
 
 
 class Runner:
-    """The jobs of a comparison, done in `workers` processes at once."""
+    """The jobs of a comparison, done in as many processes at once as the plan has workers."""
 
-    def __init__(self, folder: Path, store: Store[str], workers: int, forecast: Forecast, say: Callable[[str], object]):
-        self.folder, self.store, self.workers, self.forecast, self.say = folder, store, workers, forecast, say
+    def __init__(self, forecast: JobForecast, say: Callable[[str], object]):
+        self.forecast, self.store, self.workers, self.say = forecast, forecast.store, forecast.plan.workers, say
+        self.folder = self.store.path.parent
         self.running: list[_Running] = []
         self.failed: dict[str, str] = {}
         """Name of a job → why it is not there."""
@@ -64,37 +65,33 @@ class Runner:
         finally:
             self._stop()
 
+    def _left(self, jobs: Sequence[Job]) -> list[Job]:
+        return [job for job in self.store.missing(jobs) if job.name not in self.failed]
+
     def _step(self, jobs: Sequence[Job]) -> bool:
-        """Look once; False where nothing is left."""
+        """Look once; return False where nothing is left."""
         self.store.refresh()
         for running in [r for r in self.running if r.process.poll() is not None]:
             self.running.remove(running)
             self._finish(running, jobs)
-        mine = {running.job.name for running in self.running}
-        left = [job for job in jobs if job.name not in self.store and job.name not in self.failed]
+        own = {running.job.name for running in self.running}
+        left = self._left(jobs)
         for job in left:
             if lost := next((name for name in job.needs if name in self.failed), None):
                 self.failed[job.name] = f"needs {lost}"
-            elif len(self.running) < self.workers and job.name not in mine and self._ready(job):
+            elif len(self.running) < self.workers and job.name not in own and all(n in self.store for n in job.needs):
                 self._start(job)
         if self.running and time.monotonic() - self._told > STATUS:
             self._told = time.monotonic()
-            self.say("  " + self.forecast.status([(r.job, r.began) for r in self.running], left, self.workers))
-        return any(job.name not in self.failed for job in left)
-
-    def _ready(self, job: Job) -> bool:
-        return all(name in self.store for name in job.needs)
+            self.say("  " + self.forecast.status([(r.job, r.began) for r in self.running], left))
+        return bool(self._left(left))
 
     def _start(self, job: Job) -> None:
-        claim = Claim.take(self.folder, job)
-        if claim is None:
-            if job.name not in self._waited:
+        lease = self.store.lease(job.name)
+        if lease is None:
+            if job.name not in self.store and job.name not in self._waited:
                 self._waited.add(job.name)
-                self.say(f"{job.kind} {job.title}: another process is at it; waiting for it")
-            return
-        self.store.refresh()
-        if job.name in self.store:  # finished between our look and our claim
-            claim.release()
+                self.say(f"{job}: another process is at it; waiting for it")
             return
         log = log_file(self.folder, job)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -109,40 +106,38 @@ class Runner:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=self._environment(slot),
-                pass_fds=(claim.descriptor,),
+                pass_fds=(lease.fileno(),),
                 start_new_session=True,  # Ctrl-C reaches the driver alone, which lets the others save
                 preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
             )
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.running.append(_Running(job, claim, process, slot, time.monotonic(), now))
+        self.running.append(_Running(job, lease, process, slot, time.monotonic(), now))
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """Paths, and for several workers each one's share of the machine."""
+        """Return the environment of a job: paths, and for several workers each one's share of the machine."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         if self.workers > 1:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.workers)))
-            if len(machine.gpu_names()) > 1:
-                visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-                names = visible if visible != [""] else [str(n) for n in range(len(machine.gpu_names()))]
+            if (gpus := len(machine.gpu_names())) > 1:
+                visible = environment.get("CUDA_VISIBLE_DEVICES")
+                names = visible.split(",") if visible else [str(number) for number in range(gpus)]
                 environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
         return environment
 
     def _finish(self, running: _Running, jobs: Sequence[Job]) -> None:
         job, code = running.job, running.process.returncode
-        seconds = time.monotonic() - running.began
+        with running.lease:
+            if code == 0 and job.output.exists():
+                seconds = time.monotonic() - running.began
+                self.store.append(self._row(running, seconds))
+                done = len(jobs) - len(self.store.missing(jobs))
+                self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self._left(jobs)))
+                return
         log = log_file(self.folder, job)
-        if code == 0 and job.output.exists():
-            self.store.append(self._row(running, seconds))
-            running.claim.release()
-            left = [j for j in jobs if j.name not in self.store and j.name not in self.failed]
-            done = sum(j.name in self.store for j in jobs)
-            self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, left, self.workers))
-            return
-        running.claim.release()
         why = f"exit code {code}" if code else f"it made no {job.output}"
         self.failed[job.name] = f"{why}; see {log}"
-        self.say(f"FAILED {job.kind} {job.title}: {why}, {last_line(log)} (see {log}); the others go on")
+        self.say(f"FAILED {job}: {why}, {last_line(log)} (see {log}); the others continue")
 
     def _row(self, running: _Running, seconds: float) -> dict[str, Any]:
         job = running.job
@@ -170,12 +165,12 @@ class Runner:
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()
-            running.claim.release()
+            running.lease.close()
         self.running.clear()
 
 
 def full_command(command: Sequence[str]) -> list[str]:
-    """With this Python, and the repository's scripts found from every folder."""
+    """Return a command with this Python, and with the repository's scripts as every folder finds them."""
     words = [str(ROOT / word) if word.endswith(".py") and (ROOT / word).is_file() else word for word in command]
     if words[0] == "python":
         words[0] = sys.executable
@@ -183,7 +178,7 @@ def full_command(command: Sequence[str]) -> list[str]:
 
 
 def last_line(log: Path) -> str:
-    """What a process said last."""
+    """Return what a process said last."""
     try:
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
@@ -192,10 +187,10 @@ def last_line(log: Path) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """SIGTERM and SIGHUP end the driver as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP end the driver as Ctrl-C does."""
 
     def stop(number: int, frame: object) -> None:
-        raise UserError(f"stopped by {signal.Signals(number).name}; the same command goes on")
+        raise UserError(f"stopped by {signal.Signals(number).name}; the same command resumes")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)

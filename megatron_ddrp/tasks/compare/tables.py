@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_ddrp.tasks.compare.claims import PAPER_TRIANGLES, Claim, number, paper_row
-from megatron_ddrp.tasks.compare.document import Block, Table, Text
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
@@ -14,12 +13,16 @@ from megatron_ddrp.tasks.compare.results import (
     TOKEN_SIMILARITY,
     TOKENS,
     TRIANGLE,
-    Arm,
     Results,
 )
-from megatron_ddrp.tasks.compare.statistics import paired, spread
+from megatron_ddrp.tasks.compare.runs import Arm
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.statistics import paired, spread
+
+Blocks = list[Table | str]
+"""Tables and paragraphs."""
 
 
 def cell(results: Results, measure: str, arm: Arm) -> str:
@@ -32,8 +35,8 @@ def cell(results: Results, measure: str, arm: Arm) -> str:
     return f"{shown} ({undefined} undefined)" if undefined else shown
 
 
-def score_table(results: Results, arms: Iterable[Arm], caption: str) -> Table:
-    """GLUE by task, their average, and the masked-LM loss."""
+def score_table(results: Results, arms: Iterable[Arm]) -> Table:
+    """Return GLUE by task, their average, and the masked-LM loss."""
     tasks = list(results.plan.glue.tasks) if results.plan.glue else []
     average = [GLUE] if results.averaged else []
     header = ["model", *tasks, *(f"average of {len(results.averaged)}" for _ in average), LOSS, "seeds"]
@@ -41,11 +44,13 @@ def score_table(results: Results, arms: Iterable[Arm], caption: str) -> Table:
     for arm in arms:
         cells = [cell(results, measure, arm) for measure in (*tasks, *average, LOSS)]
         rows.append([arm.label, *cells, str(len(results.of(LOSS, arm)))])
-    return Table(header, rows, caption)
+    left_out = [task for task in tasks if task not in results.averaged] if results.averaged else []
+    note = f"; the average leaves out {', '.join(left_out)}, which some run has no score of" if left_out else ""
+    return Table(header, rows, f"Ours: mean ± standard deviation over the seeds{note}.")
 
 
 def paper_table(names: Sequence[str], where: str) -> Table:
-    """Rows of the paper's tables 1 to 3."""
+    """Return rows of the paper's tables 1 to 3."""
     rows = [
         [name, *(f"{PAPER_SCORES[name][task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
         for name in names
@@ -54,46 +59,38 @@ def paper_table(names: Sequence[str], where: str) -> Table:
     return Table(["the paper's model", *PAPER_TASKS, "average of 8"], rows, caption, is_paper=True)
 
 
-def table_1(results: Results) -> list[Block]:
-    """All models at the full budget."""
+def score_blocks(results: Results, arms: Sequence[Arm], where: str) -> Blocks:
+    """Return the scores of arms and, where the paper has such models, its own."""
+    theirs = [name for arm in arms if (name := paper_row(arm))]
+    return [score_table(results, arms), *([paper_table(theirs, where)] if theirs else [])]
+
+
+def table_1(results: Results) -> Blocks:
+    """Return all models at the full budget."""
     arms = [arm for arm in results.arms if not arm.half and arm.model in results.plan.models]
-    if not arms:
-        return [Text("No course of the full budget is finished yet.")]
-    ours = score_table(results, arms, f"Ours: mean ± standard deviation over the seeds{_tasks_note(results)}.")
-    theirs = [name for arm in arms if (name := paper_row(arm))]
-    return [ours, paper_table(theirs, "tables 1 and 2")] if theirs else [ours]
+    return score_blocks(results, arms, "tables 1 and 2") if arms else ["No run of the full budget is finished yet."]
 
 
-def table_2(results: Results) -> list[Block]:
-    """Objectives side by side, with the arm at half of the budget."""
+def table_2(results: Results) -> Blocks:
+    """Return the objectives side by side, with the arm at half of the budget."""
     encodings = [arm.model.encoding for arm in results.arms if arm.model.objective == "mth" or arm.half]
-    arms = [
-        arm
-        for arm in sorted(results.arms, key=lambda arm: not arm.half)
-        if arm.model.encoding in encodings and arm.model in results.plan.models
-    ]
+    wanted = [arm for arm in results.arms if arm.model.encoding in encodings and arm.model in results.plan.models]
+    arms = sorted(wanted, key=lambda arm: not arm.half)
     if not arms:
-        return [Text("No model with MTH and none at half of the budget is finished yet, or the plan has none.")]
-    blocks: list[Block] = [
-        score_table(results, arms, f"Ours: mean ± standard deviation over the seeds{_tasks_note(results)}.")
-    ]
-    if not results.plan.half_budget:
-        blocks.append(Text("The plan has no arm at half of the budget."))
-    theirs = [name for arm in arms if (name := paper_row(arm))]
-    return [*blocks, paper_table(theirs, "table 2")] if theirs else blocks
+        return ["No model with MTH and none at half of the budget is finished yet, or the plan has none."]
+    ours, *theirs = score_blocks(results, arms, "table 2")
+    return [ours, *([] if results.plan.half_budget else ["The plan has no arm at half of the budget."]), *theirs]
 
 
-def table_3(results: Results) -> list[Block]:
-    """Weights of TCD and HCD: models with flags of their own, and the alpha grid."""
-    chosen = [
-        model for model in results.plan.rows if any(name in ("tcd-weight", "hcd-weight") for name, _ in model.flags)
-    ]
+def table_3(results: Results) -> Blocks:
+    """Return the weights of TCD and HCD: models with flags of their own, and the alpha grid."""
+    chosen = [model for model in results.plan.rows if {"tcd_weight", "hcd_weight"} & dict(model.flags).keys()]
     if not chosen:
-        return [Text("The plan changes no weight of TCD or HCD, so that there is no ablation.")]
+        return ["The plan changes no weight of TCD or HCD, so that there is no ablation."]
     encodings = {model.encoding for model in chosen}
     wanted = [arm for arm in results.arms if not arm.half and arm.model.encoding in encodings]
     arms = [arm for arm in wanted if arm.model in chosen or not arm.model.flags]
-    ours = score_table(results, arms, f"Ours: mean ± standard deviation over the seeds{_tasks_note(results)}.")
+    ours = score_table(results, arms)
     alike = Table(
         ["model", "f(S)", "f(H)"],
         [[arm.label, cell(results, TOKEN_SIMILARITY, arm), cell(results, HEAD_SIMILARITY, arm)] for arm in arms],
@@ -104,7 +101,7 @@ def table_3(results: Results) -> list[Block]:
 
 
 def similarity_table(results: Results) -> Table:
-    """f(S), f(H) and the triangle share of the last checkpoints."""
+    """Return f(S), f(H) and the triangle share of the last checkpoints."""
     arms = [arm for arm in results.arms if not arm.half]
     measures = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE)
     rows = [[arm.label, *(cell(results, measure, arm) for measure in measures)] for arm in arms]
@@ -113,65 +110,45 @@ def similarity_table(results: Results) -> Table:
 
 
 def paper_triangles() -> Table:
-    """Section 5.3."""
+    """Return the paper's triangle shares, of section 5.3."""
     rows = [["DDRP", f"{PAPER_TRIANGLES['ddrp']:.2f}"], ["BERT-R", f"{PAPER_TRIANGLES['bert-r']:.2f}"]]
     caption = "The paper's own numbers, not ours: sentences with the up-down triangle effect, section 5.3."
     return Table(["the paper's model", "triangle share [%]"], rows, caption, is_paper=True)
 
 
 def cost_table(results: Results) -> Table:
-    """Seconds of a step, also relative to BERT under masked LM."""
-    plain = [m for m in results.plan.models if (m.encoding, m.objective) == ("absolute", "mlm") and not m.flags]
+    """Return the seconds of a step, also relative to BERT under masked LM."""
+    models = results.plan.models
+    plain = next((Arm(m) for m in models if (m.encoding, m.objective) == ("absolute", "mlm") and not m.flags), None)
     rows = []
     for arm in results.arms:
-        seconds = spread(results.of(STEP_SECONDS, arm))
-        tokens = spread(results.of(TOKENS, arm))
+        by_seed = results.of(STEP_SECONDS, arm)
+        seconds, tokens = spread(by_seed), spread(results.of(TOKENS, arm))
         if arm.half or seconds is None:
             continue
-        relative = (
-            paired(results.of(STEP_SECONDS, arm), results.of(STEP_SECONDS, Arm(plain[0])), True) if plain else None
-        )
-        ratio, interval = "1" if plain and arm == Arm(plain[0]) else "", ""
-        if relative and arm != Arm(plain[0]):
+        ratio, interval = "1" if arm == plain else "", ""
+        if plain and arm != plain and (relative := paired(by_seed, results.of(STEP_SECONDS, plain), relative=True)):
             ratio = f"{1 + relative.mean:.3f}"
             interval = "{:.3f} to {:.3f}".format(*(1 + end for end in relative.interval)) if relative.interval else ""
         consumed = f"{tokens.mean / 1e6:,.2f} M" if tokens else ""
         rows.append([arm.label, f"{seconds.mean:.4f}", ratio, interval, consumed])
-    header = ["model", "seconds of a step", f"÷ {plain[0].name}" if plain else "÷ BERT", "95 % interval", TOKENS]
-    return Table(header, rows, "Ours: each course's median step after its first tenth, mean over the seeds.")
+    header = ["model", "seconds of a step", f"÷ {plain.label if plain else 'BERT'}", "95 % interval", TOKENS]
+    return Table(header, rows, "Ours: each run's median step after its first tenth, mean over the seeds.")
 
 
 def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
-    """Every claim that can be asked of the data, with its difference and the word for it."""
+    """Return every claim that the data can speak to, with its difference and the word for it."""
     rows = []
     for claim in claims:
-        difference = claim.difference(results)
-        if difference is None:
-            rows.append([claim.text, claim.measure, "", "", "", claim.paper, "no data"])
-            continue
-        interval = difference.interval
-        ends = [number(claim.measure, end, sign="+") for end in interval] if interval else []
-        rows.append(
-            [
-                claim.text,
-                claim.measure,
-                number(claim.measure, difference.mean, sign="+"),
-                " to ".join(ends),
-                str(len(difference.values)),
-                claim.paper,
-                difference.verdict(claim.sign),
-            ]
-        )
+        found, verdict = ["", "", ""], "no data"
+        if difference := claim.difference(results):
+            ends = [number(claim.measure, end, sign="+") for end in difference.interval or ()]
+            mean = number(claim.measure, difference.mean, sign="+")
+            found, verdict = [mean, " to ".join(ends), str(len(difference.values))], difference.verdict(claim.sign)
+        rows.append([claim.text, claim.measure, *found, claim.paper, verdict])
     header = ["claim", "measure", "difference", "95 % interval", "seeds", "the paper's", "at this scale"]
     caption = (
         "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE and shares in points, cost "
         "in per cent of a step."
     )
     return Table(header, rows, caption, wordy=(0, 1))
-
-
-def _tasks_note(results: Results) -> str:
-    left_out = [task for task in results.plan.glue.tasks if task not in results.averaged] if results.plan.glue else []
-    if not results.averaged or not left_out:
-        return ""
-    return f"; the average leaves out {', '.join(left_out)}, which some course has no score of"

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from megatron_ddrp.errors import FAILURE, UserError
 from megatron_ddrp.run.launch import first_rank_speaks, launched_world_size
 from megatron_ddrp.tasks.glue.arguments import parse_arguments
-from megatron_ddrp.tasks.glue.data import TaskData, read_task, read_test
 from megatron_ddrp.tasks.glue.report import write_report
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue.runs import RUNS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,20 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_arguments(arguments)
     if options.report is not None:
         return report_only(options)
+    from megatron_ddrp.tasks.glue.workers import run_here, run_on_ranks  # here, because it imports torch
+
     if launched_world_size() > 1:
         run_on_ranks(options)
     else:
         run_here(options)
     return 0
-
-
-def read_data(options: argparse.Namespace) -> dict[str, TaskData]:
-    """Read and check all files of the tasks, and the test sets where they will be needed."""
-    tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
-    if options.predict_test:
-        for task in tasks:
-            read_test(task, options.data_dir)
-    return {task.name: read_task(task, options.data_dir) for task in tasks}
 
 
 def report_only(options: argparse.Namespace) -> int:
@@ -42,7 +34,7 @@ def report_only(options: argparse.Namespace) -> int:
 
     rows, left_out, unchecked = [], [], []
     for folder in options.report:
-        if not (folder / "runs.jsonl").is_file():
+        if not (folder / RUNS).is_file():
             raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
         found = trusted_runs(folder)
         if not (found.rows or found.left_out):
@@ -55,61 +47,3 @@ def report_only(options: argparse.Namespace) -> int:
     for sentence in [*left_out, *unchecked]:
         print(f"tasks.glue: warning: {sentence}", file=sys.stderr)
     return FAILURE if left_out else 0
-
-
-def run_here(options: argparse.Namespace) -> None:
-    """Do the sweep in this process, or in the worker processes that it starts."""
-    data = read_data(options)
-    from megatron_ddrp.tasks.glue.plan import Progress, describe
-    from megatron_ddrp.tasks.glue.queue import drain
-    from megatron_ddrp.tasks.glue.submission import write_submissions
-    from megatron_ddrp.tasks.glue.sweep import Sweep
-    from megatron_ddrp.tasks.glue.workers import default_workers, device_of, open_claims, open_store, share_out
-
-    sweep, store = Sweep(options, data, device_of(0)), open_store(options)
-    workers = min(options.workers or default_workers(), max(1, sum(run not in store for run in sweep.runs)))
-    print(describe(sweep, store, workers), flush=True)
-    if options.dry_run:
-        return
-    progress = Progress(sweep, store, workers)
-    if workers > 1:
-        share_out(options, workers, sweep.runs, store, progress.tell)
-    else:
-        drain(sweep.runs, store, open_claims(options), sweep.perform, progress.tell)
-    if options.predict_test:
-        write_submissions(sweep, store)
-    print(write_report(store, options.output_dir))
-
-
-def run_on_ranks(options: argparse.Namespace) -> None:
-    """Do every run data-parallel over the ranks of a launcher."""
-    from megatron_ddrp.config import ParallelConfig
-    from megatron_ddrp.parallel import process_group
-
-    # A day: rank 0 may wait for the runs that another sweep has claimed.
-    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
-    with process_group.agreed_errors_told_once("tasks.glue"):
-        data = process_group.agree(lambda: read_data(options))
-        from megatron_ddrp.tasks.glue.plan import Progress
-        from megatron_ddrp.tasks.glue.submission import write_submissions
-        from megatron_ddrp.tasks.glue.sweep import Sweep
-        from megatron_ddrp.tasks.glue.workers import do_on_ranks, open_claims, open_store
-
-        sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
-        store = process_group.agree(lambda: open_store(options))
-        missing = sum(run not in store for run in sweep.runs)
-        if ranks.rank == 0:
-            print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
-            for encoder in sweep.encoders.values():
-                print(f"  {encoder.name}: {encoder.origin}", flush=True)
-        if options.dry_run:
-            process_group.stop()
-            return
-        first = ranks.rank == 0
-        tell = Progress(sweep, store, 1).tell if first else lambda: None
-        do_on_ranks(sweep, ranks, store, open_claims(options) if first else None, tell)
-        if options.predict_test:
-            write_submissions(sweep, store)
-        if first:
-            print(write_report(store, options.output_dir))
-        process_group.stop()

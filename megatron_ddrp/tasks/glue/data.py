@@ -13,31 +13,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.glue.tasks import Task
 
 _ROWS_TO_SORT = 64
 """Batches' worth of shuffled rows that are sorted by length together before they are cut into batches."""
-
-
-class Tokenizer(Protocol):
-    """What encoding needs of a tokenizer."""
-
-    cls_id: int
-    sep_id: int
-    pad_id: int
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Pieces of each text without special tokens."""
 
 
 class GlueDataError(UserError):
@@ -98,7 +84,7 @@ def read_task(task: Task, data_dir: Path) -> TaskData:
 
 
 def read_test(task: Task, data_dir: Path) -> dict[str, list[Example]]:
-    """The task's test sets by their names in a submission; their rows have no labels (here nan).
+    """Read the task's test sets; return them by their names in a submission. Their labels are nan.
 
     Raises:
         GlueDataError: a file is missing or not as released. The diagnostic set is left out where it is not there.
@@ -115,21 +101,19 @@ def read_test(task: Task, data_dir: Path) -> dict[str, list[Example]]:
 
 
 def read_examples(task: Task, path: Path, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
-    """The rows of one file; at most `broken_rows` of them may lack columns and are left out.
+    """Read the rows of one file; at most `broken_rows` of them may lack columns and are left out.
 
     Without `labelled` the file is a test set, which always has a header line, and the labels are nan.
     """
     lines = _read_lines(path)
     wanted = (*task.text_columns, task.label_column) if labelled else task.text_columns
-    if labelled and task.columns is not None:
-        columns, first_line = task.columns, 1
-    else:
-        columns, lines, first_line = _header(path, lines, wanted), lines[1:], 2
+    has_header = not labelled or task.columns is None
+    columns = _header(path, lines, wanted) if has_header else task.columns or ()
     texts_at = [columns.index(name) for name in task.text_columns]
 
     examples: list[Example] = []
     skipped = 0
-    for number, line in enumerate(lines, first_line):
+    for number, line in enumerate(lines[has_header:], 1 + has_header):
         cells = line.split("\t")
         if len(cells) != len(columns):
             skipped += 1
@@ -189,7 +173,7 @@ def _parse_label(task: Task, text: str, where: str) -> float:
 def encode(
     task: Task, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
 ) -> Encoded:
-    """Pieces and segments of each example, cut to `max_length` with the special tokens.
+    """Return pieces and segments of each example, cut to `max_length` with the special tokens.
 
     `pair_separators` stand between the two texts of a pair: 2 in the RoBERTa family.
     """
@@ -223,7 +207,7 @@ def truncate(sides: list[list[int]], budget: int) -> None:
 
 
 def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Batches of row numbers for one epoch: all rows once, shuffled, rows of similar length together."""
+    """Return batches of row numbers for one epoch: all rows once, shuffled, rows of similar length together."""
     random = np.random.default_rng([seed, epoch])
     lengths = np.array([len(row) for row in encoded.pieces])
     shuffled = random.permutation(len(encoded))
@@ -235,13 +219,13 @@ def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> lis
 
 
 def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
-    """Batches of row numbers, every row exactly once, by length."""
+    """Return batches of row numbers, every row exactly once, by length."""
     rows = np.argsort([len(row) for row in encoded.pieces], kind="stable")
     return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
 
 def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
-    """The named rows as one Batch `[batch, longest row]`; nothing in it is masked."""
+    """Return the named rows as one Batch `[batch, longest row]`; nothing in it is masked."""
     lengths = np.array([len(encoded.pieces[row]) for row in rows])
     positions = np.arange(lengths.max())
     valid = positions < lengths[:, None]  # [batch, seq]

@@ -20,8 +20,8 @@ from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint
 from megatron_ddrp.conversion.foreign_config import read_config_file
 from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.data import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Encoder:
     """A loaded encoder; `fresh` gives each run its own copy."""
 
     name: str
-    """What tables call it."""
+    """Name of the encoder in tables."""
     module: nn.Module
     """Maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
     tokenizer: Tokenizer
@@ -39,14 +39,14 @@ class Encoder:
     fingerprint: str
     """Changes when any weight does."""
     origin: str
-    """Which weights were loaded, which were missing and which are left unused, and damage passed over, for people."""
+    """Which weights were loaded, missing and left unused, and which damage was skipped; for people."""
     rebuild: Callable[[], nn.Module] | None = None
     """Makes the same architecture with new random weights; set where these are wanted."""
     pair_separators: int = 1
     """Separators between the two texts of a pair."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
-        """A copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
+        """Return a copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
         if self.rebuild is None:
             return copy.deepcopy(self.module).to(device)
         torch.manual_seed(seed)
@@ -61,7 +61,7 @@ class TrainedEncoder(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states `[batch, seq, hidden]`."""
+        """Return hidden states `[batch, seq, hidden]`."""
         return self.model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
 
 
@@ -85,8 +85,8 @@ def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
 def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Encoder:
     from megatron_ddrp.model import build_model
 
-    notes: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
-    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=notes.append))
+    remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
+    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
     names = [name for name, _ in model.named_parameters()]
     unused = [name for name in names if name.startswith("head.")]
@@ -97,7 +97,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, random_init),
-        "; ".join((*notes, _origin(len(names) - len(unused), [], unused, random_init))),
+        "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
     )
 
@@ -122,7 +122,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         _fingerprint(encoder, random_init),
         _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
-        pair_separators=2 if found.is_roberta else 1,
+        pair_separators=found.pair_separators,
     )
 
 

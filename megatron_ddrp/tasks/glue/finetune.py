@@ -46,7 +46,7 @@ class Classifier(nn.Module):
     """An encoder with a new pooler and output layer on top."""
 
     def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
-        """`encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+        """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
         super().__init__()
         self.encoder = encoder
         self.pooler = nn.Linear(hidden_size, hidden_size)
@@ -57,14 +57,14 @@ class Classifier(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits, or the prediction of a regression: float32 `[batch, num_outputs]`."""
+        """Return logits, or the prediction of a regression: float32 `[batch, num_outputs]`."""
         first = self.encoder(batch)[:, 0]  # [batch, hidden]
         return self.output(self.dropout(torch.tanh(self.pooler(first)))).float()
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run gave."""
+    """Scores and predictions of one run."""
 
     scores: dict[str, list[float | None]]
     """Development file → its score after each epoch; None where it is undefined."""
@@ -75,7 +75,7 @@ class RunResult:
 
 
 def learning_rate_factor(step: int, total: int) -> float:
-    """Share of the peak rate at `step` (from 0) of `total`: linear up over the first tenth, linear down to 0."""
+    """Return the share of the peak rate at `step` (from 0) of `total`: up over the first tenth, then down to 0."""
     warmup = math.ceil(WARMUP * total)
     return (step + 1) / warmup if step < warmup else (total - step) / (total - warmup)
 
@@ -105,11 +105,11 @@ class FineTuning:
         self.steps = 0
 
     def order(self, epoch: int) -> list[np.ndarray]:
-        """Row numbers of each batch of an epoch."""
+        """Return the row numbers of each batch of an epoch."""
         return train_order(self.train, self.run.batch_size, self.run.seed, epoch)
 
     def step(self, rows: np.ndarray) -> None:
-        """One optimizer step on these rows."""
+        """Do one optimizer step on these rows."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
@@ -218,7 +218,7 @@ def finetune(
 
 @contextlib.contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """GPU kernels that give the same sums every time, where torch has them."""
+    """Use GPU kernels that give the same sums every time, where torch has them."""
     if device.type != "cuda":
         yield
         return
@@ -241,7 +241,7 @@ def _loss_sum(task: Task, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def layer_depths(names: Iterable[str]) -> dict[str, int]:
-    """Parameter name → depth: 0 for embeddings and all that layers share, i + 1 for layer i, one more for the head."""
+    """Return parameter name → depth: 0 for embeddings and what layers share, i + 1 for layer i, then the head."""
     found = {name: _LAYER.search(f".{name}") for name in names}
     top = max((int(match[1]) for match in found.values() if match), default=-1) + 2
 
@@ -254,7 +254,7 @@ def layer_depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float) -> torch.optim.AdamW:
-    """Groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
+    """Return AdamW. Its groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
     depths = layer_depths(weights)
     top = max(depths.values())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}

@@ -18,9 +18,8 @@ from megatron_ddrp.conversion.from_export import own_config
 from megatron_ddrp.conversion.from_huggingface import tokenizer_settings
 from megatron_ddrp.conversion.huggingface_weights import NOT_TENSORS, PICKLED_WEIGHTS, SAFE_WEIGHTS, read_weights
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.data import Tokenizer
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
 """Model types with two separators in a pair and position numbers that begin after the padding's."""
@@ -59,10 +58,8 @@ class Folder:
     max_length: int
     """Longest sequence that the model knows positions for."""
 
-    @property
-    def is_roberta(self) -> bool:
-        """Whether pairs and positions are as in RoBERTa."""
-        return self.config.model_type in ROBERTA_FAMILY
+    pair_separators: int
+    """Separators between the two texts of a pair."""
 
 
 def load_folder(folder: Path, values: dict[str, Any]) -> Folder:
@@ -105,11 +102,10 @@ def _load(folder: Path, values: dict[str, Any]) -> Folder:
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
             read_weights(folder)  # refuses a pickle in our own words
         model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **safely)
-    longest = getattr(config, "max_position_embeddings", 512)
-    if config.model_type in ROBERTA_FAMILY:
-        longest -= config.pad_token_id + 1
+    is_roberta = config.model_type in ROBERTA_FAMILY
+    longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if is_roberta else 0)
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-    return Folder(config, model.float(), build, missing, unexpected, longest)
+    return Folder(config, model.float(), build, missing, unexpected, longest, 2 if is_roberta else 1)
 
 
 def _check_sizes(folder: Path, config: Any) -> None:

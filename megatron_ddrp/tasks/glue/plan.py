@@ -1,4 +1,4 @@
-"""The expected cost of a sweep, printed before it starts, and its progress, printed after each run.
+"""The expected cost of a sweep, printed before it starts, and one line per finished run.
 
 A run's work is its epochs times the characters that it trains on (forward and backward, 3) and scores (1). Seconds per
 unit of work come from an encoder's finished runs, or before the first one from a probe: some timed training steps.
@@ -6,7 +6,6 @@ unit of work come from an encoder's finished runs, or before the first one from 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,51 +14,49 @@ from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.glue.data import Example
 from megatron_ddrp.tasks.glue.finetune import FineTuning
 from megatron_ddrp.tasks.glue.report import percent
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.sweep import Sweep
+from megatron_ddrp.tasks.jobs.forecast import Forecast
+from megatron_ddrp.tasks.jobs.store import Store
 
 _PROBE_STEPS = 4
-_CHARACTERS_A_PIECE = 4
+_CHARACTERS_PER_PIECE = 4
 _RECENT_RUNS = 50
 
 
-class Forecast:
-    """Seconds that runs will take."""
+class RunForecast(Forecast[Run]):
+    """Expected seconds of fine-tuning runs."""
 
-    def __init__(self, sweep: Sweep, store: RunStore):
-        self.sweep, self.store = sweep, store
+    def __init__(self, sweep: Sweep, store: Store):
+        super().__init__(store)
+        self.sweep = sweep
         self._work = {
             name: (3 * _characters(data.train, sweep), sum(_characters(dev, sweep) for dev in data.dev.values()))
             for name, data in sweep.data.items()
         }
+        self._names = {run.name for run in sweep.runs}
         self._probed: dict[str, float] = {}
-        self.source = ""
+        self.source = "measured on finished runs"
 
-    def work(self, run: Run) -> float:
+    def kind(self, job: Run) -> str:
+        """Return the encoder's fingerprint."""
+        return job.encoder
+
+    def work(self, job: Run) -> float:
         """Return the length of a run's text in characters; comparable between runs of one encoder."""
-        return run.epochs * float(sum(self._work[run.task]))
+        return job.epochs * float(sum(self._work[job.task]))
 
-    def seconds(self, run: Run) -> float:
-        """Return the expected time of a run; time a few steps of its encoder if none of its runs has finished."""
-        known = set(self.sweep.runs)
-        rates = []
-        for row in reversed(self.store.rows):
-            if row["encoder"] == run.encoder and Run.of_row(row) in known:
-                rates.append(row["seconds"] / self.work(Run.of_row(row)))
-                if len(rates) == _RECENT_RUNS:
-                    break
-        if rates:
-            self.source = "measured on finished runs"
-            return statistics.median(rates) * self.work(run)
-        if run.encoder not in self._probed:
-            self._probed[run.encoder] = self._probe(run)
+    def rates(self, kind: str) -> list[float]:
+        """Return seconds per character of an encoder's newest runs."""
+        rows = [row for row in self.store.rows if row["encoder"] == kind and Run.of_row(row).name in self._names]
+        return [row["seconds"] / self.work(Run.of_row(row)) for row in rows[-_RECENT_RUNS:]]
+
+    def guess(self, job: Run) -> float:
+        """Return the seconds of a run as a few timed steps of its encoder tell."""
+        if job.encoder not in self._probed:
+            self._probed[job.encoder] = self._probe(job)
             self.source = f"from a probe of {_PROBE_STEPS} training steps"
-        return self._probed[run.encoder] * self.work(run)
-
-    def total(self, runs: list[Run]) -> float:
-        """Return the expected time of several runs, one after the other."""
-        each = {run.encoder: self.seconds(run) / self.work(run) for run in {r.encoder: r for r in runs}.values()}
-        return sum(each[run.encoder] * self.work(run) for run in runs)
+        return self._probed[job.encoder] * self.work(job)
 
     def _probe(self, run: Run) -> float:
         encoder = self.sweep.encoders[run.encoder]
@@ -73,13 +70,13 @@ class Forecast:
             tuning.step(rows)
         tuning.model.output.bias.sum().item()  # wait for the device
         share = len(train) / len(self.sweep.data[run.task].train)
-        trained, scored = self._work[run.task]
+        trained, _ = self._work[run.task]
         return (time.perf_counter() - begin) / share / trained
 
 
-def describe(sweep: Sweep, store: RunStore, workers: int) -> str:
-    """Return the plan as some lines of text."""
-    missing = [run for run in sweep.runs if run not in store]
+def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
+    """Return the runs that are to do, the encoders' origins and the expected time, as some lines of text."""
+    missing = store.missing(sweep.runs)
     options = sweep.options
     lines = [
         f"plan: {len(sweep.encoders)} encoder{'s' * (len(sweep.encoders) > 1)} x {len(sweep.data)} tasks x "
@@ -92,27 +89,27 @@ def describe(sweep: Sweep, store: RunStore, workers: int) -> str:
             lines.append(f"    rows are cut to {encoder.max_length} pieces: it knows no more positions")
     if not missing:
         return "\n".join(lines)
-    forecast = Forecast(sweep, store)
+    forecast = RunForecast(sweep, store)
     for task, count in Counter(run.task for run in missing).items():
         data = sweep.data[task]
-        runs = [run for run in missing if run.task == task]
+        expected = forecast.eta([run for run in missing if run.task == task], workers=1)
         dev = ", ".join(f"{len(examples):,} {file}" for file, examples in data.dev.items())
-        lines.append(f"  {task:6} {count:4} runs of {len(data.train):,} train, {dev}: {duration(forecast.total(runs))}")
-    total = forecast.total(missing)
+        lines.append(f"  {task:6} {count:4} runs of {len(data.train):,} train, {dev}: {expected}")
+    total = forecast.total(missing) or 0.0
     sharing = f", {duration(total / workers)} with {workers} workers" if workers > 1 else ""
     lines.append(f"  expected: {total / 3600:.1f} hours of one worker{sharing} ({forecast.source})")
     return "\n".join(lines)
 
 
-class Progress:
+class ResultLines:
     """One printed line per finished run, whichever process did it."""
 
-    def __init__(self, sweep: Sweep, store: RunStore, workers: int):
+    def __init__(self, sweep: Sweep, store: Store, workers: int):
         self.sweep, self.store, self.workers = sweep, store, workers
-        self.forecast = Forecast(sweep, store)
-        self.mine = set(sweep.runs)
+        self.forecast = RunForecast(sweep, store)
+        self.own = set(sweep.runs)
         self.told = len(store.rows)
-        self.total = sum(run not in store for run in sweep.runs)
+        self.total = len(store.missing(sweep.runs))
         self.number = 0
 
     def tell(self) -> None:
@@ -120,11 +117,10 @@ class Progress:
         for row in self.store.rows[self.told :]:
             self.told += 1
             run = Run.of_row(row)
-            if run not in self.mine:
+            if run not in self.own:
                 continue
             self.number += 1
-            left = [other for other in self.sweep.runs if other not in self.store]
-            eta = duration(self.forecast.total(left) / self.workers) if left else "0s"
+            eta = self.forecast.eta(self.store.missing(self.sweep.runs), self.workers)
             undefined = " (undefined, counts as 0)" if row["undefined"] else ""
             print(
                 f"[{self.number}/{self.total}] {run.task} batch {run.batch_size} lr {run.lr:g} epochs {run.epochs} "
@@ -135,5 +131,5 @@ class Progress:
 
 
 def _characters(examples: list[Example], sweep: Sweep) -> int:
-    longest = sweep.options.max_seq_length * _CHARACTERS_A_PIECE
+    longest = sweep.options.max_seq_length * _CHARACTERS_PER_PIECE
     return sum(min(longest, 8 + sum(map(len, example.texts))) for example in examples)

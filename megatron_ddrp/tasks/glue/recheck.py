@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.tasks.glue.metrics import METRICS
 from megatron_ddrp.tasks.glue.predictions import read_predictions
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 
@@ -26,7 +26,7 @@ class Trusted(NamedTuple):
 def trusted_runs(folder: Path) -> Trusted:
     """Return the runs of OUT whose scores their predictions confirm, and name the others."""
     left_out: list[str] = []
-    store = RunStore(folder / "runs.jsonl", lambda told: left_out.append(f"{told}; the line is left out"))
+    store = RunStore(folder / RUNS, lambda told: left_out.append(f"{told}; the line is left out"))
     rows, missing = [], []
     for row in store:
         path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"

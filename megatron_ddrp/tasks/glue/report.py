@@ -10,7 +10,6 @@ is the official one.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +17,20 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.tasks import markdown
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.pages import render
+from megatron_ddrp.tasks.statistics import paired
 
 MISMATCHED = "dev_mismatched"
+AVERAGES = ("average of 8", "average of 9")
+DETAILS = [
+    *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
+    *("batch", "lr", "epochs", "train examples", "dev examples"),
+]
+"""Columns of the table of runs."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,9 @@ def differences(encoders: dict[str, Cells]) -> list[Difference]:
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second]]
-        pairs = [_by_seed(encoders[name], tasks) for name in (first, second)]
-        seeds = sorted(pairs[0].keys() & pairs[1].keys())
-        if not tasks or len(seeds) < 2:
-            continue
-        values = [pairs[0][seed] - pairs[1][seed] for seed in seeds]
-        low, high = student_interval(values)
-        found.append(Difference(first, second, tasks, values, low, high))
+        difference = paired(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
+        if difference and difference.interval:
+            found.append(Difference(first, second, tasks, list(difference.values), *difference.interval))
     return found
 
 
@@ -148,15 +151,6 @@ def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
     return {seed: statistics.fmean(scores[task][seed] for task in tasks) for seed in seeds}
 
 
-def student_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of at least two values."""
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
-    return mean - half, mean + half
-
-
 def write_report(rows: Iterable[dict[str, Any]], folder: Path, damage: Sequence[str] = ()) -> str:
     """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
 
@@ -164,9 +158,7 @@ def write_report(rows: Iterable[dict[str, Any]], folder: Path, damage: Sequence[
     """
     encoders = best_cells(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(encoders)
-    if damage:
-        text += "\n".join(["", "## Damage found", "", *(f"- {markdown.escape(sentence)}" for sentence in damage), ""])
+    text = table(encoders, damage)
     (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "table.json").write_text(json.dumps(summary(encoders), indent=2) + "\n", encoding="utf-8")
     try:
@@ -202,81 +194,62 @@ def summary(encoders: dict[str, Cells]) -> dict[str, Any]:
     return result
 
 
-def table(encoders: dict[str, Cells]) -> str:
+def table(encoders: dict[str, Cells], damage: Sequence[str] = ()) -> str:
     """Return the text of table.md."""
     tasks = [name for name in TASKS if any(name in cells for cells in encoders.values())]
-    lines = [
-        "# GLUE development scores",
-        "",
-        "Median over seeds of the last epoch's score at the best grid point, x 100. Matthews' correlation for CoLA, "
-        "Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is the paper's. A score "
-        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked.",
-        "",
-    ]
     means = {name: averages(cells) for name, cells in encoders.items()}
-    shown = [
-        kind for kind in ("average of 8", "average of 9") if any(mean[kind] is not None for mean in means.values())
+    shown = [kind for kind in AVERAGES if any(mean[kind] is not None for mean in means.values())]
+    scores = [
+        [name, *(_score(cells[task]) if task in cells else "" for task in tasks)]
+        + ["" if (mean := means[name][kind]) is None else percent(mean) for kind in shown]
+        for name, cells in encoders.items()
     ]
-    lines += markdown.header(["encoder", *tasks, *shown])
-    for name, cells in encoders.items():
-        scores = [_score(cells[task]) if task in cells else "" for task in tasks]
-        shown_means = ["" if mean is None else percent(mean) for mean in (means[name][kind] for kind in shown)]
-        lines.append(markdown.row([markdown.escape(name), *scores, *shown_means]))
-    lines += ["", "## Runs behind each score", ""]
-    lines += markdown.header(
-        ["encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"]
-        + ["batch", "lr", "epochs", "train examples", "dev examples"]
+    details = [line for name, cells in encoders.items() for cell in cells.values() for line in _details(name, cell)]
+    pairs = [
+        [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.by_seed))]
+        + [percent(pair.mean), f"{percent(pair.low)} to {percent(pair.high)}"]
+        for pair in differences(encoders)
+    ]
+    is_official = any(
+        task in PAPER_TASKS and cell.is_official for cells in encoders.values() for task, cell in cells.items()
     )
-    for name, cells in encoders.items():
-        for cell in cells.values():
-            lines += _details(name, cell)
-    if pairs := differences(encoders):
-        lines += [
-            "",
-            "## Differences",
-            "",
-            "Mean over the common tasks, paired by seed, with Student's 95 % interval.",
-            "",
-        ]
-        lines += markdown.header(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"])
-        for pair in pairs:
-            counts = [str(len(pair.tasks)), str(len(pair.by_seed))]
-            interval = f"{percent(pair.low)} to {percent(pair.high)}"
-            names = [markdown.escape(pair.first), markdown.escape(pair.second)]
-            lines.append(markdown.row([*names, *counts, percent(pair.mean), interval]))
-    if any(task in PAPER_TASKS and cell.is_official for cells in encoders.values() for task, cell in cells.items()):
-        lines += ["", "## The paper's scores, not ours", "", "Base size, Tables 1 to 3 of the paper.", ""]
-        lines += markdown.header(["the paper's encoder", *PAPER_TASKS, "average of 8"])
-        for name, scores_there in PAPER_SCORES.items():
-            cells_there = [f"{scores_there[task]:.2f}" for task in PAPER_TASKS]
-            lines.append(markdown.row([f"{name} (paper)", *cells_there, f"{PAPER_AVERAGES[name]:.2f}"]))
-    return "\n".join(lines) + "\n"
+    paper = [
+        [f"{name} (paper)", *(f"{row[task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
+        for name, row in PAPER_SCORES.items()
+    ]
+    return render(
+        "glue.md.jinja",
+        scores=Table(["encoder", *tasks, *shown], scores),
+        details=Table(DETAILS, details),
+        pairs=Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
+        paper=Table(["the paper's encoder", *PAPER_TASKS, AVERAGES[0]], paper) if is_official else None,
+        damage=damage,
+    )
 
 
 def _score(cell: Cell) -> str:
     return percent(cell.median) + (f" ({cell.undefined} undefined)" if cell.undefined else "")
 
 
-def _details(name: str, cell: Cell) -> list[str]:
+def _details(name: str, cell: Cell) -> list[list[str]]:
+    """Return the rows of a cell in the table of runs: its own, and those of further development files."""
     best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
-    lines = [_detail(name, cell, cell.task, cell.scores, best_epoch, str(cell.undefined))]
+    first, task = cell.rows[0], TASKS[cell.task]
+    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"]), str(first["train_examples"])]
+    official = "" if cell.is_official else f" (official: {task.dev_examples})"
+
+    def row(label: str, scores: list[float], undefined: str, best: str = "", examples: str = "") -> list[str]:
+        spread = f"{percent(min(scores))} to {percent(max(scores))}"
+        middle = percent(statistics.median(scores))
+        return [name, label, task.metric, middle, spread, best, str(len(scores)), undefined, *point, examples]
+
+    rows = [row(cell.task, cell.scores, str(cell.undefined), best_epoch, f"{first['dev_examples']}{official}")]
     for file, scores in cell.others.items():
-        lines.append(_detail(name, cell, f"{cell.task} ({file})", scores, "", str(cell.other_undefined(file))))
+        rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
     if MISMATCHED in cell.others:
         both = [statistics.fmean(pair) for pair in zip(cell.scores, cell.others[MISMATCHED], strict=True)]
-        lines.append(_detail(name, cell, f"{cell.task} (mean of both)", both, "", ""))
-    return lines
-
-
-def _detail(name: str, cell: Cell, label: str, scores: list[float], best_epoch: str, undefined: str) -> str:
-    first, task = cell.rows[0], TASKS[cell.task]
-    spread = f"{percent(min(scores))} to {percent(max(scores))}"
-    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"])]
-    official = "" if cell.is_official else f" (official: {task.dev_examples})"
-    examples = [str(first["train_examples"]), f"{first['dev_examples']}{official}" if best_epoch else ""]
-    middle = percent(statistics.median(scores))
-    names = [markdown.escape(name), markdown.escape(label), task.metric]
-    return markdown.row([*names, middle, spread, best_epoch, str(len(scores)), undefined, *point, *examples])
+        rows.append(row(f"{cell.task} (mean of both)", both, ""))
+    return rows
 
 
 def percent(score: float) -> str:

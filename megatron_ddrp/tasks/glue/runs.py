@@ -1,6 +1,6 @@
 """The runs of a sweep: the paper's grid, and runs.jsonl, the store of the finished ones.
 
-One line is one finished run. A run is known by what decides its score (weights, data, hyper-parameters, seed), so
+One line is one finished run. A run is known by all that decides its score (weights, data, hyper-parameters, seed), so
 that a restarted sweep repeats nothing, and other weights under an old name are never taken for the old ones.
 
 An undefined score counts as 0, in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
@@ -15,11 +15,14 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.store import Store
+from megatron_ddrp.tasks.jobs.store import Store
+
+RUNS = "runs.jsonl"
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +35,7 @@ class Point:
 
 
 def grid(batch_sizes: Iterable[int], lrs: Iterable[float], epochs: Iterable[int]) -> tuple[Point, ...]:
-    """All combinations."""
+    """Return all combinations."""
     return tuple(itertools.starmap(Point, itertools.product(batch_sizes, lrs, epochs)))
 
 
@@ -45,7 +48,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What decides a score."""
+    """All that decides a score."""
 
     task: str
     batch_size: int
@@ -64,9 +67,9 @@ class Run:
     max_train_examples: int | None = None
     """Training rows that are used; None for all."""
 
-    @property
+    @cached_property
     def name(self) -> str:
-        """A file name of its own."""
+        """File name that no other run has."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
         return f"{self.task}-b{self.batch_size}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest[:12]}"
 
@@ -77,16 +80,17 @@ class Run:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Run:
-        """The run that a line of runs.jsonl tells of."""
+        """Return the run of a line of runs.jsonl."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
-class RunStore(Store[Run]):
+class RunStore(Store):
     """runs.jsonl of a sweep."""
 
     def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None):
         """Read the finished runs; `on_damage` as in `Store`. Raises `UserError` for a damaged line without it."""
-        super().__init__(path, Run.of_row, "a run written by tasks.glue", count_undefined, on_damage)
+        what = "a run written by tasks.glue"
+        super().__init__(path, lambda row: Run.of_row(row).name, what, count_undefined, on_damage)
 
 
 _KINDS: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """--predict-test: predictions for the test sets, whose labels only gluebenchmark.com knows.
 
-A sweep keeps scores, not weights. Each task's best run (the best seed at the best grid point) is therefore done once
-more, which its seed makes the same run, and predicts the test set at its end. A task that is there is not repeated
+A sweep keeps scores, not weights. Each task's best run (the best seed at the best grid point) is therefore repeated,
+which its seed makes the same run, and predicts the test set at its end. A task whose predictions are there is skipped
 while the same run is the best.
 """
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from megatron_ddrp.tasks.glue.data import read_test
 from megatron_ddrp.tasks.glue.predictions import pack_submission, write_test_predictions
 from megatron_ddrp.tasks.glue.report import best_cells, percent
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.sweep import Sweep
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.jobs.store import Store
 
 
-def write_submissions(sweep: Sweep, store: RunStore) -> None:
-    """One folder and archive an encoder: OUT/submission, or OUT/submission-FINGERPRINT where there are several."""
+def write_submissions(sweep: Sweep, store: Store) -> None:
+    """Write a folder and archive per encoder: OUT/submission, or OUT/submission-FINGERPRINT for several encoders."""
     store.refresh()
-    speaks = sweep.ranks is None or sweep.ranks.rank == 0
     own = set(sweep.runs)
     cells = best_cells(row for row in store.rows if Run.of_row(row) in own)
     jobs: list[tuple[Path, Run]] = []
@@ -36,14 +36,14 @@ def write_submissions(sweep: Sweep, store: RunStore) -> None:
         train, dev = sweep.encoded(run)
         test = {name: sweep.encode(run, rows) for name, rows in read_test(task, sweep.options.data_dir).items()}
         result = sweep.finetune(run, train, dev, test)
-        if not speaks:
+        if not sweep.speaks:
             continue
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
         score = result.scores[next(iter(dev))][-1] or 0.0  # 0 where it is undefined
         _marker(folder, run).write_text(json.dumps({"run": run.name, "dev_score": score}) + "\n", encoding="utf-8")
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
-    for folder in dict.fromkeys(folder for folder, _ in jobs) if speaks else ():
+    for folder in dict.fromkeys(folder for folder, _ in jobs) if sweep.speaks else ():
         missing = pack_submission(folder)
         lacks = f"; the server also wants {', '.join(missing)}" if missing else ""
         print(f"written to {folder / 'submission.zip'}{lacks}")

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,17 +56,17 @@ class Sweep:
         self._encoded: tuple[tuple[str, str], Encoded, dict[str, Encoded]] | None = None
 
     @property
-    def predictions_dir(self) -> Path:
-        """Folder of the runs' predictions."""
-        return self.options.output_dir / "predictions"
+    def speaks(self) -> bool:
+        """Whether this process prints and writes, which one of the ranks does."""
+        return self.ranks is None or self.ranks.rank == 0
 
     def perform(self, run: Run) -> dict[str, Any]:
         """Do a run, write its predictions (on rank 0), and return its row."""
         train, dev = self.encoded(run)
         result = self.finetune(run, train, dev)
-        path = self.predictions_dir / f"{run.name}.tsv"
+        path = self.options.output_dir / "predictions" / f"{run.name}.tsv"
         checksum = None
-        if self.ranks is None or self.ranks.rank == 0:
+        if self.speaks:
             scored = {name: (encoded.targets, result.predictions[name]) for name, encoded in dev.items()}
             checksum = write_predictions(path, TASKS[run.task], scored)
         scoring, *others = dev
@@ -90,13 +89,13 @@ class Sweep:
     def finetune(
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
     ) -> RunResult:
-        """One run on a fresh copy of its encoder."""
+        """Do one run on a fresh copy of its encoder."""
         encoder = self.encoders[run.encoder]
         module = encoder.fresh(run.seed, self.device)
         return finetune(run, module, encoder.hidden_size, train, dev, self.ranks, test, self.show_bar)
 
     def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
-        """Training rows and development files of a run's task; the last task is kept, since its runs come in a row."""
+        """Return training rows and development files of a run's task; keep the last task, whose runs come in a row."""
         key = (run.encoder, run.task)
         if self._encoded is None or self._encoded[0] != key:
             data = self.data[run.task]
@@ -105,7 +104,7 @@ class Sweep:
         return self._encoded[1:]
 
     def encode(self, run: Run, examples: list[Example]) -> Encoded:
-        """Rows as a run's encoder takes them."""
+        """Return rows as a run's encoder takes them."""
         encoder = self.encoders[run.encoder]
         return encode(TASKS[run.task], examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
 

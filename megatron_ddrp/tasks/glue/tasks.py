@@ -7,7 +7,7 @@ score. The label order fixes the class numbers and is alphabetical.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Task:
     """Development files; the first one's score is the task's."""
     columns: tuple[str, ...] | None = None
     """Names of the columns of train.tsv and dev.tsv where these have no header line; None where they have one."""
-    submission_files: dict[str, str] = field(default_factory=dict)
-    """Test file → its name in a submission; also test files that other tasks' data hold."""
+    several_tests: dict[str, str] = field(default_factory=dict)
+    """Test file → its name in a submission, where test.tsv is not the only one."""
     broken_rows: int = 0
     """Rows of train.tsv that may lack columns: the official QQP file has a few, and they are left out, not repaired."""
     in_average: bool = True
@@ -45,6 +45,11 @@ class Task:
         return not self.labels
 
     @property
+    def submission_files(self) -> dict[str, str]:
+        """Test file → its name in a submission; also test files that other tasks' data hold."""
+        return self.several_tests or {"test.tsv": f"{self.name}.tsv"}
+
+    @property
     def num_outputs(self) -> int:
         """Width of the classifier's last layer."""
         return max(1, len(self.labels))
@@ -53,12 +58,8 @@ class Task:
 _ENTAILMENT = ("entailment", "not_entailment")
 
 
-def _with_submission(task: Task) -> Task:
-    return task if task.submission_files else replace(task, submission_files={"test.tsv": f"{task.name}.tsv"})
-
-
 TASKS: dict[str, Task] = {
-    task.name: _with_submission(task)
+    task.name: task
     for task in (
         Task("RTE", "accuracy", ("sentence1", "sentence2"), "label", 277, _ENTAILMENT),
         Task("STS-B", "pearson", ("sentence1", "sentence2"), "score", 1500, labels=(), label_range=(0.0, 5.0)),
@@ -75,7 +76,7 @@ TASKS: dict[str, Task] = {
             9815,
             ("contradiction", "entailment", "neutral"),
             dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
-            submission_files={
+            several_tests={
                 "test_matched.tsv": "MNLI-m.tsv",
                 "test_mismatched.tsv": "MNLI-mm.tsv",
                 "../diagnostic/diagnostic.tsv": "AX.tsv",

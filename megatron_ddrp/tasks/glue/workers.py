@@ -13,23 +13,19 @@ from typing import Any
 
 import torch
 
+from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
+from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
-from megatron_ddrp.tasks.glue.data import read_task
-from megatron_ddrp.tasks.glue.queue import WAIT, Claims, drain
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.glue.data import TaskData, read_task, read_test
+from megatron_ddrp.tasks.glue.plan import ResultLines, plan_text
+from megatron_ddrp.tasks.glue.report import write_report
+from megatron_ddrp.tasks.glue.runs import RUNS, Run, RunStore
+from megatron_ddrp.tasks.glue.submission import write_submissions
 from megatron_ddrp.tasks.glue.sweep import Sweep
 from megatron_ddrp.tasks.glue.tasks import TASKS
-
-
-def open_store(options: argparse.Namespace) -> RunStore:
-    """Open runs.jsonl of --output-dir."""
-    return RunStore(options.output_dir / "runs.jsonl")
-
-
-def open_claims(options: argparse.Namespace) -> Claims:
-    """Open the claims on the runs of --output-dir."""
-    return Claims(options.output_dir / "claims.lock")
+from megatron_ddrp.tasks.jobs.queue import WAIT, drain
+from megatron_ddrp.tasks.jobs.store import Store
 
 
 def device_of(worker: int) -> torch.device:
@@ -39,13 +35,61 @@ def device_of(worker: int) -> torch.device:
     return torch.device("cpu")
 
 
-def default_workers() -> int:
-    """Return one worker per GPU, at least 1."""
-    return max(1, torch.cuda.device_count())
+def read_data(options: argparse.Namespace) -> dict[str, TaskData]:
+    """Read and check all files of the tasks, and the test sets where they will be needed."""
+    tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
+    if options.predict_test:
+        for task in tasks:
+            read_test(task, options.data_dir)
+    return {task.name: read_task(task, options.data_dir) for task in tasks}
+
+
+def run_here(options: argparse.Namespace) -> None:
+    """Do the sweep in this process, or in the worker processes that it starts."""
+    data = read_data(options)
+    sweep, store = Sweep(options, data, device_of(0)), RunStore(options.output_dir / RUNS)
+    per_gpu = max(1, torch.cuda.device_count())
+    workers = min(options.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
+    print(plan_text(sweep, store, workers), flush=True)
+    if options.dry_run:
+        return
+    lines = ResultLines(sweep, store, workers)
+    if workers > 1:
+        share_out(options, workers, sweep.runs, store, lines.tell)
+    else:
+        drain(sweep.runs, store, sweep.perform, lines.tell)
+    report(sweep, store)
+
+
+def run_on_ranks(options: argparse.Namespace) -> None:
+    """Do every run data-parallel over the ranks of a launcher."""
+    # A day: rank 0 may wait for the runs that another sweep is doing.
+    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
+    with process_group.agreed_errors_told_once("tasks.glue"):
+        data = process_group.agree(lambda: read_data(options))
+        sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
+        store = process_group.agree(lambda: RunStore(options.output_dir / RUNS))
+        if ranks.rank == 0:
+            missing = len(store.missing(sweep.runs))
+            print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
+            for encoder in sweep.encoders.values():
+                print(f"  {encoder.name}: {encoder.origin}", flush=True)
+        if not options.dry_run:
+            do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+            report(sweep, store)
+        process_group.stop()
+
+
+def report(sweep: Sweep, store: RunStore) -> None:
+    """Write the submissions that are wanted, and on rank 0 the tables."""
+    if sweep.options.predict_test:
+        write_submissions(sweep, store)
+    if sweep.speaks:
+        print(write_report(store, sweep.options.output_dir))
 
 
 def share_out(
-    options: argparse.Namespace, count: int, runs: Sequence[Run], store: RunStore, tell: Callable[[], None]
+    options: argparse.Namespace, count: int, runs: Sequence[Run], store: Store, tell: Callable[[], None]
 ) -> None:
     """Start `count` workers and return when the store holds all `runs`; call `tell` after each look at the store.
 
@@ -72,7 +116,7 @@ def share_out(
             worker.join()
     store.refresh()
     tell()
-    if missing := sum(run not in store for run in runs):
+    if missing := len(store.missing(runs)):
         lost = next((worker for worker in workers if worker.exitcode), workers[0])
         raise UserError(
             f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(runs)} runs are "
@@ -89,7 +133,7 @@ def _work(options: argparse.Namespace, number: int, count: int) -> None:
     def main() -> None:
         data = {name: read_task(TASKS[name], options.data_dir) for name in dict.fromkeys(options.tasks)}
         sweep = Sweep(options, data, device_of(number), show_bar=False)
-        drain(sweep.runs, open_store(options), open_claims(options), sweep.perform)
+        drain(sweep.runs, RunStore(options.output_dir / RUNS), sweep.perform)
 
     run_command(main, f"tasks.glue: worker {number}")
 
@@ -101,8 +145,8 @@ def _end_with_parent() -> None:
     os._exit(FAILURE)
 
 
-def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | None, tell: Callable[[], None]) -> None:
-    """All ranks together, one run after the other: rank 0, which holds the claims, says which one is next."""
+def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> None:
+    """Do the runs one after the other on all ranks together. Rank 0 takes the leases and announces the next run."""
     numbers = {run: number for number, run in enumerate(sweep.runs)}
     done, failed = len(numbers), len(numbers) + 1
 
@@ -119,10 +163,9 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: RunStore, claims: Claims | No
         if number == failed:
             raise agreed_by_all("rank 0 has stopped")  # and says why
         return
-    assert claims is not None
     outcome = failed
     try:
-        drain(sweep.runs, store, claims, together, tell)
+        drain(sweep.runs, store, together, tell)
         outcome = done
     finally:
         announce(outcome)

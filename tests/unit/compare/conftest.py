@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ddrp.tasks.compare.courses import Course
 from megatron_ddrp.tasks.compare.jobs import Job, open_store
-from megatron_ddrp.tasks.compare.plan_file import read_plan
+from megatron_ddrp.tasks.compare.plan import read_plan
+from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
@@ -64,22 +64,22 @@ def record(work: Work, job: Job) -> None:
     work.store.append(row | {"seconds": 10.0, "started": "2020-01-01"} | HARDWARE)
 
 
-def finish_course(work: Work, course: Course, loss: float, step_time: float = 0.5) -> None:
-    """A course's folder and line, with its last validation loss."""
-    course.folder.mkdir(parents=True, exist_ok=True)
+def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5) -> None:
+    """A run's folder and line, with its last validation loss."""
+    run.folder.mkdir(parents=True, exist_ok=True)
     rows = [{"iteration": 1, "step_time": 60.0, "consumed_tokens": 100}]
-    for step in course.checkpoints:
+    for step in run.checkpoints:
         rows.append({"iteration": step, "step_time": step_time, "consumed_tokens": 100 * step})
-        rows.append({"iteration": step, "valid_lm_loss": loss + (course.steps - step) / 100})
-    (course.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    record(work, course.job)
+        rows.append({"iteration": step, "valid_lm_loss": loss + (run.steps - step) / 100})
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    record(work, run.job)
 
 
-def finish_similarity(work: Work, course: Course, tokens: float, heads: float) -> None:
-    """A course's self-similarity, as tools/analyze.py writes it."""
-    analysis = next(a for a in work.analyses() if a.course == course and a.job.kind == "self-similarity")
+def finish_similarity(work: Work, run: TrainingRun, tokens: float, heads: float) -> None:
+    """A run's self-similarity, as tools/analyze.py writes it."""
+    analysis = next(a for a in work.analyses if a.run == run and a.job.kind == "self-similarity")
     rows = [{"iteration": 7, "token_similarity": 9.0, "head_similarity": 9.0}]  # where it was stopped once
-    rows += [{"iteration": step, "token_similarity": tokens, "head_similarity": heads} for step in course.checkpoints]
+    rows += [{"iteration": step, "token_similarity": tokens, "head_similarity": heads} for step in run.checkpoints]
     analysis.job.output.parent.mkdir(parents=True, exist_ok=True)
     analysis.job.output.write_text(json.dumps({"checkpoints": rows}), encoding="utf-8")
     record(work, analysis.job)

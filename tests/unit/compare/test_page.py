@@ -8,29 +8,33 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.claims import all_claims, summary
-from megatron_ddrp.tasks.compare.document import Bullets, Code, Heading, Table, Text, markdown, to_html
+from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.jobs import log_file
 from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.results import LOSS, STEP_SECONDS, TOKEN_SIMILARITY, Arm, Results
-from tests.unit.compare.conftest import finish_course, finish_similarity, record
+from megatron_ddrp.tasks.compare.results import LOSS, STEP_SECONDS, TOKEN_SIMILARITY, Results
+from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.markdown import Table, code, marked
+from megatron_ddrp.tasks.pages import to_html
+from tests.unit.compare.conftest import finish_run, finish_similarity, record
 
 LOSSES = {"BERT (MLM)": 6.5, "BERT (MTH)": 6.25}
 
 
 @pytest.fixture
 def work(values, open_work):
-    """All courses finished but one; MTH lowers f(S) and not f(H)."""
+    """All runs finished but one; MTH lowers f(S) and not f(H)."""
     work = open_work(values)
-    for course in work.courses():
-        number = work.plan.seeds.index(course.seed)
-        if (course.model.name, number, course.half) == ("BERT (MTH)", 2, False):
+    for run in work.runs:
+        number = work.plan.seeds.index(run.seed)
+        if (run.model.name, number, run.arm.half) == ("BERT (MTH)", 2, False):
             continue
-        loss = 7.0 if course.half else LOSSES[course.model.name]
-        finish_course(work, course, loss + number / 100, 0.5 if course.model.objective == "mlm" else 0.52)
-        if not course.half:
-            mth = course.model.objective == "mth"
-            finish_similarity(work, course, (0.1 if mth else 0.8) + number / 100, 0.5 + (-1) ** number * mth / 100)
+        loss = 7.0 if run.arm.half else LOSSES[run.model.name]
+        finish_run(work, run, loss + number / 100, 0.5 if run.model.objective == "mlm" else 0.52)
+        if not run.arm.half:
+            mth = run.model.objective == "mth"
+            finish_similarity(work, run, (0.1 if mth else 0.8) + number / 100, 0.5 + (-1) ** number * mth / 100)
     return work
 
 
@@ -52,17 +56,17 @@ def test_values_are_those_of_the_store(work):
 
 
 def test_the_page_tells_what_is_there_and_names_what_is_missing(work):
-    failed = next(c for c in work.courses() if c.job.name not in work.store)
+    failed = next(c for c in work.runs if c.job.name not in work.store)
     log = log_file(work.folder, failed.job)
     log.parent.mkdir(parents=True)
     log.write_text("$ python pretrain_bert.py\npretrain_bert.py: error: no space left\n")
     for text in page_of(work).values():
         assert "6.5100 ± 0.0100" in text and "6.2550 ± 0.0071" in text  # three seeds, and the two that there are
-        assert "course BERT (MTH), seed 1236: begun, not finished" in text and "error: no space left" in text
+        assert "run BERT (MTH), seed 1236: begun, not finished" in text and "error: no space left" in text
         assert "self-similarity BERT (MTH), seed 1236: not begun" in text
         assert "GLUE is not in this plan" in text and "83.29" in text and "84.25" in text
-        assert "Up to 2 courses ran beside each other" in text and "2 cores of Some CPU" in text
-    assert page_of(work)["page.md"].count("--seed 1236") == 2  # MLM and half MTH; the missing course has no command
+        assert "Up to 2 runs ran beside each other" in text and "2 cores of Some CPU" in text
+    assert page_of(work)["page.md"].count("--seed 1236") == 2  # MLM and half MTH; the missing run has no command
 
 
 def test_a_store_with_nothing_gives_a_page_with_nothing(values, open_work):
@@ -87,8 +91,8 @@ def test_the_verdicts_come_from_the_data(work):
     not_visible = next(p for p in paragraphs if p.startswith("*Not visible*"))
     assert "MTH lowers f(H) of BERT" in not_visible
     assert any("MTH is better than MLM on GLUE with BERT" in p for p in paragraphs if p.startswith("*Not measured"))
-    for course in work.courses():  # the same page, turned round
-        path = next((a.job.output for a in work.analyses() if a.course == course), None)
+    for run in work.runs:  # the same page, turned round
+        path = next((a.job.output for a in work.analyses if a.run == run), None)
         if path and path.is_file():
             found = json.loads(path.read_text())
             for row in found["checkpoints"]:
@@ -139,16 +143,25 @@ def test_the_figures_of_the_markdown_are_files_beside_it(work):
     assert len(links) == 4 and all((work.folder / link).stat().st_size > 5000 for link in links)
 
 
-def test_text_is_escaped_and_markdown_tables_keep_their_columns():
-    blocks = [Heading("a < b", 1), Text("*so* it `is` & was"), Bullets(["2 < 3"]), Code("all", ["x > y"])]
-    blocks.append(Table(["a", "b"], [["x|y", "1"], ["<script>", "`2`"]], "a `x|y` of <b>"))
-    html = to_html(blocks)
-    assert "<script>" not in html and "<td>`2`</td>" in html
-    for part in ("<h1>a &lt; b</h1>", "<em>so</em> it <code>is</code> &amp; was", "2 &lt; 3", "x &gt; y", "x|y"):
-        assert part in html
-    text = markdown(blocks, None)
+def test_text_is_escaped_and_markdown_tables_keep_their_columns(tmp_path):
+    table = Table(["a", "b"], [["x|y", "1"], ["<script>", "`2`"], ["_z_", "*3*"]], "a `x|y` of <b>")
+    parts = ["# a &lt; b", marked("*so* it `is` & was"), f"- {marked('2 < 3')}", str(table), code(["x > y"])]
+    text = "\n\n".join(parts)
     assert "| x\\|y | 1 |" in text and "| &lt;script&gt; | \\`2\\` |" in text
-    assert "# a &lt; b\n" in text and "\n*so* it `is` &amp; was\n" in text and "a `x|y` of &lt;b&gt;\n" in text
+    assert "\n*so* it `is` &amp; was\n" in text and "a `x|y` of &lt;b&gt;\n" in text
+    html = to_html(text, "<title>", tmp_path)
+    assert "<script>" not in html and ">`2`</td>" in html and "<td>_z_</td>" in html and ">*3*</td>" in html
+    for part in ("<title>&lt;title&gt;</title>", "<h1>a &lt; b</h1>", "2 &lt; 3", "x &gt; y", "<td>x|y</td>"):
+        assert part in html
+    assert "<em>so</em> it <code>is</code> &amp; was" in html and "<p>a <code>x|y</code> of &lt;b&gt;</p>" in html
+
+
+@pytest.mark.parametrize("package", ["markdown", "matplotlib"])
+def test_a_missing_package_is_named_before_anything_runs(values, write, tmp_path, monkeypatch, package):
+    monkeypatch.setattr("megatron_ddrp.tasks.pages.find_spec", lambda name: None if name == package else name)
+    with pytest.raises(UserError, match=rf"{package}: pip install 'megatron-ddrp\[compare\]'"):
+        main([str(write(values)), "--output-dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
@@ -159,14 +172,12 @@ def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
     values["glue"] = {"data_dir": str(data), "tasks": ["RTE", "CoLA"], "checkpoints_of": ["BERT (MLM)"]}
     values["seeds"] = 2
     work = open_work(values)
-    for course in work.courses():
-        finish_course(work, course, 6.5)
-    for score in work.scores():
-        number = work.plan.seeds.index(score.course.seed)
-        undefined = number == 1 and score.course.model.objective == "mlm"
-        write_scores(
-            score, 0.6 + number / 10 + (score.course.model.objective == "mth") / 20, None if undefined else 0.2
-        )
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    for score in work.scores:
+        number = work.plan.seeds.index(score.run.seed)
+        undefined = number == 1 and score.run.model.objective == "mlm"
+        write_scores(score, 0.6 + number / 10 + (score.run.model.objective == "mth") / 20, None if undefined else 0.2)
         record(work, score.job)
     text = page_of(work)["page.md"]
     assert "| BERT (MLM) | 65.00 ± 7.07 | 10.00 ± 14.14 (1 undefined) | 37.50 ± 3.54 |" in text

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.plan_file import read_plan
+from megatron_ddrp.tasks.compare.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 READY = sorted((ROOT / "examples" / "compare").glob("*.yaml"))
@@ -27,34 +27,44 @@ def changed(values, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        ("modles", [], "modles: no such key; did you mean models?"),
-        ("models", [], "models: []: expected a list of models"),
-        ("models.0.encoding", "rotary", "models[1].encoding: 'rotary': expected one of absolute, bert-r"),
-        ("models.0.objective", "clm", "models[1].objective: 'clm': expected one of mlm, mth, electra"),
+        ("modles", [], "unknown setting 'modles'; did you mean models?"),
+        ("models", [], "models: got [], expected at least one value"),
+        ("models", "BERT", "models[1]: expected settings such as `name: …`, got a str"),
+        ("models.0.encoding", "rotary", "models[1].encoding: got 'rotary', expected one of absolute, bert-r"),
+        ("models.0.objective", "clm", "models[1].objective: got 'clm', expected one of mlm, mth, electra"),
+        ("models", [{"name": "BERT"}], "models[1].encoding: missing"),
+        ("models.0.name", None, "models[1].name: got None, expected some text"),
         ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' is the name of two models"),
         ("models.1.objective", "mlm", "models[2]: 'BERT (MTH)' is the same as a model before it"),
-        ("models.0.flags", {"hcd-wieght": 0}, "models[1].flags.hcd-wieght: no such key; did you mean hcd-weight?"),
-        ("seeds", 0, "seeds: 0: expected a whole number of at least 1"),
-        ("seeds", [1, 1], "seeds: [1, 1]: expected values that differ"),
+        (
+            "models.0.flags",
+            {"hcd-wieght": 0},
+            "models[1].flags: unknown setting 'hcd-wieght'; did you mean hcd-weight?",
+        ),
+        ("seeds", 0, "seeds: got 0: it must be at least 1"),
+        ("seeds", [1, 1], "seeds: got [1, 1], expected values that differ"),
         ("budget", {}, "budget: 0 of steps, minutes, tokens given: expected exactly one"),
         ("budget", {"steps": 5, "minutes": 1}, "budget: 2 of steps, minutes, tokens given: expected exactly one"),
-        ("budget", {"minutes": -1}, "budget.minutes: -1: expected a number above 0"),
-        ("budget", {"hours": 1}, "budget.hours: no such key; allowed are steps, minutes, tokens"),
+        ("budget", {"minutes": -1}, "budget.minutes: got -1.0: it must be above 0 and finite"),
+        ("budget", {"hours": 1}, "budget: unknown setting 'hours'; allowed are steps, minutes, tokens"),
         ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
-        ("corpus.vocab_file", None, "corpus.vocab_file: missing"),
-        ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: 'BPE': expected one of BertWordPieceLowerCase"),
-        ("model", {"num-layer": 2}, "model.num-layer: no such key; did you mean num-layers?"),
+        ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
+        ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
+        ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
+        ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
+        ("training", {"lr": "fast"}, "training.lr: got 'fast', expected a number"),
+        ("training", {"lr-decay-style": "steps"}, "training.lr-decay-style: got 'steps', expected one of"),
         ("training", {"seed": 1}, "training.seed: not here: seeds decides it"),
         ("training", {"train-iters": 1}, "training.train-iters: not here: budget decides it"),
-        ("half_budget", ["DDRP"], "half_budget: ['DDRP']: expected one of BERT (MLM), BERT (MTH)"),
+        ("half_budget", ["DDRP"], "half_budget: got 'DDRP', expected one of BERT (MLM), BERT (MTH)"),
         ("glue", {"tasks": ["RTE"]}, "glue.data_dir: missing"),
-        ("glue", {"data_dir": "g", "tasks": ["SQuAD"]}, "glue.tasks: ['SQuAD']: expected one of RTE"),
-        ("glue", {"data_dir": "g", "lr": 0}, "glue.lr: 0: expected a number above 0"),
-        ("analyses", {"probing": 1}, "analyses.probing: no such key"),
-        ("analyses", {"triangle": -1}, "analyses.triangle: -1: expected a whole number of at least 0"),
+        ("glue", {"data_dir": "g", "tasks": ["SQuAD"]}, "glue.tasks: got 'SQuAD', expected one of RTE"),
+        ("glue", {"data_dir": "g", "lr": 0}, "glue.lr: got 0.0: it must be above 0 and finite"),
+        ("analyses", {"probing": 1}, "analyses: unknown setting 'probing'; allowed are self_similarity, triangle"),
+        ("analyses", {"triangle": -1}, "analyses.triangle: got -1: it must be at least 0"),
         ("alphas", {"models": ["BERT (MLM)"], "values": [1]}, "alphas.models: 'BERT (MLM)' is not of objective mth"),
-        ("workers", 0, "workers: 0: expected a whole number of at least 1"),
-        ("checkpoints", "all", "checkpoints: 'all': expected a whole number of at least 1"),
+        ("workers", 0, "workers: got 0: it must be at least 1"),
+        ("checkpoints", "all", "checkpoints: got 'all', expected a whole number"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed(values, write, path, value, expected):
@@ -75,8 +85,7 @@ def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, writ
     ("section", "flags", "expected"),
     [
         ("model", {"hidden-size": 15}, "--hidden-size"),
-        ("training", {"lr": "fast"}, "argument --lr"),
-        ("training", {"lr-decay-style": "steps"}, "argument --lr-decay-style"),
+        ("training", {"bf16": True, "fp16": True}, "--bf16 and --fp16"),
     ],
 )
 def test_values_that_training_refuses_are_refused_before_anything_runs(values, open_work, section, flags, expected):
@@ -94,37 +103,48 @@ def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, 
 
 def test_the_command_line_replaces_values(values, write, tmp_path):
     text = tmp_path / "a.jsonl"
-    values["corpus"]["vocab_size"] = None
-    plan = read_plan(write(values), {"corpus.input": [str(text)], "workers": 3})
-    assert plan.corpus.inputs == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
+    words = ["plan.yaml", "--output-dir", str(tmp_path), "--input", str(text), "--workers", "3"]
+    plan = read_plan(write(values), parse_arguments(words).given)
+    assert plan.corpus.input == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
+
+
+def test_flags_are_typed_and_null_is_the_default(values, open_work):
+    values["training"] |= {"lr": "1e-3", "bf16": False, "clip-grad": None, "weight_decay": 0.1}
+    values["model"]["ffn-hidden-size"] = None
+    (first, *_) = open_work(values).runs
+    words = " ".join(first.job.command)
+    assert " --lr 0.001 " in words and " --no-bf16 " in words and " --weight-decay 0.1 " in words
+    assert "--ffn-hidden-size" not in words and "--clip-grad" not in words and first.config.model.ffn_size == 64
 
 
 def test_half_of_the_budget_has_a_schedule_of_half_the_length(values, open_work):
-    courses = open_work(values).courses()
-    assert [c.steps for c in courses if c.half] == [20] * 3 and {c.steps for c in courses if not c.half} == {40}
-    assert {c.model.name for c in courses if c.half} == {"BERT (MTH)"}
+    runs = open_work(values).runs
+    assert [r.steps for r in runs if r.arm.half] == [20] * 3 and {r.steps for r in runs if not r.arm.half} == {40}
+    assert {r.model.name for r in runs if r.arm.half} == {"BERT (MTH)"}
 
 
 def test_one_seed_means_one_data_order_over_the_models(values, open_work):
-    for course in open_work(values).courses():
-        assert course.config.training.seed == course.seed
-        assert course.config.data == open_work(values).courses()[0].config.data
+    runs = open_work(values).runs
+    for run in runs:
+        assert run.config.training.seed == run.seed
+        assert run.config.data == runs[0].config.data
 
 
 @pytest.mark.parametrize(("budget", "steps"), [({"steps": 40}, 40), ({"tokens": 12_800}, 100)])
 def test_budgets_become_steps(values, open_work, budget, steps):
     values["budget"] = budget  # a step holds 4 x 32 tokens
-    assert set(open_work(values).steps().values()) == {steps}
+    assert set(open_work(values).steps.values()) == {steps}
 
 
 def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
     values["budget"] = {"minutes": 0.5}
     work = open_work(values)
-    assert work.steps() == {} and work.courses() == []
+    assert work.steps == {} and work.runs == []
     assert [job.kind for job in work.first_jobs()] == ["probe", "probe"]
     for job, seconds in zip(work.first_jobs(), (0.1, 0.2), strict=True):
         finish_probe(work, job, seconds)
-    assert work.steps() == {"BERT (MLM)": 300, "BERT (MTH)": 150}
+    work.update()
+    assert work.steps == {"BERT (MLM)": 300, "BERT (MTH)": 150}
 
 
 def finish_probe(work, job, seconds):
@@ -142,22 +162,22 @@ def test_the_alpha_grid_leaves_out_the_point_that_the_plan_has(values, open_work
     values["alphas"] = {"models": ["BERT (MTH)"], "values": [0.01, 0.1, 1], "seeds": 1}
     work = open_work(values)
     weights = {
-        (c.config.objective.tcd_weight, c.config.objective.hcd_weight)
-        for c in work.courses()
-        if c.model.objective == "mth" and not c.half
+        (run.config.objective.tcd_weight, run.config.objective.hcd_weight)
+        for run in work.runs
+        if run.model.objective == "mth" and not run.arm.half
     }
     assert weights == {(a, b) for a in (0.01, 0.1, 1) for b in (0.01, 0.1, 1)}
-    assert len([c for c in work.courses() if c.model in work.plan.grid]) == 8  # one seed, and not the point there is
+    assert len([run for run in work.runs if run.model in work.plan.grid]) == 8  # one seed, and not the point there is
 
 
-def test_a_course_keeps_its_name_when_the_plan_grows(values, open_work):
-    before = {course.job.name for course in open_work(values).courses()}
+def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
+    before = {run.job.name for run in open_work(values).runs}
     values["models"].append({"name": "DDRP (MTH)", "encoding": "ddrp", "objective": "mth"})
     values |= {"seeds": 4, "analyses": {"triangle": 5}, "workers": 2}
-    after = {course.job.name for course in open_work(values).courses()}
+    after = {run.job.name for run in open_work(values).runs}
     assert before < after
     values["training"]["lr"] = 2e-3
-    assert not before & {course.job.name for course in open_work(values).courses()}
+    assert not before & {run.job.name for run in open_work(values).runs}
 
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
@@ -196,7 +216,7 @@ def bomb(depth):
         ("seeds: " + "[" * 200 + "]" * 200, "plan.yaml: models: missing|seeds"),
         ("models: 2020-99-99", "not YAML: month must be in 1..12"),
         ("models: " + "1" * 5000, "not YAML: Exceeds the limit"),
-        (f"models: [{bomb(12)}]", "models[1]: [[[...]"),
+        (f"models: [{bomb(12)}]", "models[1]: expected settings such as `name: …`, got a list"),
     ],
     ids=["deep", "less deep", "no date", "long number", "aliases"],
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.forecast import Forecast
-from megatron_ddrp.tasks.compare.jobs import Claim, Job, job_name, open_store
-from megatron_ddrp.tasks.compare.plan_file import read_plan
+from megatron_ddrp.tasks.compare.forecast import JobForecast
+from megatron_ddrp.tasks.compare.jobs import Job, job_name, open_store
+from megatron_ddrp.tasks.compare.plan import read_plan
 from megatron_ddrp.tasks.compare.running import Runner
 
 
@@ -26,8 +27,8 @@ def runner(values, write, folder):
 
     def make(workers=2):
         lines: list[str] = []
-        store = open_store(folder)
-        return Runner(folder, store, workers, Forecast(read_plan(write(values)), store), lines.append), lines
+        plan = replace(read_plan(write(values)), workers=workers)
+        return Runner(JobForecast(plan, open_store(folder)), lines.append), lines
 
     return make
 
@@ -79,14 +80,14 @@ def test_two_runners_share_the_jobs(runner, folder):
 
 def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
     only = job(folder, "only")
-    claim = Claim.take(folder, only)
-    assert Claim.take(folder, only) is None
+    lease = open_store(folder).lease("only")
+    assert lease and open_store(folder).lease("only") is None
     done, lines = runner()
     thread = threading.Thread(target=done.run, args=([only],))
     thread.start()
     time.sleep(1)
     assert not only.output.exists() and any("waiting for it" in line for line in lines)
-    claim.release()
+    lease.close()
     thread.join(60)
     assert only.output.read_text() == "done\n"
 
@@ -115,13 +116,13 @@ def test_a_foreign_line_in_the_store_is_named(folder):
 
 
 def test_the_forecast_takes_finished_jobs_over_the_plans_word(values, write, folder):
-    values["expected"] = {"step_seconds": 0.5}
+    values |= {"expected": {"step_seconds": 0.5}, "workers": 2}
     store = open_store(folder)
-    forecast = Forecast(read_plan(write(values)), store)
-    course = Job("course", "c", "c", (), folder, work=100.0)
+    forecast = JobForecast(read_plan(write(values)), store)
+    run = Job("course", "c", "c", (), folder, work=100.0)
     score = Job("glue", "g", "g", (), folder)
-    assert forecast.seconds(course) == 50 and forecast.seconds(score) is None
-    assert forecast.eta([course], workers=2) == "25s" and forecast.eta([course, score], 2) == "not known yet"
+    assert forecast.total([run]) == 50 and forecast.total([score]) is None
+    assert forecast.eta([run], workers=2) == "25s" and forecast.eta([run, score], 2) == "not known yet"
     for work, seconds in ((10.0, 20.0), (10.0, 10.0), (20.0, 80.0)):
         store.append({"job": f"{work} {seconds}", "kind": "course", "work": work, "seconds": seconds})
-    assert forecast.seconds(course) == 200
+    assert forecast.total([run]) == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
-from megatron_ddrp.tasks.compare.statistics import (
+from megatron_ddrp.tasks.statistics import (
     NOT_VISIBLE,
     ONE_SEED,
     OPPOSITE,

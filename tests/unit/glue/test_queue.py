@@ -7,8 +7,8 @@ import random
 import signal
 import time
 
-from megatron_ddrp.tasks.glue.queue import Claims, drain
 from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.jobs.queue import drain
 from tests.unit.glue.conftest import finished
 
 RUNS = [
@@ -20,8 +20,10 @@ RUNS = [
 PROCESSES = multiprocessing.get_context("forkserver")  # a fork of this process, which has threads, could hang
 
 
-def worker(folder, seconds):
-    """Do RUNS; every start and end of a run leaves a line in its own file."""
+def worker(folder, seconds, barrier=None):
+    """Do RUNS, from when all workers are there; every start of a run leaves a line in its own file."""
+    if barrier:
+        barrier.wait(30)
 
     def perform(run):
         with open(folder / f"begun-{run.name}", "a") as stream:
@@ -29,12 +31,11 @@ def worker(folder, seconds):
         time.sleep(seconds)
         return finished(run, run.seed / 97, by=os.getpid())
 
-    store = RunStore(folder / "runs.jsonl")
-    drain(RUNS, store, Claims(folder / "claims.lock"), perform)
+    drain(RUNS, RunStore(folder / "runs.jsonl"), perform)
 
 
-def start(folder, count, seconds=0.004):
-    processes = [PROCESSES.Process(target=worker, args=(folder, seconds)) for _ in range(count)]
+def start(folder, count, seconds=0.004, barrier=None):
+    processes = [PROCESSES.Process(target=worker, args=(folder, seconds, barrier)) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
@@ -42,7 +43,7 @@ def start(folder, count, seconds=0.004):
 
 def look(folder, answer):
     """Tell whether the first run is free."""
-    answer.value = Claims(folder / "claims.lock").take(RUNS[0])
+    answer.value = RunStore(folder / "runs.jsonl").lease(RUNS[0].name) is not None
 
 
 def rows(folder):
@@ -77,7 +78,8 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
 
 
 def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
-    for process in start(tmp_path, 4):
+    barrier = PROCESSES.Barrier(4)
+    for process in start(tmp_path, 4, barrier=barrier):
         process.join(30)
     begun = {path.name: path.read_text().split() for path in tmp_path.glob("begun-*")}
     assert set(begun) == {f"begun-{run.name}" for run in RUNS}
@@ -95,7 +97,7 @@ def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
     (other,) = start(tmp_path, 1, seconds=0)
     while len(list(tmp_path.glob("begun-*"))) < len(RUNS) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert other.is_alive(), "the claimed run is not done yet: somebody must wait for it"
+    assert other.is_alive(), "the leased run is not done yet: somebody must wait for it"
     os.kill(stuck.pid, signal.SIGKILL)
     stuck.join()
     other.join(10)
@@ -104,9 +106,9 @@ def test_the_run_of_a_dead_worker_is_taken_over(tmp_path):
     assert path.read_text().split() == [str(stuck.pid), str(other.pid)]
 
 
-def test_a_claim_is_seen_by_others_until_it_is_released(tmp_path):
-    claims = Claims(tmp_path / "claims.lock")
-    assert claims.take(RUNS[0])
+def test_a_lease_is_seen_by_others_until_it_is_released(tmp_path):
+    lease = RunStore(tmp_path / "runs.jsonl").lease(RUNS[0].name)
+    assert lease
 
     def free():
         answer = PROCESSES.Value("b", 2)
@@ -116,7 +118,7 @@ def test_a_claim_is_seen_by_others_until_it_is_released(tmp_path):
         return answer.value
 
     assert free() == 0
-    claims.release(RUNS[0])
+    lease.close()
     assert free() == 1
 
 
@@ -126,6 +128,6 @@ def test_a_finished_run_is_appended_once(tmp_path):
         store.append(finished(RUNS[0]))
     assert len(rows(tmp_path)) == 1
     second.append(finished(RUNS[1]))
-    assert RUNS[1] not in first
+    assert RUNS[1].name not in first
     first.refresh()
-    assert RUNS[1] in first
+    assert RUNS[1].name in first

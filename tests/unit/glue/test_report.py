@@ -7,9 +7,10 @@ import statistics
 import pytest
 
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
-from megatron_ddrp.tasks.glue.report import averages, best_cells, differences, student_interval, summary, write_report
+from megatron_ddrp.tasks.glue.report import averages, best_cells, differences, summary, write_report
 from megatron_ddrp.tasks.glue.report import table as table_of
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.tasks.statistics import student_interval
 
 
 def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):

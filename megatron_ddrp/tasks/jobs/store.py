@@ -2,7 +2,9 @@
 
 A line is on the disk before anybody counts it as done. Half a line, which a kill while writing leaves, counts as none.
 Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier versions have
-none. `tasks.glue` keeps its runs in such a file, `tasks.compare` its jobs.
+none. `tasks.glue` keeps its runs in such a file, `tasks.compare` its jobs. A job belongs to the process that holds its
+lease. Who takes a lease looks into the store once more, and writes the finished job there before letting go, so that
+no job is ever done twice.
 """
 
 from __future__ import annotations
@@ -10,33 +12,42 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
-Key = TypeVar("Key", bound=Hashable)
+
+class Job(Protocol):
+    """A piece of work that is done once and for ever."""
+
+    @property
+    def name(self) -> str:
+        """A file name that tells it apart from all other jobs."""
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
 Row = dict[str, Any]
 
 SUM = "crc32"
 
 
-class Store(Generic[Key]):
+class Store:
     """One synced line per finished piece of work; `refresh` brings in what other processes have appended."""
 
     def __init__(
         self,
         path: Path,
-        key: Callable[[Row], Key],
+        name: Callable[[Row], str],
         what: str,
         read: Callable[[Row], Row] = lambda row: row,
         on_damage: Callable[[str], None] | None = None,
     ):
         """Read the whole lines of the file, if there is one.
 
-        `read` returns a row as this version writes it, `key` what a row is known by. Both raise KeyError, TypeError or
+        `read` returns a row as this version writes it, `name` the name of its job. Both raise KeyError, TypeError or
         ValueError for a row that is not `what`. `on_damage` gets one sentence for each damaged line, which is then
         left out; without it such a line raises.
 
@@ -46,16 +57,48 @@ class Store(Generic[Key]):
         self.path, self.what = path, what
         self.rows: list[Row] = []
         self.ends_in_half_a_line = False
-        self._key, self._as_written_now, self._on_damage = key, read, on_damage
-        self._done: set[Key] = set()
+        self._name, self._as_written_now, self._on_damage = name, read, on_damage
+        self._done: set[str] = set()
         self._offset = self._lines = 0  # bytes and lines read, all of them whole
         self.refresh()
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._done
+    def __contains__(self, name: str) -> bool:
+        return name in self._done
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
+
+    def missing(self, jobs: Iterable[AnyJob]) -> list[AnyJob]:
+        """Return the jobs that are not finished."""
+        return [job for job in jobs if job.name not in self._done]
+
+    def lease(self, name: str) -> BinaryIO | None:
+        """Return the right to do a job; None where another process has it, or the job is finished.
+
+        It is a locked file. Closing it gives the job back, unless a process has inherited it. The system drops the lock
+        with the last process that has the file open, so a dead worker's lease is free at once and none can go stale.
+        Locks work between machines on a shared file system that has them (NFS 4, Lustre with `flock`).
+
+        Raises:
+            UserError: the file system has no locks.
+        """
+        path = self.path.parent / "locks" / f"{name}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("ab")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            return None
+        except OSError as error:
+            raise UserError(
+                f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another one"
+            ) from None
+        self.refresh()  # the job may have been finished between our last look and our lease
+        if name in self:
+            stream.close()
+            return None
+        return stream
 
     def refresh(self) -> None:
         """Read the lines that are new."""
@@ -64,12 +107,12 @@ class Store(Generic[Key]):
                 self._read(stream)
 
     def append(self, row: Row) -> None:
-        """Add a line unless the file has one for the same key; it is on the disk when this returns."""
+        """Add a line unless the file has one for the same job; it is on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             self._read(stream)
-            if self._key(row) in self._done:
+            if self._name(row) in self._done:
                 return
             stream.truncate(self._offset)  # what a killed writer left of a line
             stream.seek(self._offset)
@@ -86,7 +129,7 @@ class Store(Generic[Key]):
             self._lines += 1
             try:
                 row = self._parse(line)
-                self._done.add(self._key(row))
+                self._done.add(self._name(row))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = str(error) if isinstance(error, _Changed) else f"not {self.what}"
                 self._damaged(f"{self.path}, line {self._lines}: {reason}")

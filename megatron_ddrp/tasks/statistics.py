@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from megatron_ddrp.tasks.glue.report import student_interval
 
 VISIBLE, NOT_VISIBLE, OPPOSITE, ONE_SEED = "visible", "not visible", "opposite", "one seed: no spread"
 
 BySeed = Mapping[int, float]
 """Seed → a value of one arm."""
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return Student's 95 % interval of the mean of at least two values."""
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return mean - half, mean + half
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class Spread:
 
     @property
     def mean(self) -> float:
+        """Mean over the seeds."""
         return statistics.fmean(self.values)
 
     @property
@@ -30,16 +39,8 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of two arms, paired by seed."""
-
-    values: tuple[float, ...]
-    """One a common seed."""
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
+class Difference(Spread):
+    """Difference of two arms, paired by seed: one value per common seed."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -47,7 +48,7 @@ class Difference:
         return student_interval(self.values) if len(self.values) > 1 else None
 
     def verdict(self, expected_sign: int) -> str:
-        """Whether the interval lies on the side of `expected_sign`, holds 0, or lies on the other side."""
+        """Classify the interval: on the expected side of 0, around 0, or on the other side."""
         if self.interval is None:
             return ONE_SEED
         low, high = self.interval
@@ -57,12 +58,12 @@ class Difference:
 
 
 def spread(values: BySeed) -> Spread | None:
-    """None where there is no value."""
+    """Return the spread of an arm's values; None where there is none."""
     return Spread(tuple(values[seed] for seed in sorted(values))) if values else None
 
 
 def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference | None:
-    """`first` − `second` at every seed that both have; with `relative` as a share of `second`. None without any."""
+    """Return `first` − `second` at every common seed, with `relative` as a share of `second`; None without a seed."""
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
@@ -70,7 +71,7 @@ def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference 
 
 
 def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
-    """(x, mean y, lowest y, highest y) at each point of curves that have the same points, x their mean."""
+    """Return (mean x, mean y, lowest y, highest y) at each point of curves that have the same points."""
     points = []
     for at in zip(*curves, strict=False):
         values = [y for _, y in at]

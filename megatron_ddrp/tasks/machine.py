@@ -1,4 +1,4 @@
-"""What a comparison ran on: hardware and versions, kept with every finished job."""
+"""Hardware and versions, which pages and finished jobs record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("megatron-ddrp", "torch", "deepspeed", "numpy", "tokenizers", "trans
 
 @lru_cache(maxsize=1)
 def gpu_names() -> tuple[str, ...]:
-    """The GPUs that torch sees."""
+    """Return the names of the GPUs that torch sees."""
     import torch
 
     return tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
@@ -21,7 +21,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def hardware() -> str:
-    """`2 x Some GPU, 16 cores of Some CPU`."""
+    """Return this machine in words: `2 x Some GPU, 16 cores of Some CPU`."""
     gpus = gpu_names()
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return ", ".join([*counted, f"{os.cpu_count()} cores of {_cpu_name()}"])
@@ -38,7 +38,7 @@ def _cpu_name() -> str:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide results."""
+    """Return the versions of Python and of the packages that decide results."""
     found = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,0 +1,160 @@
+"""Settings from YAML, checked against dataclasses of options. Every mistake is one line with the file and the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from megatron_ddrp.config.option import refused_range
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+Section = TypeVar("Section")
+
+SHOWN = reprlib.Repr()
+"""Shows a value in an error, cut where it is long or deep: a few bytes of YAML may stand for gigabytes."""
+SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
+
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "some text"}
+
+
+class Place(NamedTuple):
+    """Where a value stands: a file, and the dotted key in it (empty for the whole file)."""
+
+    file: str
+    key: str = ""
+
+    def at(self, key: str) -> Place:
+        """Return the place of a key inside this one."""
+        return Place(self.file, f"{self.key}.{key}" if self.key else key)
+
+    def error(self, message: str) -> UserError:
+        """Return the error that names this place."""
+        return UserError(": ".join(filter(None, (*self, message))), WRONG_ARGUMENTS)
+
+
+class Option(NamedTuple):
+    """One setting: its type, and the rules of its `option(...)`."""
+
+    hint: Any
+    rules: Mapping[str, Any]
+    default: Any
+
+
+def options_of(*sections: Any) -> dict[str, Option]:
+    """Return name → option of every field that `option(...)` made in these dataclasses."""
+    found = {}
+    for section in sections:
+        hints = typing.get_type_hints(section)
+        for f in dataclasses.fields(section):
+            if "help" in f.metadata:
+                found[f.name] = Option(hints[f.name], f.metadata, f.default)
+    return found
+
+
+def load_yaml(path: Path, place: Place) -> Any:
+    """Return the content of a YAML file. Raises `UserError` where it cannot be read."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise place.error(f"cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise place.error(f"cannot be read: not YAML: {error}") from None
+    except RecursionError:
+        raise place.error("cannot be read: nested too deeply") from None
+
+
+def read_settings(options: Mapping[str, Option], values: Any, place: Place) -> dict[str, Any]:
+    """Return name → checked value of the settings in a mapping; its keys have dashes or underscores.
+
+    Raises `UserError` for an unknown key, and for a value of a wrong type or out of its range.
+    """
+    if not isinstance(values, Mapping):
+        raise place.error(f"expected settings such as `{next(iter(options))}: …`, got a {type(values).__name__}")
+    settings = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise place.error(_unknown(str(key), options))
+        settings[name] = read_value(value, options[name], place.at(str(key)))
+    return settings
+
+
+def read_section(section: type[Section], values: Any, place: Place) -> Section:
+    """Return a dataclass of options from a mapping."""
+    return make_section(section, read_settings(options_of(section), values, place), place)
+
+
+def make_section(section: type[Section], settings: Mapping[str, Any], place: Place) -> Section:
+    """Return a dataclass from checked settings. Raises `UserError` for one that is missing or refused."""
+    for name, option in options_of(section).items():
+        if option.default is dataclasses.MISSING and settings.get(name) is None:
+            raise place.at(name).error("missing")
+    try:
+        return section(**settings)
+    except UserError as error:
+        raise place.error(str(error)) from None
+
+
+def read_value(value: Any, option: Option, place: Place) -> Any:
+    """Return a value of YAML as its option's type; `1e-4`, which YAML reads as text, counts as a number."""
+    hint, rules = option.hint, option.rules
+    if "read" in rules:
+        return rules["read"](value, place)
+    if isinstance(hint, types.UnionType):
+        members = typing.get_args(hint)
+        if value is None and type(None) in members:
+            return None
+        fitting = [one for one in members if (typing.get_origin(one) is tuple) == isinstance(value, list)]
+        hint = next(one for one in (*fitting, *members) if one is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return _several(value, option._replace(hint=typing.get_args(hint)[0]), place)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return read_section(hint, value, place)
+    return _one(value, hint, rules, place)
+
+
+def _several(value: Any, option: Option, place: Place) -> tuple[Any, ...]:
+    """Read a list; a single value needs no list."""
+    items = value if isinstance(value, list) else [value]
+    if not items and option.default != ():
+        raise place.error("got [], expected at least one value")
+    nested = dataclasses.is_dataclass(option.hint)
+    places = [place._replace(key=f"{place.key}[{number}]") if nested else place for number in range(1, len(items) + 1)]
+    values = tuple(read_value(item, option, at) for item, at in zip(items, places, strict=True))
+    if option.rules.get("distinct") and len(set(values)) < len(values):
+        raise place.error(f"got {SHOWN.repr(value)}, expected values that differ")
+    return values
+
+
+def _one(value: Any, kind: Any, rules: Mapping[str, Any], place: Place) -> Any:
+    choices = rules.get("choices")
+    try:
+        if isinstance(value, (list, dict, type(None))) or isinstance(value, bool) != (kind is bool):
+            raise ValueError
+        converted = kind(value)
+        if kind is int and converted != float(value) or kind is str and not converted.strip():
+            raise ValueError
+        if choices and converted not in choices:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        expected = f"one of {', '.join(choices)}" if choices else _EXPECTED[kind]
+        raise place.error(f"got {SHOWN.repr(value)}, expected {expected}") from None
+    if "within" in rules and (reason := refused_range(converted, rules["within"])):
+        raise place.error(f"got {converted}: {reason}")
+    return converted
+
+
+def _unknown(key: str, known: Mapping[str, Option]) -> str:
+    """Return the line for a key that does not exist; it suggests a similar one in the same spelling."""
+    separator = "-" if "-" in key else "_"
+    names = [name.replace("_", separator) for name in known]
+    close = difflib.get_close_matches(key, names, n=1)
+    return f"unknown setting {key!r}; " + (f"did you mean {close[0]}?" if close else f"allowed are {', '.join(names)}")

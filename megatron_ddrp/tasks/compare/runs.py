@@ -1,0 +1,176 @@
+"""The trainings of a plan: which models, seeds and steps, and the command line of each.
+
+Runs with the same seed see the same data, in the same order, with the same masks, whatever model they train. The arm at
+half of the budget is trained afresh with a schedule of half the length, so that its rate too has come to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ddrp.checkpoint import tag
+from megatron_ddrp.config import Config, concerns
+from megatron_ddrp.run.metrics import read_rows
+from megatron_ddrp.tasks.compare.corpus import CorpusFiles
+from megatron_ddrp.tasks.compare.flags import make_config, words
+from megatron_ddrp.tasks.compare.jobs import Job, job_name
+from megatron_ddrp.tasks.compare.plan import Model, Plan
+
+LOGGED = 100
+"""Rows of metrics.jsonl that a run writes."""
+EVAL_ITERS = 20
+PROBE_STEPS, PROBE_WARM_UP = 40, 8
+PROBE_SCHEDULE = {"log_interval": 4, "eval_interval": 0, "save_interval": PROBE_STEPS}
+
+_NO_MATTER = {
+    "checkpoint": ("save", "load", "keep_last"),
+    "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
+    "training": ("num_threads",),
+    "data": ("data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
+}
+"""Settings that do not decide what a run gives; the corpus has a key of its own."""
+
+
+class Arm(NamedTuple):
+    """A model at a budget: one row of a table."""
+
+    model: Model
+    half: bool = False
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return f"{self.model.name}, half the budget" if self.half else self.model.name
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training of an arm."""
+
+    arm: Arm
+    seed: int
+    config: Config
+    job: Job
+
+    @property
+    def model(self) -> Model:
+        """The arm's model."""
+        return self.arm.model
+
+    @property
+    def folder(self) -> Path:
+        """Its --save."""
+        return self.job.output
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return self.config.training.train_iters
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps at which it is saved."""
+        interval = self.config.checkpoint.save_interval
+        return sorted({*range(interval, self.steps, interval), self.steps})
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of a checkpoint."""
+        return self.folder / tag(step)
+
+
+def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
+    """Return model's name → the short run that measures its step; empty unless the budget is in minutes."""
+    if plan.budget.kind != "minutes":
+        return {}
+    schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
+    return {model.name: _plan_run(plan, corpus, folder / "probes", Arm(model), schedule).job for model in plan.rows}
+
+
+def probed_seconds(job: Job) -> float:
+    """Return the median seconds of a step of a finished probe, its first steps left out."""
+    rows = read_rows(job.output)
+    return statistics.median(r["step_time"] for r in rows if "step_time" in r and r["iteration"] > PROBE_WARM_UP)
+
+
+def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]:
+    """Return model's name → steps of the full budget. Only a budget in minutes needs `step_seconds`."""
+    steps = {}
+    for model in plan.rows:
+        count = plan.budget.amount
+        if plan.budget.kind == "minutes":
+            if model.name not in step_seconds:
+                continue
+            count *= 60 / step_seconds[model.name]
+        elif plan.budget.kind == "tokens":
+            config = make_config(dict(plan.flags + model.flags), str(plan.file))
+            count /= config.training.global_batch_size * config.model.seq_length
+        steps[model.name] = max(2, round(count))
+    return steps
+
+
+def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
+    """Return every run whose steps are known, seed by seed, without those that are the same as one before."""
+    runs: dict[str, TrainingRun] = {}
+    for seed in plan.seeds:
+        arms = [Arm(model) for model in plan.models]
+        arms += [Arm(plan.named(name), half=True) for name in plan.half_budget]
+        arms += [Arm(model) for model in plan.grid if seed in plan.grid_seeds]
+        for arm in arms:
+            if arm.model.name not in steps:
+                continue
+            count = max(1, steps[arm.model.name] // 2) if arm.half else steps[arm.model.name]
+            interval = -(-count // plan.checkpoints)
+            schedule = {
+                "log_interval": max(1, count // LOGGED),
+                "eval_interval": interval,
+                "eval_iters": EVAL_ITERS,
+                "save_interval": interval,
+                "train_iters": count,
+                "seed": seed,
+            }
+            run = _plan_run(plan, corpus, folder / "courses", arm, schedule)
+            runs.setdefault(run.job.name, run)
+    return list(runs.values())
+
+
+def _plan_run(plan: Plan, corpus: CorpusFiles, folder: Path, arm: Arm, schedule: Mapping[str, int]) -> TrainingRun:
+    """Return a run into `folder`. The plan's own flags win over the schedule."""
+    model, steps, seed = arm.model, schedule["train_iters"], schedule["seed"]
+    settings: dict[str, Any] = {
+        "data_path": corpus.data_path,
+        "vocab_file": corpus.vocab_file,
+        "tokenizer_type": corpus.tokenizer_type,
+        "position_encoding": model.encoding,
+        "objective": model.objective,
+        **schedule,
+        **dict(plan.flags + model.flags),
+    }
+    config = make_config(settings, f"{plan.file}: {model.name}")
+    kind = folder.name.removesuffix("s")
+    name = job_name(kind, f"{arm.label} {seed}", [_facts(config), corpus.key])
+    output = folder / name.removeprefix(f"{kind}-")
+    places = {"save": output, "load": output}
+    command = (*plan.launcher.split(), "pretrain_bert.py", *words((settings | places).items()))
+    needs = tuple(job.name for job in corpus.jobs)
+    return TrainingRun(arm, seed, config, Job(kind, name, f"{arm.label}, seed {seed}", command, output, needs, steps))
+
+
+def _facts(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the settings that decide what a run gives, where they are not the default.
+
+    A flag that is new in a later version does not make finished runs strangers.
+    """
+    facts = {}
+    for concern, section in concerns().items():
+        ours, default = getattr(config, concern), section()
+        facts[concern] = {
+            f.name: getattr(ours, f.name)
+            for f in dataclasses.fields(section)
+            if getattr(ours, f.name) != getattr(default, f.name) and f.name not in _NO_MATTER.get(concern, ())
+        }
+    return facts

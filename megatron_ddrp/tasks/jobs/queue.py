@@ -1,0 +1,33 @@
+"""Many processes, one list of jobs, no server: whoever holds a job's lease does it and writes it into the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_ddrp.tasks.jobs.store import AnyJob, Row, Store
+
+WAIT = 0.5
+"""Seconds between two looks at jobs that other processes hold."""
+
+
+def drain(
+    jobs: Sequence[AnyJob], store: Store, perform: Callable[[AnyJob], Row], tell: Callable[[], None] = lambda: None
+) -> None:
+    """Return when the store holds all of `jobs`: do those whose lease is free, wait for those of other processes.
+
+    `perform` does a job and returns its row. `tell` is called whenever the store may hold new rows.
+    """
+    while True:
+        store.refresh()
+        tell()
+        missing = store.missing(jobs)
+        if not missing:
+            return
+        for job in missing:
+            if lease := store.lease(job.name):
+                with lease:
+                    store.append(perform(job))
+                break
+        else:
+            time.sleep(WAIT)

@@ -1,0 +1,59 @@
+"""Pages from templates: Markdown, and the same page as one HTML file that loads nothing from outside.
+
+The templates are the files in `templates/`. They get objects and show them; what is computed is computed in Python.
+"""
+
+from __future__ import annotations
+
+import base64
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.markdown import code, escape, marked
+
+_FILTERS = {"name": escape, "marked": marked, "code": code}
+
+
+def require_packages(extra: str, *packages: str) -> None:
+    """Raise `UserError` that names the extra where one of the packages that a page needs is missing."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise UserError(f"the page needs {package}: pip install 'megatron-ddrp[{extra}]'")
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template's text with these values, ended by one line break."""
+    environment = Environment(
+        loader=PackageLoader("megatron_ddrp.tasks"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= _FILTERS
+    return environment.get_template(template).render(values).strip() + "\n"
+
+
+def to_html(text: str, title: str, folder: Path) -> str:
+    """Return a page of Markdown as one HTML file; it holds its figures, which are files below `folder`."""
+    from markdown import Markdown
+    from markdown.inlinepatterns import SimpleTextInlineProcessor
+    from markdown.treeprocessors import Treeprocessor
+
+    class Finish(Treeprocessor):
+        """Put the figures into the page, and let wide tables scroll."""
+
+        def run(self, root: Any) -> None:
+            for image in root.iter("img"):
+                data = base64.b64encode((folder / image.get("src")).read_bytes()).decode()
+                image.set("src", f"data:image/png;base64,{data}")
+            for table in root.findall("table"):
+                scroll = root.makeelement("div", {"class": "scroll", "tabindex": "0"})
+                root[list(root).index(table)] = scroll
+                scroll.append(table)
+
+    converter = Markdown(extensions=["fenced_code", "tables"], output_format="html")
+    underscores = SimpleTextInlineProcessor("(_+)")  # names may hold them; they emphasise nothing
+    converter.inlinePatterns.register(underscores, "underscores", 75)
+    converter.treeprocessors.register(Finish(converter), "finish", 0)
+    return render("page.html.jinja", title=title, body=converter.convert(text))
