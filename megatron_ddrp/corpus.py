@@ -16,12 +16,12 @@ from megatron_ddrp.data.batches.index_cache import cached_totals
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
-from megatron_ddrp.data.batches.samples import SampleIndex, check_tokenizer, sample_totals, split_documents
+from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals, split_documents
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.verification import check_sums
-from megatron_ddrp.data.preprocess.inputs import reading_progress
+from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError

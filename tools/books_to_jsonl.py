@@ -19,7 +19,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs, reading_progress
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
 _BLOCK = 1 << 20

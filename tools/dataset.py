@@ -11,26 +11,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.batches.samples import check_tokenizer
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
 from megatron_ddrp.data.dataset.manifest import read_manifest
 from megatron_ddrp.data.dataset.merging import merge
-from megatron_ddrp.data.dataset.verification import verify
-from megatron_ddrp.data.preprocess.inputs import reading_progress
+from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
+from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
-
-TERMINATED = 143
 
 INSPECT = """What a dataset holds: counts, lengths of its documents, and how its first documents read.
 
@@ -134,7 +132,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         return
     if output.suffix == ".json":
         with AtomicFile(output) as stream:
-            stream.write((json.dumps(summary.as_json(), indent=2) + "\n").encode())
+            stream.write((json.dumps(asdict(summary), indent=2) + "\n").encode())
     else:
         draw_lengths(summary, dataset.prefix, output)
     print(f"\n{output} written")
@@ -184,7 +182,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_merge(arguments: argparse.Namespace) -> None:
     """Join datasets and say what came out."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished files are removed
+    exit_on_sigterm()  # so that unfinished files are removed
     paths = [dataset_path(prefix, ".bin") for prefix in arguments.input]
     for path in paths:
         file_size(path)

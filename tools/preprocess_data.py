@@ -12,7 +12,6 @@ complete. A run that was killed goes on where it was: give the same command agai
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any
 
@@ -21,10 +20,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.errors import run_command
-
-TERMINATED = 143
 
 
 def build_parser() -> ArgumentParser:
@@ -77,7 +75,7 @@ def main() -> None:
     flags = vars(build_parser().parse_args())
     arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
     config = PreprocessConfig(**arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what is done is kept
+    exit_on_sigterm()  # so that what is done is kept
     print(preprocess(config).summary())
 
 

@@ -13,13 +13,12 @@ training and validation share them whatever `--split` says; `index_cache` keeps 
 from __future__ import annotations
 
 import math
-import os
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_ddrp.data.dataset.dataset_index import MEND, dataset_path
+from megatron_ddrp.data.dataset.dataset_index import MEND
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 
@@ -31,18 +30,6 @@ BLOCK = 64
 """Documents between two running totals."""
 _CHUNK = BLOCK << 12  # documents looked at at once while the totals are made
 _SAMPLES, _DOCUMENTS, _TOKENS = range(3)  # columns of the totals
-
-
-class TokenizerIdentity(Protocol):
-    """What names a tokenizer: two with the same fingerprint give the same ids."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hexadecimal digest."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
 
 
 class _Pieces(NamedTuple):
@@ -262,21 +249,3 @@ def split_documents(num_documents: int, split: str) -> dict[str, tuple[int, int]
             counts[part] = 1
     bounds = [sum(counts[:part]) for part in range(len(SPLIT_NAMES) + 1)]
     return {name: (bounds[part], bounds[part + 1]) for part, name in enumerate(SPLIT_NAMES)}
-
-
-def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: TokenizerIdentity) -> None:
-    """Refuse a dataset that another tokenizer made, by the fingerprint in its manifest PREFIX.json.
-
-    A dataset without a manifest passes here; the loader still refuses ids outside the vocabulary.
-    """
-    made_by = (IndexedDataset(prefix).manifest or {}).get("tokenizer") or {}
-    fingerprint = made_by.get("fingerprint")
-    if fingerprint is None or fingerprint == tokenizer.fingerprint:
-        return
-    raise UserError(
-        f"{dataset_path(prefix, '.json')}: the dataset was made by tokenizer {str(fingerprint)[:12]} "
-        f"({made_by.get('type', 'unknown type')}, {made_by.get('vocab_size', 'unknown number of')} pieces), but the "
-        f"tokenizer given is {tokenizer.fingerprint[:12]} ({tokenizer.vocab_size} pieces); give the vocabulary and "
-        "--tokenizer-type that it was preprocessed with, or preprocess again",
-        FAILURE,
-    )

@@ -7,7 +7,7 @@ grow with the dataset.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ import numpy as np
 from megatron_ddrp.data.batches.samples import MIN_DOCUMENT_TOKENS
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.verification import describe_tokenizer
+from megatron_ddrp.data.dataset.manifest import tokenizer_name
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import describe_unknown, warn_of_unknown
+from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_unknown
 from megatron_ddrp.errors import UserError
 
 LONGEST_COUNTED = 1 << 20
@@ -51,10 +51,6 @@ class DatasetSummary:
     unknown_tokens: int | None
     """Tokens that are the unknown piece, as the manifest says; None where it does not."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
         """The summary as text."""
         mean = self.tokens / max(1, self.documents)
@@ -62,10 +58,10 @@ class DatasetSummary:
             f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens as {self.dtype}, "
             f"{mean:,.1f} tokens a document"
         )
-        made_by = "not recorded (no manifest)" if self.tokenizer is None else describe_tokenizer(self.tokenizer)
+        made_by = "not recorded (no manifest)" if self.tokenizer is None else tokenizer_name(self.tokenizer)
         yield f"tokenizer: {made_by}"
         unknown = self.unknown_tokens
-        yield "unknown pieces: not recorded" if unknown is None else describe_unknown(unknown, self.tokens)
+        yield "unknown pieces: not recorded" if unknown is None else unknown_share(unknown, self.tokens)
         if unknown is not None and (warning := warn_of_unknown("this dataset", unknown, self.tokens)):
             yield warning
         if not self.documents:

@@ -1,7 +1,7 @@
 """The files behind `--input`: names, folders and patterns to a fixed order of files, unpacked and hashed while read.
 
 find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
-open_input(file)                            → unpacked bytes; the SHA-256 of the file as it lies on the disk
+OpenInput(file)                             → unpacked bytes; the SHA-256 of the file as it lies on the disk
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-
-from tqdm import tqdm
 
 from megatron_ddrp.data.preprocess.zstd import open_zstd
 from megatron_ddrp.errors import UserError
@@ -49,6 +47,7 @@ PACKINGS: dict[str, Callable[[Any], Any]] = {
 }
 """Ending → a stream of the unpacked bytes."""
 
+_KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
 _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -84,14 +83,12 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
     for name in names:
-        if name == STANDARD_INPUT or os.path.isfile(name):
-            files.append(InputFile(name, os.path.basename(name)))
-        elif os.path.isdir(name):
+        if os.path.isdir(name):
             files += _files_of_folder(name, apart)
         elif glob.has_magic(name) and not os.path.exists(name):
             files += _files_of_pattern(name, apart)
         else:
-            files.append(InputFile(name, os.path.basename(name)))  # a pipe, or nothing: the check tells
+            files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: the check tells
     for file in files:
         _check(file)
     streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
@@ -108,32 +105,11 @@ def is_stream(path: str) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
-def reading_progress(paths: Sequence[str], doing: str | None = None, show: bool = True) -> tqdm:
-    """Return a progress bar on stderr over the bytes of the files, compressed where they are, with the time left.
-
-    In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent.
-    """
-    total = None if any(map(is_stream, paths)) else sum(os.path.getsize(path) for path in paths)
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-    return tqdm(
-        desc=doing,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-        leave=False,
-        file=sys.stderr,
-        disable=not show,
-        **seldom,
-    )
-
-
 class OpenInput:
     """An input being read, block by block; use it as a context manager.
 
     Attributes:
         file: the `InputFile`.
-        bytes_read: bytes taken from the disk so far.
     """
 
     def __init__(self, file: InputFile):
@@ -149,10 +125,11 @@ class OpenInput:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes taken from the disk so far."""
         return self._raw.count
 
     def read(self, count: int) -> bytes:
-        """The next `count` unpacked bytes, fewer only at the end. Raises `UserError` for a damaged file."""
+        """Return the next `count` unpacked bytes, fewer only at the end. Raises `UserError` for a damaged file."""
         try:
             return self._stream.read(count)
         except DAMAGED as error:
@@ -160,8 +137,8 @@ class OpenInput:
                 f"{self.file.path}: damaged or cut off after {self.bytes_read} bytes ({error}); copy it again"
             ) from None
 
-    def describe(self) -> dict[str, Any]:
-        """The manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk."""
+    def manifest_entry(self) -> dict[str, Any]:
+        """Return the manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk."""
         while self._buffered.read(BLOCK_BYTES):
             pass
         return {"name": self.file.name, "bytes": self._raw.count, "sha256": self._raw.digest.hexdigest()}
@@ -216,16 +193,18 @@ def _check(file: InputFile) -> None:
     elif file.ending == ".parquet":
         raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
     if file.ending not in ("", *ENDINGS):
-        known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
-        raise UserError(f"{file.path}: expected a name that ends in {known}, or in one of these and {packed}")
+        raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
 
 
 def _files_of_folder(folder: str, apart: Sequence[str]) -> list[InputFile]:
-    files = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
+    files = _sorted_files(folder, apart)
     if not files:
-        known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
-        raise UserError(f"{folder}: holds no file that ends in {known} (also packed: {packed}), nor WikiExtractor's")
+        raise UserError(f"{folder}: holds no file that ends in {_KNOWN} (also packed: {_PACKED}), nor WikiExtractor's")
     return files
+
+
+def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
+    return sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
 
 
 def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
@@ -252,7 +231,7 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
         if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
             found = [InputFile(path, os.path.basename(path))]
         elif os.path.isdir(path) and "**" not in pattern:
-            found = sorted(_walk(path, apart), key=lambda file: Path(file.name).parts)
+            found = _sorted_files(path, apart)
         for file in found:
             files.setdefault(os.path.realpath(file.path), file)
     if not files:

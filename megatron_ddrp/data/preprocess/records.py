@@ -1,7 +1,7 @@
-"""What a chunk of a file holds: its documents' texts, and the records that are none, each with the reason.
+"""Parsing of a chunk of a file: its documents' texts, and the records that cannot be read, each with the reason.
 
-A record is one JSON object a line; the lines between two blank lines, so that Google's files of one sentence a line
-work; what stands between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
+A record is a line with one JSON object; the lines between two blank lines, so that Google's files of one sentence per
+line work; the text between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
 
 A line of plain text may end anywhere, so its line breaks are no part of the text, and many SentencePiece models turn
 one into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
@@ -38,6 +38,8 @@ class Chunk(NamedTuple):
     """Unpacked bytes; of a Parquet file the rows, UTF-8 of each key or None."""
     read: int
     """Bytes of the file, as it lies on the disk, read since the chunk before."""
+    file: int = 0
+    """Number of the file among the inputs."""
 
     @property
     def text_bytes(self) -> int:
@@ -56,7 +58,7 @@ class Fault(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a chunk holds."""
+    """Contents of a chunk."""
 
     texts: list[Text]
     faults: list[Fault]
@@ -65,7 +67,7 @@ class Parsed(NamedTuple):
 
 
 def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
-    """The documents of a chunk and the faults in it. Plain text and WikiExtractor's give their text for every key."""
+    """Return the documents of a chunk and the faults in it. Formats without keys give their text for every key."""
     if chunk.format == "rows":
         return _parse_rows(chunk.data, keys)
     assert isinstance(chunk.data, bytes)
@@ -100,7 +102,7 @@ def _parse_json(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> L
 
 
 def _texts_of_json(line: str, keys: Sequence[str]) -> Text:
-    """The texts under the keys of one JSON line. Raises `ValueError` with the reason when there are none."""
+    """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason when one is missing."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What preprocessing does to each chunk of the input, in whichever process: parse, split into sentences, tokenize."""
+"""The work of preprocessing on each chunk of the input, in any process: parse, split into sentences, tokenize."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """What `tools/preprocess_data.py` is asked to do."""
+    """Settings of `tools/preprocess_data.py`."""
 
     input: tuple[str, ...]
     """Files, folders and patterns of documents (see inputs.py and documents.py); `-` is standard input."""
@@ -33,7 +33,7 @@ class PreprocessConfig:
     workers: int = 1
     """Tokenizing processes."""
     split_sentences: bool = False
-    """One sequence a sentence instead of one a document."""
+    """Make one sequence per sentence instead of one per document."""
     append_eod: bool = False
     """End each document with [SEP]."""
     on_error: str = "stop"
@@ -50,7 +50,7 @@ class PreprocessConfig:
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
 
     def dataset_prefix(self, key: str) -> str:
-        """The prefix of the dataset of one JSON key."""
+        """Return the prefix of the dataset of one JSON key."""
         return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
 
     @property
@@ -60,7 +60,7 @@ class PreprocessConfig:
 
     @property
     def unfinished_folder(self) -> str:
-        """Where the datasets grow."""
+        """Folder in which the datasets grow."""
         return f"{self.output_prefix}.unfinished"
 
 
@@ -80,13 +80,15 @@ class TokenizedDocuments(NamedTuple):
 
 
 class TokenizedChunk(NamedTuple):
-    """A worker's answer to a chunk."""
+    """Result of a worker for one chunk."""
 
     by_key: list[TokenizedDocuments]
     faults: list[Fault]
     lines: int
+    file: int
+    """Number of its file among the inputs."""
     read: int
-    """Bytes of the input file, as it lies on the disk."""
+    """Bytes of that file, as it lies on the disk."""
     text_bytes: int
     """Bytes of the records, unpacked."""
 
@@ -107,7 +109,7 @@ class ChunkTokenizer:
         keys = self._config.json_keys
         texts, faults, lines = parse_chunk(chunk, keys)
         by_key = [self._tokenize([text[k] for text in texts]) for k in range(len(keys))]
-        return TokenizedChunk(by_key, faults, lines, chunk.read, chunk.text_bytes)
+        return TokenizedChunk(by_key, faults, lines, chunk.file, chunk.read, chunk.text_bytes)
 
     def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
         documents = [self._split(text) for text in texts]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.dataset.indexed_dataset import token_dtype
+from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace")

@@ -13,25 +13,21 @@ import pytest
 
 from megatron_ddrp.data.batches.index_cache import cache_path, cached_totals
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.sealed import seal
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 from tests.unit.data.damage import damaged
 
 
-def write_dataset(prefix, lengths):
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for length in lengths:
-            writer.append(np.arange(length))
-            writer.end_document()
-        writer.finalize()
-    return IndexedDataset(prefix)
+def write_lengths(prefix, lengths):
+    return write_dataset(prefix, [[np.arange(length)] for length in lengths])
 
 
 @pytest.fixture
 def dataset(tmp_path):
     lengths = np.random.default_rng(0).integers(0, 60, 1000)
-    return write_dataset(tmp_path / "data" / "corpus_text_document", lengths.tolist())
+    return write_lengths(tmp_path / "data" / "corpus_text_document", lengths.tolist())
 
 
 def files(folder):
@@ -67,7 +63,7 @@ def test_the_name_follows_content_and_sequence_length(dataset, tmp_path):
     names = {cache_path(dataset, 32).name, cache_path(dataset, 33).name}
     lengths = dataset.sizes.tolist()
     lengths[10], lengths[20] = 5, lengths[10] + lengths[20] - 5  # as many documents and tokens as before
-    names.add(cache_path(write_dataset(dataset.prefix, lengths), 32).name)
+    names.add(cache_path(write_lengths(dataset.prefix, lengths), 32).name)
     assert len(names) == 3
     assert cache_path(dataset, 32, tmp_path / "elsewhere").parent == tmp_path / "elsewhere"
 
@@ -98,7 +94,7 @@ def unsealed(array):
 @pytest.mark.parametrize("damage", ["empty", "short", "zeros", "truncated", "unsealed", "type", "neighbour", "folder"])
 def test_a_damaged_or_foreign_file_is_made_again(dataset, cached, damage):
     path, totals, whole = cached
-    neighbour = write_dataset(f"{dataset.prefix}2", dataset.sizes.tolist()[::-1])  # as many documents and tokens
+    neighbour = write_lengths(f"{dataset.prefix}2", dataset.sizes.tolist()[::-1])  # as many documents and tokens
     cached_totals(neighbour, 32)
     contents = {
         "empty": b"",
