@@ -54,7 +54,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
         data_lines += verify_data(config)
         corpus = Corpus.open(config, keep_indices=False)
-        data_lines += corpus.notes
+        data_lines += corpus.remarks
         config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
         samples = corpus.samples("train")
         consumed = config.training.train_iters * config.training.global_batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,3 +21,9 @@ def write_dataset(prefix: Any, documents: Sequence, dtype: Any = np.uint16, mani
         output.append(0, ids, sizes, lengths)
         output.publish([manifest])
     return IndexedDataset(prefix)
+
+
+def fake_tokenizer(word_starts: np.ndarray) -> Any:
+    """Return what a loader needs of a tokenizer whose ids 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK]."""
+    roles = {"pad_id": 0, "unk_id": 1, "cls_id": 2, "sep_id": 3, "mask_id": 4}
+    return SimpleNamespace(vocab_size=len(word_starts), word_starts=word_starts, special_ids=np.arange(5), **roles)

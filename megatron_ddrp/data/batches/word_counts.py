@@ -1,8 +1,8 @@
 """The counting pass of Taking Notes on the Fly: how often each word stands in the training text, cached beside it.
 
-A pass over the token ids in memory-mapped chunks: about 40 bytes a different word are held, however long the text. The
-result is stored with a sum (sealed.py) under a fingerprint of the data, the tokenizer and the bounds; the first process
-that needs it counts, under a lock, while others wait for its file.
+A pass over the token ids in memory-mapped chunks holds about 40 bytes per different word, however long the text. The
+result is stored (cache_file.py) under a fingerprint of the data, the tokenizer and the bounds; the first process that
+needs it counts, under a lock, while others wait for its file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.batches.cache_file import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
-from megatron_ddrp.data.sealed import BrokenSealError, check_seal, seal
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -133,19 +132,24 @@ def open_rare_words(
     folder: str | Path | None = None,
     keep: bool = True,
 ) -> tuple[RareWords, str]:
-    """Return (the rare words of a corpus, one line on where they are kept): from the cache, else counted and put there.
+    """Return (the rare words of a corpus, one line about them): read from the cache, else counted and put there.
 
     The cache lies in `folder`, by default beside the first dataset; where that cannot be written, the words are counted
     at every start. A damaged cache is counted again, with a line on standard error. Without `keep` nothing is written.
-    Raises `UserError` where a `folder` that was named cannot be written, and where no word lies in the bounds.
+    Raises `UserError` for a named `folder` that cannot be written, and where no word lies in the bounds.
     """
-    path = cache_path(parts, tokenizer, bounds, folder)
+    cache = _cache(parts, tokenizer, bounds, folder)
     with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
-        words, kept = _cached_words(path), f"as counted in {path}"
+        words, kept = cache.load(_read), f"as counted in {cache.path}"
+        if cache.damaged:
+            print(f"{cache.path}: damaged, or of an earlier version; the words are counted again", file=sys.stderr)
         if words is None:
-            words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {path}"
+            words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {cache.path}"
             if keep:
-                kept = _keep(words, path, folder)
+                refused = cache.write(_packed(words))
+                kept = f"counted into {cache.path}"
+                if refused:
+                    kept = f"counted at every start, as {refused}; --index-cache-dir DIR keeps them"
     if not len(words):
         raise UserError(
             f"--notes-min-count {bounds[0]} and --notes-max-count {bounds[1]}: the training text holds no word so "
@@ -154,42 +158,20 @@ def open_rare_words(
     return words, f"{len(words):,} words that stand {bounds[0]:,} to {bounds[1]:,} times in the training text, {kept}"
 
 
-def _cached_words(path: Path) -> RareWords | None:
-    """Return the words in the cache, or None where there is none that can be used."""
-    try:
-        return read_rare_words(path)
-    except OSError:  # no file yet, or a folder that cannot be made, which writing will tell
-        pass
-    except BrokenSealError:
-        print(f"{path}: damaged, or of an earlier version; the words are counted again", file=sys.stderr)
-    return None
-
-
-def _keep(words: RareWords, path: Path, folder: str | Path | None) -> str:
-    """Write the words to the cache, and return a phrase that says where they are kept."""
-    try:
-        write_rare_words(words, path)
-    except (OSError, UserError) as error:
-        if folder is not None:
-            raise UserError(f"--index-cache-dir {folder}: {error}; give a folder that can be written") from None
-        return f"counted at every start, as {path.parent} cannot be written; --index-cache-dir DIR keeps them"
-    return f"counted into {path}"
-
-
-def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None) -> Path:
-    """Where the words of this corpus, tokenizer and bounds are kept; another corpus has another name."""
+def _cache(
+    parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None
+) -> CacheFile:
+    """Return the file of this corpus, tokenizer and bounds; another corpus has another name."""
     identity = [
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
         for dataset, documents in parts
     ]
     key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds])
-    prefix = Path(parts[0][0].prefix)
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return Path(folder or prefix.parent) / f"{prefix.name}.{digest}.words.npz"
+    return CacheFile(parts[0][0], hashlib.sha256(key.encode()).hexdigest()[:16], "words.npz", folder)
 
 
 def _sample_digest(dataset: IndexedDataset) -> str:
-    """A hash of up to 64 sequences, evenly spread: tells apart datasets whose counts agree by chance."""
+    """Hash up to 64 sequences, evenly spread: tells apart datasets whose counts agree by chance."""
     digest = hashlib.sha256()
     for sequence in np.unique(np.linspace(0, max(0, len(dataset) - 1), 64).astype(int)) if len(dataset) else ():
         digest.update(np.ascontiguousarray(dataset[int(sequence)]).tobytes())
@@ -206,24 +188,20 @@ def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[i
         return count_rare_words(parts, finder, bounds, bar.update)
 
 
-def write_rare_words(words: RareWords, path: Path) -> None:
-    """Write the words to a sealed file, whole or not at all."""
+def _packed(words: RareWords) -> bytes:
     content = io.BytesIO()
     np.savez(content, hashes=words.hashes, counts=words.counts, pieces=words.pieces, ends=words.ends)
-    with AtomicFile(path) as file:
-        file.write(seal(path.name, content.getvalue()))
+    return content.getvalue()
 
 
-def read_rare_words(path: Path) -> RareWords:
-    """Read what `write_rare_words` wrote. Raises `OSError` where there is none, `BrokenSealError` for damage."""
-    check_seal(path)
+def _read(path: Path) -> RareWords:
     with np.load(path) as arrays:
         return RareWords(arrays["hashes"], arrays["counts"], arrays["pieces"], arrays["ends"])
 
 
 @contextlib.contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time, as far as the file system can lock; it writes nothing."""
+    """Let one process of this machine at a time in, as far as the file system can lock; writes nothing."""
     with file.open("rb") as stream:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)

@@ -94,7 +94,7 @@ def test_documents_give_consecutive_pieces_and_short_ones_are_dropped():
         list(range(60, 70)),
     ]
     assert samples.lengths([[0, 2], [3, 6]]).tolist() == [[12, 7], [10, 12]]
-    assert samples.source(3) == "corpus"
+    assert samples.prefix == "corpus"
     for index in (-1, 7):
         with pytest.raises(IndexError):
             samples.tokens([index])
