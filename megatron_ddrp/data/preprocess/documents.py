@@ -80,7 +80,7 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield (format, bytes), cut behind whole records."""
     rest = opened.read(max(chunk_bytes, _FIRST)).removeprefix(_BYTE_ORDER_MARK)
     kind = _format(opened.file, rest)
-    end = _ENDS[kind](rest, 0)
+    end = _end(kind, rest, 0)
     while True:
         if end:
             yield kind, rest[:end]
@@ -95,11 +95,12 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
             break
         start = max(0, len(rest) - _OVERLAP)
         rest += block
-        end = _ENDS[kind](rest, start)
+        end = _end(kind, rest, start)
     yield kind, rest
 
 
 def _format(file: InputFile, first: bytes) -> str:
+    """Return the format of a file, a key of `_ENDS`, by its name and its first bytes."""
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first[:_FIRST].lstrip()
@@ -110,30 +111,18 @@ def _format(file: InputFile, first: bytes) -> str:
     return "json" if start.startswith(b"{") and not file.ending else "text"
 
 
-def _end_of_line(data: bytes, start: int) -> int:
-    return data.rfind(b"\n", start) + 1
+def _end(kind: str, data: bytes, start: int) -> int:
+    """Return where the last whole record that ends behind `start` ends, or 0."""
+    for separator in _ENDS[kind]:
+        if (found := data.rfind(separator, start)) >= 0:
+            return found + len(separator)
+    blank = list(_BLANK_LINE.finditer(data, start)) if kind == "text" else []
+    return blank[-1].end() if blank else 0
 
 
-def _end_of_text(data: bytes, start: int) -> int:
-    for blank in (b"\n\n", b"\n\r\n"):
-        if (found := data.rfind(blank, start)) >= 0:
-            return found + len(blank)
-    end = 0
-    for match in _BLANK_LINE.finditer(data, start):
-        end = match.end()
-    return end
-
-
-def _end_of_wiki(data: bytes, start: int) -> int:
-    for closing in (b"</doc>\n", b"</doc>\r\n"):
-        if (found := data.rfind(closing, start)) >= 0:
-            return found + len(closing)
-    return 0
-
-
-_ENDS: dict[str, Callable[[bytes, int], int]] = {
-    "json": _end_of_line,
-    "text": _end_of_text,
-    "wiki": _end_of_wiki,
+_ENDS = {
+    "json": (b"\n",),
+    "text": (b"\n\n", b"\n\r\n"),
+    "wiki": (b"</doc>\n", b"</doc>\r\n"),
 }
-"""Format → where the last whole record that ends behind `start` ends, or 0."""
+"""Format → byte strings that end a record; plain text's records also end at lines of blanks."""
