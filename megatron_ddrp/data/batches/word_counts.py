@@ -14,7 +14,6 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,26 +34,17 @@ _MERGE_WORDS = 1 << 23
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Different words, `[words]` each: hash, count, and where one of them stands."""
+_WORD = np.dtype([(name, np.int64) for name in ("count", "sequence", "offset", "size")] + [("hash", np.uint64)])
+"""A word: how often it was found, and where one of its occurrences stands."""
 
-    hashes: NDArray[np.uint64]
-    counts: NDArray[np.int64]
-    sequences: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
 
-    @classmethod
-    def merged(cls, parts: Sequence[_Counts]) -> _Counts:
-        """All parts as one, sorted by hash."""
-        hashes, counts, sequences, offsets, sizes = (
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("hashes", "counts", "sequences", "offsets", "sizes")
-        )
-        unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        total = np.bincount(inverse, weights=counts, minlength=len(unique)).astype(np.int64)
-        return cls(unique, total, sequences[first], offsets[first], sizes[first])
+def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the different words of all parts `[words]`, sorted by hash, with their counts added up."""
+    words = np.concatenate(parts)
+    _, first, inverse = np.unique(words["hash"], return_index=True, return_inverse=True)
+    merged = words[first]
+    merged["count"] = np.bincount(inverse, weights=words["count"], minlength=len(first))
+    return merged
 
 
 def count_rare_words(
@@ -63,15 +53,12 @@ def count_rare_words(
     bounds: tuple[int, int],
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> RareWords:
-    """The words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
+    """Return the words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
 
-    `progress` is told how many tokens were read since it was last called.
+    Calls `progress` with the number of tokens read since the last call.
     """
-    nothing = np.empty(0, np.int64)
     single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, most of all, are counted by it
-    known = _Counts(nothing.astype(np.uint64), nothing, nothing, nothing, nothing)
-    fresh: list[_Counts] = []
-    waiting = 0
+    known, fresh, waiting = np.empty(0, _WORD), [], 0
     for sequences, begins, ids in _chunks(parts):
         row_begins = np.zeros(len(ids), bool)
         row_begins[begins] = True
@@ -79,33 +66,37 @@ def count_rare_words(
         single += np.bincount(ids[first[sizes == 1]], minlength=len(single))
         first, sizes = first[sizes > 1], sizes[sizes > 1]
         row = np.searchsorted(begins, first, side="right") - 1
-        chunk = _Counts(
-            finder.hashes(ids, first, sizes), np.ones_like(first), sequences[row], first - begins[row], sizes
-        )
-        fresh.append(_Counts.merged([chunk]))
-        waiting += len(fresh[-1].hashes)
-        if waiting > max(_MERGE_WORDS, len(known.hashes)):
-            known, fresh, waiting = _Counts.merged([known, *fresh]), [], 0
+        words = np.ones(len(first), _WORD)
+        words["hash"], words["size"] = finder.hashes(ids, first, sizes), sizes
+        words["sequence"], words["offset"] = sequences[row], first - begins[row]
+        fresh.append(_merged([words]))
+        waiting += len(fresh[-1])
+        if waiting > max(_MERGE_WORDS, len(known)):
+            known, fresh, waiting = _merged([known, *fresh]), [], 0
         progress(len(ids))
-    known = _Counts.merged([known, *fresh])
-    rare = np.flatnonzero((known.counts >= bounds[0]) & (known.counts <= bounds[1]))
-    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
-    words: list[NDArray[np.int64]] = []
-    for word in rare.tolist():
-        part = int(np.searchsorted(firsts, known.sequences[word], side="right")) - 1
-        sequence = int(known.sequences[word] - firsts[part])
-        words.append(parts[part][0].get(sequence, int(known.offsets[word]), int(known.sizes[word])).astype(np.int64))
+    known = _merged([known, *fresh])
+    known = known[(known["count"] >= bounds[0]) & (known["count"] <= bounds[1])]
     pieces = np.flatnonzero((single >= bounds[0]) & (single <= bounds[1]))
-    words += list(pieces[:, None])
-    hashes = np.concatenate([known.hashes[rare], finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))])
-    counts = np.concatenate([known.counts[rare], single[pieces]])
+    words_of_one = finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))
+    hashes = np.concatenate([known["hash"], words_of_one])
+    counts = np.concatenate([known["count"], single[pieces]])
+    spelled = [*_spelled(known, parts), *pieces[:, None]]
     order = np.argsort(hashes)
-    flat = np.concatenate([nothing, *(words[word] for word in order.tolist())])
-    return RareWords(hashes[order], counts[order], flat, np.cumsum([len(words[word]) for word in order.tolist()]))
+    flat = np.concatenate([np.empty(0, np.int64), *(spelled[word] for word in order.tolist())])
+    return RareWords(hashes[order], counts[order], flat, np.cumsum([len(spelled[word]) for word in order.tolist()]))
+
+
+def _spelled(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
+    """Yield the piece ids of each word, read where it stands."""
+    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
+    for word in words:
+        part = int(np.searchsorted(firsts, word["sequence"], side="right")) - 1
+        sequence = int(word["sequence"] - firsts[part])
+        yield parts[part][0].get(sequence, int(word["offset"]), int(word["size"])).astype(np.int64)
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Numbers of some non-empty sequences, where each begins, and their ids laid end to end."""
+    """Yield numbers of some non-empty sequences, where each begins, and their ids laid end to end."""
     base = 0
     for dataset, (low, high) in parts:
         numbers: list[int] = []
@@ -119,7 +110,7 @@ def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[
                 rows.append(row)
                 tokens += len(row)
             if rows and (tokens >= _CHUNK_TOKENS or sequence == last - 1):
-                begins = np.cumsum([0, *(len(row) for row in rows[:-1])])
+                begins = np.cumsum([0, *map(len, rows[:-1])])
                 yield np.array(numbers), begins, np.concatenate(rows).astype(np.int64)
                 numbers, rows, tokens = [], [], 0
         base += len(dataset)

@@ -17,9 +17,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_ddrp.data.preprocess.zstd import open_zstd
+from megatron_ddrp.data.preprocess.zstd import ZstdStream
 from megatron_ddrp.errors import UserError
 
 STANDARD_INPUT = "-"
@@ -43,9 +43,9 @@ PACKINGS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
-    ".zst": open_zstd,
+    ".zst": ZstdStream,
 }
-"""Ending → a stream of the unpacked bytes."""
+"""Ending → an object whose `read` gives the unpacked bytes."""
 
 _KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
 _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
@@ -120,7 +120,7 @@ class OpenInput:
         if is_stream(file.path):
             first = buffered.peek(8)
             packing = next((ending for magic, ending in _MAGIC.items() if first.startswith(magic)), "")
-        self._stream: BinaryIO = PACKINGS[packing](buffered)
+        self._stream = PACKINGS[packing](buffered)
         self._buffered = buffered
 
     @property
