@@ -15,6 +15,8 @@ from typing import IO
 
 from megatron_ddrp.errors import UserError
 
+AnyPath = str | os.PathLike[str]
+
 
 class AtomicFile:
     """A file of bytes that takes its name when its `with` block ends, and vanishes when the block raises.
@@ -25,7 +27,7 @@ class AtomicFile:
         stream: the open file, for libraries that write into one.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: AnyPath):
         self.path = Path(path)
         self._temporary = self.path.with_name(self.path.name + ".tmp")
         try:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
+from megatron_ddrp.data.atomic import AnyPath
 
-def reading_progress(paths: Sequence[str | os.PathLike[str]], doing: str | None = None, show: bool = True) -> tqdm:
+Advance = Callable[[int], object]
+"""Called with the bytes (or tokens) that were read since the last call, such as the `update` of a progress bar."""
+
+
+def silent(count: int) -> None:
+    """Show no progress."""
+
+
+def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
     """Return a progress bar on stderr over the bytes of the files as they lie on the disk, with the time left.
 
     In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent.

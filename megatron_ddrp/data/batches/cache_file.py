@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ddrp.data.atomic import sync
+from megatron_ddrp.data.atomic import AnyPath, sync
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.errors import UserError
 
@@ -39,9 +39,7 @@ class CacheFile:
         damaged: whether `load` found a file that is damaged or of an earlier version.
     """
 
-    def __init__(
-        self, dataset: IndexedDataset, fingerprint: str, ending: str, folder: str | os.PathLike[str] | None = None
-    ):
+    def __init__(self, dataset: IndexedDataset, fingerprint: str, ending: str, folder: AnyPath | None = None):
         self._index = dataset_path(dataset.prefix, ".idx")
         self._folder = folder
         self.path = Path(folder or self._index.parent) / f"{self._index.stem}.{fingerprint}.{ending}"

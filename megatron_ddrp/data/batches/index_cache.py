@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.batches.cache_file import BrokenSealError, CacheFile
 from megatron_ddrp.data.batches.samples import BLOCK, MIN_DOCUMENT_TOKENS, num_blocks, sample_totals
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
@@ -23,7 +23,7 @@ _PROBES, _PROBE_BYTES = 64, 4096
 
 
 def cached_totals(
-    dataset: IndexedDataset, seq_length: int, folder: str | os.PathLike[str] | None = None
+    dataset: IndexedDataset, seq_length: int, folder: AnyPath | None = None
 ) -> tuple[NDArray[np.int64], str | None]:
     """Return (`sample_totals(dataset, seq_length)`, a remark for the user or None).
 
@@ -51,7 +51,7 @@ def cached_totals(
     return totals, remark if cache.damaged else None
 
 
-def totals_cache(dataset: IndexedDataset, seq_length: int, folder: str | os.PathLike[str] | None = None) -> CacheFile:
+def totals_cache(dataset: IndexedDataset, seq_length: int, folder: AnyPath | None = None) -> CacheFile:
     """Return the file of a dataset's totals; its fingerprint covers everything that the totals depend on.
 
     Of the index it takes the sizes of both files, the time of the last change and 64 pages spread over it, since

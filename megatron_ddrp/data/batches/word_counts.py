@@ -13,16 +13,18 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.batches.cache_file import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -48,10 +50,7 @@ def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def count_rare_words(
-    parts: Sequence[Part],
-    finder: WordFinder,
-    bounds: tuple[int, int],
-    progress: Callable[[int], object] = lambda tokens: None,
+    parts: Sequence[Part], finder: WordFinder, bounds: tuple[int, int], progress: Advance = silent
 ) -> RareWords:
     """Return the words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
 
@@ -120,7 +119,7 @@ def open_rare_words(
     parts: Sequence[Part],
     tokenizer: Tokenizer,
     bounds: tuple[int, int],
-    folder: str | Path | None = None,
+    folder: AnyPath | None = None,
     keep: bool = True,
 ) -> tuple[RareWords, str]:
     """Return (the rare words of a corpus, one line about them): read from the cache, else counted and put there.
@@ -149,9 +148,7 @@ def open_rare_words(
     return words, f"{len(words):,} words that stand {bounds[0]:,} to {bounds[1]:,} times in the training text, {kept}"
 
 
-def _cache(
-    parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None
-) -> CacheFile:
+def _cache(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: AnyPath | None) -> CacheFile:
     """Return the file of this corpus, tokenizer and bounds; another corpus has another name."""
     identity = [
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,7 +42,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
-def dataset_path(prefix: str | os.PathLike[str], suffix: str) -> Path:
+def dataset_path(prefix: AnyPath, suffix: str) -> Path:
     """Return `PREFIX.bin`, `.idx` or `.json`. A prefix that ends in `.bin` or `.idx` counts without it."""
     name = os.fspath(prefix)
     for known in (".bin", ".idx"):

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size
 from megatron_ddrp.data.dataset.index_faults import index_faults
 from megatron_ddrp.data.dataset.manifest import read_manifest
@@ -36,7 +37,7 @@ class IndexedDataset(DatasetIndex):
     access to a sequence that does not lie inside `PREFIX.bin`. Pickles as its prefix.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]):
+    def __init__(self, prefix: AnyPath):
         self.prefix = os.fspath(dataset_path(prefix, ""))
         path = dataset_path(prefix, ".idx")
         super().__init__(path)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
@@ -19,7 +19,7 @@ MANIFEST_SUM = "crc32"
 """Key of the manifest's own sum."""
 
 
-def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
+def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
     """Return the contents of `PREFIX.json` without its own sum, or None where there is no such file.
 
     Raises `UserError` for a file that is no manifest, or not as it was written. One without a sum, of an earlier
@@ -71,7 +71,7 @@ def tokenizer_name(made_by: Mapping[str, Any]) -> str:
     return f"{made_by.get('type', 'of unknown type')} {str(made_by.get('fingerprint'))[:12]} of {pieces} pieces"
 
 
-def refuse_existing(prefixes: Iterable[str | os.PathLike[str]]) -> None:
+def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
     """Raise `UserError` if one of the datasets has a file already."""
     for prefix in prefixes:
         for suffix in (".bin", ".idx", ".json"):
@@ -81,7 +81,7 @@ def refuse_existing(prefixes: Iterable[str | os.PathLike[str]]) -> None:
                 raise UserError(f"{path}: exists already; {hint}")
 
 
-def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+def file_sha256(path: Path, advance: Advance = silent) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import megatron_ddrp
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import wrong_sums
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens")
@@ -23,10 +25,7 @@ COUNTS = ("empty_documents", "skipped", "unknown_tokens")
 
 
 def merge(
-    output_prefix: str | os.PathLike[str],
-    prefixes: Sequence[str],
-    overwrite: bool = False,
-    advance: Callable[[int], object] = lambda size: None,
+    output_prefix: AnyPath, prefixes: Sequence[str], overwrite: bool = False, advance: Advance = silent
 ) -> IndexedDataset:
     """Write the documents of all inputs, one input after another, as one dataset; it appears when it is complete.
 
@@ -52,9 +51,7 @@ def merge(
     return IndexedDataset(output_prefix)
 
 
-def _append(
-    output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Callable[[int], object]
-) -> None:
+def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
     """Append a dataset. Raises `UserError` where it is not what its manifest says: the sum would bless the damage."""
     for begin in range(0, dataset.num_documents, CHUNK):
         output.append(0, documents=np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))

@@ -17,19 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
 from megatron_ddrp.data.dataset.index_faults import first_faults, index_faults
 from megatron_ddrp.data.dataset.indexed_dataset import token_chunks
 from megatron_ddrp.data.dataset.manifest import entry, file_sha256, read_manifest, tokenizer_entry, tokenizer_name
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
-def verify(
-    prefix: str | os.PathLike[str],
-    tokenizer: Tokenizer | None = None,
-    advance: Callable[[int], object] = lambda size: None,
-) -> Iterator[str]:
+def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance = silent) -> Iterator[str]:
     """Yield one line per fault of a dataset: the file, the place, what was found and what was expected.
 
     Ids are checked against `tokenizer`, or else against the number of pieces in the manifest, or else for being
@@ -71,14 +69,14 @@ def verify(
     yield from _wrong_hash(manifest, bin_path, ids.digest.hexdigest)
 
 
-def wrong_sums(prefix: str | os.PathLike[str], manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
+def wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
     """Yield which of the two files differ from the SHA-256 in the manifest, as far as it holds them."""
     index_path = dataset_path(prefix, ".idx")
     yield from _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
     yield from _wrong_hash(manifest, dataset_path(prefix, ".bin"), lambda: bin_sha256)
 
 
-def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] = lambda size: None) -> None:
+def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
     """Compare `PREFIX.bin` and `PREFIX.idx` with the SHA-256 in the manifest.
 
     Raises `UserError` for the first that differs, and with exit code 2 where the manifest is missing or holds no sums.
@@ -105,7 +103,7 @@ def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] 
             )
 
 
-def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
+def check_tokenizer(prefix: AnyPath, tokenizer: Tokenizer) -> None:
     """Refuse a dataset of another tokenizer, by the fingerprint in its manifest.
 
     A dataset without a manifest passes; the loader still refuses ids outside the vocabulary.
@@ -133,7 +131,7 @@ class _IdCheck:
         self._expected = "expected none below 0" if vocab_size is None else f"expected 0 to {self._most}"
         self.digest = hashlib.sha256()
 
-    def faults(self, advance: Callable[[int], object]) -> Iterator[str]:
+    def faults(self, advance: Advance) -> Iterator[str]:
         """Name the ids outside the vocabulary. Calls `advance` with the bytes read since the last call."""
         yield from first_faults("ids outside the vocabulary", self._foreign(advance), self._words)
         if rest := file_size(self._path) % self._index.dtype.itemsize:
@@ -141,7 +139,7 @@ class _IdCheck:
                 stream.seek(-rest, os.SEEK_END)
                 self.digest.update(stream.read())
 
-    def _foreign(self, advance: Callable[[int], object]) -> Iterator[np.ndarray]:
+    def _foreign(self, advance: Advance) -> Iterator[np.ndarray]:
         """Place and id of the ids outside the vocabulary, `[ids, 2]`."""
         begin = 0
         for chunk in token_chunks(self._path, self._index.dtype):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.tokenizer import (
     SPECIAL_PIECES,
     Tokenizer,
@@ -34,7 +34,7 @@ class HuggingFaceTokenizer(Tokenizer):
     library = "tokenizers"
     file_name = "tokenizer.json"
 
-    def __init__(self, path: str | os.PathLike[str], named: Mapping[str, str] | None = None):
+    def __init__(self, path: AnyPath, named: Mapping[str, str] | None = None):
         file = Path(path) / self.file_name if Path(path).is_dir() else Path(path)
         if not file.exists() and file.with_name("vocab.txt").exists():
             raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")

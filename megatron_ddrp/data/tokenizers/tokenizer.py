@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -101,7 +101,7 @@ class Tokenizer(ABC):
         """Return the number of ordinary pieces that no text can give, since text is normalized before it is cut."""
         return 0
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: AnyPath) -> None:
         """Write the vocabulary and its description into a folder, from which `load_tokenizer` makes an equal one."""
         names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}
         description = {
@@ -125,8 +125,8 @@ class Tokenizer(ABC):
 
 def build_tokenizer(
     tokenizer_type: str,
-    vocab_file: str | os.PathLike[str] | None = None,
-    tokenizer_model: str | os.PathLike[str] | None = None,
+    vocab_file: AnyPath | None = None,
+    tokenizer_model: AnyPath | None = None,
     specials: Mapping[str, str] | None = None,
 ) -> Tokenizer:
     """Make the tokenizer that `--tokenizer-type`, `--vocab-file` and `--tokenizer-model` name.
@@ -155,7 +155,7 @@ def build_tokenizer(
     return HuggingFaceTokenizer(path, specials)
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(folder: AnyPath) -> Tokenizer:
     """Load the tokenizer that `Tokenizer.save` wrote into a folder. Raises `UserError` if it is missing or changed."""
     path = Path(folder) / DESCRIPTION_FILE
     try:
@@ -170,7 +170,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     return tokenizer
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
+def read_bytes(path: AnyPath) -> bytes:
     """Return a file's content. Raises `UserError` naming the file when it cannot be read."""
     try:
         return Path(path).read_bytes()
@@ -189,7 +189,7 @@ def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None
     return found
 
 
-def require_specials(found: Mapping[str, int], path: str | os.PathLike[str], hint: str) -> None:
+def require_specials(found: Mapping[str, int], path: AnyPath, hint: str) -> None:
     """Raise `UserError`, with a `hint` how to mend it, for a vocabulary file in which not all roles were found."""
     if missing := [names[0] for role, names in SPECIAL_PIECES.items() if role not in found]:
         raise UserError(f"{os.fspath(path)}: lacks {', '.join(missing)}; {hint}")

@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, read_bytes, require_specials
 from megatron_ddrp.errors import UserError
 
@@ -32,7 +33,7 @@ class WordPieceTokenizer(Tokenizer):
     library = "tokenizers"
     file_name = "vocab.txt"
 
-    def __init__(self, vocab_file: str | os.PathLike[str], tokenizer_type: str = "BertWordPieceLowerCase"):
+    def __init__(self, vocab_file: AnyPath, tokenizer_type: str = "BertWordPieceLowerCase"):
         pieces = read_vocab(vocab_file)
         ids = {piece: i for i, piece in enumerate(pieces)}
         specials = find_specials(ids)
@@ -97,7 +98,7 @@ class _WordCache(dict[str, bytes]):
         return ids
 
 
-def read_vocab(path: str | os.PathLike[str]) -> list[str]:
+def read_vocab(path: AnyPath) -> list[str]:
     """Return the pieces of a vocab.txt in line order.
 
     Raises `UserError` when it is missing, empty, not UTF-8, or holds zero bytes, or a piece twice, of which one could
