@@ -17,15 +17,15 @@ Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ddrp.data.ahead import results_in_order
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.masking import Masker
@@ -201,15 +201,5 @@ def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Generator
     step in the making and drops it.
     """
     begins = (consumed_samples + step * loader.global_batch_size for step in range(steps))
-    pending: deque[Future[list[Batch]]] = deque()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader") as worker:
-        try:
-            for begin in begins:
-                pending.append(worker.submit(loader.step, begin))
-                if len(pending) > _STEPS_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader")
+    yield from results_in_order(thread, loader.step, begins, _STEPS_AHEAD)

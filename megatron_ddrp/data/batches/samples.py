@@ -13,6 +13,7 @@ training and validation share them whatever `--split` says; `index_cache` keeps 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,17 +161,21 @@ def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]
     """
     if seq_length <= NUM_SPECIAL_TOKENS:
         raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
-    dataset.check()
     totals = np.zeros((num_blocks(dataset.num_documents) + 1, 3), np.int64)
-    for low in range(0, dataset.num_documents, _CHUNK):
-        high = min(low + _CHUNK, dataset.num_documents)
-        tokens = _document_tokens(dataset, np.array([low]), high - low)[0]  # [documents]
+    begin = 1
+    for tokens in document_lengths(dataset):
         counts = _count(tokens, seq_length - NUM_SPECIAL_TOKENS)  # [documents, 3]
-        begin = low // BLOCK
-        totals[begin + 1 : begin + 1 + num_blocks(high - low)] = np.add.reduceat(
-            counts, np.arange(0, high - low, BLOCK), axis=0
-        )
+        blocks = np.add.reduceat(counts, np.arange(0, len(tokens), BLOCK), axis=0)
+        totals[begin : begin + len(blocks)] = blocks
+        begin += len(blocks)
     return np.cumsum(totals, axis=0, out=totals)
+
+
+def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Check the index, and yield the tokens of each document, in chunks `[documents]`."""
+    dataset.check()
+    for low in range(0, dataset.num_documents, _CHUNK):
+        yield _document_tokens(dataset, np.array([low]), min(_CHUNK, dataset.num_documents - low))[0]
 
 
 def num_blocks(num_documents: int) -> int:

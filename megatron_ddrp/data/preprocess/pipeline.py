@@ -31,7 +31,7 @@ from megatron_ddrp.data.preprocess.records import Chunk
 from megatron_ddrp.data.preprocess.signals import uninterrupted
 from megatron_ddrp.data.preprocess.workers import map_in_order
 from megatron_ddrp.data.progress import reading_progress
-from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, PreprocessConfig, TokenizedChunk
+from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_impossible, warn_of_unknown
 from megatron_ddrp.errors import UserError
 
@@ -40,17 +40,6 @@ TEXT_RULES = 2
 """Goes up when a file gives other texts than before, so that no run resumes what an earlier version began."""
 CHECKPOINT_SECONDS = 15.0
 """A killed run loses at most this much work."""
-
-
-@dataclass
-class KeyCounts:
-    """Counts of one dataset."""
-
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    unknown_tokens: int = 0
-    empty_documents: int = 0
 
 
 @dataclass
@@ -170,7 +159,8 @@ class _Run:
         """Make the work done so far safe to resume; return False where there is none, or where a stream is read."""
         sensible = self._resumable and self.result.chunks > 0 and not self._output.published
         if sensible:
-            self._output.checkpoint(asdict(self.result))
+            by_key = [counts._asdict() for counts in self.result.by_key]
+            self._output.checkpoint({**asdict(self.result), "by_key": by_key})
         return sensible
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -191,12 +181,7 @@ class _Run:
         reasons = name_faults(self._files[chunk.file].path, line, chunk.faults, self._config.on_error)
         for k, documents in enumerate(chunk.by_key):
             self._output.append(k, documents.ids, documents.sizes, documents.documents)
-            counts = result.by_key[k]
-            counts.documents += len(documents.documents)
-            counts.sequences += len(documents.sizes)
-            counts.tokens += int(documents.sizes.sum())
-            counts.unknown_tokens += documents.unknown
-            counts.empty_documents += documents.empty
+            result.by_key[k] = result.by_key[k].plus(documents.counts)
         result.skipped += len(reasons)
         result.first_skipped = result.first_skipped or next(iter(reasons), "")
         result.text_bytes += chunk.text_bytes
@@ -216,7 +201,7 @@ class _Run:
         tokenizer = self._tokenize.tokenizer
         return {
             **_rules(self._config, self._tokenize),
-            **asdict(self.result.by_key[k]),
+            **self.result.by_key[k]._asdict(),
             "skipped": self.result.skipped,
             "dtype": tokenizer.dtype.name,
             "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,6 +65,22 @@ class PreprocessConfig:
         return f"{self.output_prefix}.unfinished"
 
 
+class KeyCounts(NamedTuple):
+    """Counts of one dataset, or of a chunk's part of it."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    """Tokens that are the unknown piece."""
+    empty_documents: int = 0
+    """Documents left out because they have no tokens."""
+
+    def plus(self, more: KeyCounts) -> KeyCounts:
+        """Return the sums of both."""
+        return KeyCounts(*map(operator.add, self, more))
+
+
 class TokenizedDocuments(NamedTuple):
     """Documents of a chunk under one JSON key, without those that have no tokens."""
 
@@ -73,10 +90,7 @@ class TokenizedDocuments(NamedTuple):
     """int32, tokens of each sequence `[sequences]`."""
     documents: np.ndarray
     """int32, sequences of each document `[documents]`."""
-    empty: int
-    """Documents left out because they have no tokens."""
-    unknown: int
-    """Tokens that are the unknown piece."""
+    counts: KeyCounts
 
 
 class TokenizedChunk(NamedTuple):
@@ -127,5 +141,5 @@ class ChunkTokenizer:
         sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
         tokens = b"".join(all_ids)
         unknown = int(np.count_nonzero(np.frombuffer(tokens, dtype) == self.tokenizer.unk_id))
-        empty = len(texts) - len(sequences)
-        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), empty, unknown)
+        counts = KeyCounts(len(sequences), len(sizes), int(sizes.sum()), unknown, len(texts) - len(sequences))
+        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), counts)

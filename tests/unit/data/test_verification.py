@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data.batches.samples import document_lengths
 from megatron_ddrp.data.dataset import index_faults, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER
-from megatron_ddrp.data.dataset.inspection import document_lengths, first_documents
+from megatron_ddrp.data.dataset.inspection import first_documents
 from megatron_ddrp.data.dataset.verification import check_sums, verify
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
