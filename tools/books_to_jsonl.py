@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""A folder of books as .txt files, one a book → one .jsonl with one document a book.
+"""A folder of books, one .txt file per book → one .jsonl with one document per book.
 
-In plain text a blank line ends a document, and a book would fall into its paragraphs; here it stays one, whose tokens
-fill whole sequences. Project Gutenberg's header and licence, where its *** lines mark them, are left out.
+In plain text a blank line ends a document, and a book would fall into its paragraphs. Here a book is one document,
+whose tokens fill whole sequences. Project Gutenberg's header and licence, where its *** lines mark them, are left out.
 
     python tools/books_to_jsonl.py --input books/ --output books.jsonl
 """

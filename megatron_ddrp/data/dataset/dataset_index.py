@@ -31,7 +31,7 @@ DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: 
 MEND = "copy both files again, or preprocess again"
 
 SIZE, OFFSET = np.dtype("<i4"), np.dtype("<i8")
-"""How the index stores a number of tokens, and a byte offset or a document index."""
+"""Types in the index of a number of tokens, and of a byte offset or a document index."""
 
 CHUNK = 1 << 20
 """Numbers of an index in memory at once."""

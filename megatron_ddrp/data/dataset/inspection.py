@@ -47,7 +47,7 @@ class DatasetSummary:
     histogram: list[tuple[int, int, int]]
     """(lowest, highest, documents) with that many tokens, both included."""
     tokenizer: dict[str, Any] | None
-    """The manifest's entry, if there is one."""
+    """Entry of the manifest, if there is one."""
     unknown_tokens: int | None
     """Tokens that are the unknown piece, as the manifest says; None where it does not."""
 

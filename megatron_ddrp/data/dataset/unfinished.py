@@ -28,7 +28,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
 PARTS = ("ids", "sizes", "documents")
-"""The growing files: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+"""Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
 
 SUM = "crc32"
 """Key of job.json's own sum."""
@@ -37,7 +37,7 @@ NOTHING = np.empty(0, SIZE)
 
 
 class _GrowingFile:
-    """A file that bytes are appended to; `crc` is the sum of all that it holds."""
+    """A file to which bytes are appended; `crc` is the sum of all of them."""
 
     def __init__(self, path: Path, length: int, crc: int):
         """Open `path` and cut it back to its first `length` bytes, whose sum is `crc`."""
@@ -58,7 +58,7 @@ class _GrowingFile:
 
 
 class UnfinishedDatasets:
-    """The growing files of some datasets; use it as a context manager.
+    """Growing files of some datasets; use it as a context manager.
 
     Leaving the block before the first `checkpoint` and without `publish` removes everything that was written.
 
@@ -172,13 +172,10 @@ class UnfinishedDatasets:
         return None
 
     def _open_files(self, saved: dict[str, Any] | None) -> list[list[_GrowingFile]]:
-        nothing = [[0, 0]] * len(PARTS)
+        nothing = [[[0, 0]] * len(PARTS)] * len(self._prefixes)
         return [
-            [
-                _GrowingFile(self._path(number, part), *written)
-                for part, written in zip(PARTS, saved["written"][number] if saved else nothing, strict=True)
-            ]
-            for number in range(len(self._prefixes))
+            [_GrowingFile(self._path(number, part), *done) for part, done in zip(PARTS, written, strict=True)]
+            for number, written in enumerate(saved["written"] if saved else nothing)
         ]
 
     def _write_job(self, written: list[list[list[int]]], published: bool) -> None:

@@ -27,14 +27,14 @@ ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
 """Endings of the names that are read; files without one, as WikiExtractor writes them, are known by their content."""
 
 INPUT_HELP = (
-    ".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each also as "
-    ".gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
+    ".jsonl or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, each also "
+    "as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
     "input"
 )
-"""What `--input` of a command takes."""
+"""Help of a command's `--input`."""
 
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""What the decompressors raise on a damaged or truncated file."""
+"""Errors of the decompressors for a damaged or truncated file."""
 
 BLOCK_BYTES = 1 << 20
 
@@ -55,19 +55,19 @@ class InputFile(NamedTuple):
     """One file to read."""
 
     path: str
-    """Where it is; `-` is standard input."""
+    """Path of the file; `-` is standard input."""
     name: str
-    """What a manifest calls it: its name, or its path inside the folder that was given."""
+    """Name in a manifest: the file's name, or its path inside the given folder."""
 
     @property
     def packing(self) -> str:
-        """A key of `PACKINGS`, by the file's name."""
+        """Key of `PACKINGS`, by the file's name."""
         ending = Path(self.path).suffix
         return ending if ending in PACKINGS else ""
 
     @property
     def ending(self) -> str:
-        """The ending of the unpacked file's name, such as `.jsonl`; often empty."""
+        """Ending of the unpacked file's name, such as `.jsonl`; often empty."""
         return Path(self.path.removesuffix(self.packing)).suffix
 
 
@@ -114,7 +114,7 @@ class OpenInput:
 
     def __init__(self, file: InputFile):
         self.file = file
-        self._raw = _HashedFile(_open_raw(file.path))
+        self._raw = _open_raw(file.path)
         buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = file.packing
         if is_stream(file.path):
@@ -150,35 +150,28 @@ class OpenInput:
         self._buffered.close()
 
 
-class _HashedFile(io.RawIOBase):
-    """A file that counts and hashes what is read from it."""
+class _HashedFile(io.FileIO):
+    """A file that counts and hashes the bytes read from it."""
 
-    def __init__(self, raw: Any):
-        self._raw = raw
+    def __init__(self, file: str | int, closefd: bool = True):
+        super().__init__(file, "rb", closefd)
         self.count = 0
         self.digest = hashlib.sha256()
 
-    def readable(self) -> bool:
-        return True
-
     def readinto(self, buffer: Any) -> int:
-        count = self._raw.readinto(buffer) or 0
+        count = super().readinto(buffer) or 0
         self.digest.update(memoryview(buffer)[:count])
         self.count += count
         return count
 
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
-
-def _open_raw(path: str) -> Any:
+def _open_raw(path: str) -> _HashedFile:
     if path == STANDARD_INPUT:
-        return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+        return _HashedFile(sys.stdin.fileno(), closefd=False)
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return open(path, "rb", buffering=0)
+        return _HashedFile(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
 
@@ -244,7 +237,7 @@ def _is_manifest(path: str) -> bool:
 
 
 def _holds_documents(file: InputFile) -> bool:
-    """Whether a file without an ending begins as WikiExtractor's do: with `<doc …>`, or a JSON line."""
+    """Tell whether a file without an ending begins as WikiExtractor's do: with `<doc …>`, or a JSON line."""
     try:
         with OpenInput(file) as opened:
             return opened.read(64).lstrip().startswith((b"<doc ", b"{"))

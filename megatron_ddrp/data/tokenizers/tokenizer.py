@@ -46,7 +46,7 @@ class Tokenizer(ABC):
     """
 
     library: str
-    """The package that tokenizes; its version belongs into a manifest."""
+    """Package that tokenizes; its version belongs into a manifest."""
     file_name: str
     """Name of the vocabulary's file in a folder written by `save`."""
 
