@@ -32,16 +32,9 @@ from megatron_ddrp.errors import UserError, run_command
 PACKAGES = ("numpy", "torch", "scipy", "sklearn", "matplotlib", "transformers")
 """Packages that this project needs and that have much prose in their docstrings."""
 
-NOT_DOCUMENTATION = {
-    "test",
-    "tests",
-    "testing",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "_vendor",
-}
+LEFT_OUT = {"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor"}
+"""Folders without documentation of their own."""
+
 MIN_PARAGRAPH_WORDS = 8
 MIN_WORD_SHARE = 0.75
 SEED = 0
@@ -90,7 +83,7 @@ def docstrings(path: Path) -> Iterator[str]:
 def modules(root: Path) -> Iterator[Path]:
     """Yield the Python files below `root` that are no tests, in alphabetical order."""
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in NOT_DOCUMENTATION)
+        subfolders[:] = sorted(name for name in subfolders if name not in LEFT_OUT)
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 
 

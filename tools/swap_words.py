@@ -65,12 +65,8 @@ def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> 
 
     Both forms have the same words, so that nothing but their order tells the label.
     """
-    candidates = []
-    for found in documents:
-        for sentence in found:
-            changed = swap(sentence, rng)
-            if changed is not None:
-                candidates.append((sentence, changed))
+    sentences_in_order = (sentence for found in documents for sentence in found)
+    candidates = [(sentence, changed) for sentence in sentences_in_order if (changed := swap(sentence, rng))]
     rng.shuffle(candidates)
     half = min(limit // 2, len(candidates))
     rows = [row for real, changed in candidates[:half] for row in ((1, real), (0, changed))]

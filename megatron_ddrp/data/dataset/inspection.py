@@ -127,9 +127,9 @@ def first_documents(
             shown += ids[: max(0, num_tokens - len(shown))].tolist()
         more = " …" if size > len(shown) else ""
         if tokenizer is None:
-            yield document, size, " ".join(map(str, shown)) + more
-        elif all(0 <= i < tokenizer.vocab_size for i in shown):
-            yield document, size, " ".join(tokenizer.decode(shown).split()) + more
+            text = " ".join(map(str, shown)) + more
+        elif foreign := [i for i in shown if not 0 <= i < tokenizer.vocab_size]:
+            text = f"not of this tokenizer: id {foreign[0]}, expected 0 to {tokenizer.vocab_size - 1}"
         else:
-            foreign = next(i for i in shown if not 0 <= i < tokenizer.vocab_size)
-            yield document, size, f"not of this tokenizer: id {foreign}, expected 0 to {tokenizer.vocab_size - 1}"
+            text = " ".join(tokenizer.decode(shown).split()) + more
+        yield document, size, text

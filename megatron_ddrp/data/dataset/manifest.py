@@ -58,11 +58,7 @@ def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
 
 def tokenizer_entry(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the manifest's `tokenizer`, which ties a dataset to it."""
-    return {
-        "type": tokenizer.tokenizer_type,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-    }
+    return {"type": tokenizer.tokenizer_type, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
 
 
 def tokenizer_name(made_by: Mapping[str, Any]) -> str:

@@ -20,13 +20,7 @@ import megatron_ddrp
 from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
-from megatron_ddrp.data.preprocess.inputs import (
-    BLOCK_BYTES,
-    InputFile,
-    OpenInput,
-    find_inputs,
-    is_stream,
-)
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
 from megatron_ddrp.data.preprocess.records import Chunk
 from megatron_ddrp.data.preprocess.signals import uninterrupted
 from megatron_ddrp.data.preprocess.workers import map_in_order

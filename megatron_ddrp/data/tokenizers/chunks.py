@@ -50,14 +50,11 @@ class PreprocessConfig:
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
 
-    def dataset_prefix(self, key: str) -> str:
-        """Return the prefix of the dataset of one JSON key."""
-        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
-
     @property
     def prefixes(self) -> list[str]:
-        """One prefix for each key."""
-        return [self.dataset_prefix(key) for key in self.json_keys]
+        """Prefixes of the datasets, one for each key."""
+        level = "sentence" if self.split_sentences else "document"
+        return [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
 
     @property
     def unfinished_folder(self) -> str:
