@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from megatron_ddrp.errors import UserError
 
@@ -29,44 +29,46 @@ class AtomicFile:
 
     def __init__(self, path: AnyPath):
         self.path = Path(path)
-        self._temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary = self.path.with_name(self.path.name + ".tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
         self.stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
-        if not lock(self.stream, self._temporary):
+        if not lock(self.stream, temporary):
             self.stream.close()
             raise UserError(f"{self.path}: another process is writing this file; wait for it or choose another name")
         self.stream.truncate(0)
+        self._renamed = renamed(self.stream, temporary, self.path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         self.stream.write(data)
 
     def __enter__(self) -> AtomicFile:
+        self._renamed.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._discard()
-            return
-        try:
-            sync(self.stream)
-            os.replace(self._temporary, self.path)
-        except OSError:  # a full disk, say
-            self._discard()
-            raise
-        self.stream.close()
-        sync_folder(self.path.parent)
+    def __exit__(self, *error: Any) -> None:
+        self._renamed.__exit__(*error)
 
-    def _discard(self) -> None:
-        self._temporary.unlink(missing_ok=True)
+
+@contextlib.contextmanager
+def renamed(stream: IO[bytes], temporary: Path, path: Path) -> Iterator[None]:
+    """Rename an open file from `temporary` to `path` when the block ends; remove it when the block raises."""
+    try:
+        yield
+        sync(stream)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         with contextlib.suppress(OSError):  # a full disk refuses the last flush too
-            self.stream.close()
+            stream.close()
+        raise
+    stream.close()
+    sync_folder(path.parent)
 
 
 def lock(stream: IO[bytes], path: Path) -> bool:

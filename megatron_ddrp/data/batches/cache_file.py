@@ -8,7 +8,6 @@ under a name of their own and rename; the last one replaces a file by its equal.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import stat
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ddrp.data.atomic import AnyPath, sync
+from megatron_ddrp.data.atomic import AnyPath, renamed
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
 from megatron_ddrp.errors import UserError
 
@@ -75,16 +74,10 @@ class CacheFile:
         mode = self._index.stat().st_mode & 0o666  # for the same users as the data; mkstemp gives it to one
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(seal(self.path.name, content))
-                sync(stream)
-            os.chmod(temporary, mode)
-            os.replace(temporary, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        stream = os.fdopen(descriptor, "wb")
+        with renamed(stream, Path(temporary), self.path):
+            stream.write(seal(self.path.name, content))
+            os.fchmod(descriptor, mode)
 
 
 def seal(name: str, content: bytes) -> bytes:
