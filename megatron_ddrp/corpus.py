@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +13,21 @@ from numpy.typing import NDArray
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
-from megatron_ddrp.data.batches.loader import BatchLoader
+from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
-from megatron_ddrp.data.batches.samples import SampleIndex, check_tokenizer, sample_totals, split_documents
+from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals, split_documents
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.verification import check_sums
-from megatron_ddrp.data.preprocess.inputs import reading_progress
+from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One dataset of the corpus and the totals of its sample index."""
 
     dataset: IndexedDataset
@@ -43,49 +42,47 @@ class Corpus:
     config: Config
     sources: dict[str, Source]
     """By prefix, each opened once."""
-    notes: tuple[str, ...]
-    """What the user should know of the opening, one line each."""
+    remarks: tuple[str, ...]
+    """Lines for the user about the opening."""
     keep_indices: bool = True
-    """Whether what is counted is kept on disk."""
+    """Whether sample indices and word counts are kept on disk."""
 
     @classmethod
     def open(cls, config: Config, keep_indices: bool = True) -> Corpus:
-        """Open what the data flags and the tokenizer flags name, and check that they belong together.
+        """Open the datasets and the tokenizer that the flags name, and check that they belong together.
 
-        `keep_indices` keeps the sample indices on disk (see `index_cache`), and the rare words where they are asked
-        for; without it nothing is written.
+        `keep_indices` keeps the sample indices on disk (see `index_cache`), and under `--notes` the rare words; without
+        it nothing is written.
         """
-        data = config.data
+        data, seq_length = config.data, config.model.seq_length
         if data.data_path is data.train_data_path is data.valid_data_path is None:
             raise UserError(
                 "--data-path is missing: give the prefix that tools/preprocess_data.py wrote", WRONG_ARGUMENTS
             )
         prefixes = dataset_prefixes(config)
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
-        warning = warn_of_impossible(tokenizer)
-        sources, notes = {}, [warning] if warning else []
+        sources, remarks = {}, [warn_of_impossible(tokenizer)]
         for prefix in prefixes:
             dataset = open_dataset(prefix, tokenizer)
             if keep_indices:
-                totals, note = cached_totals(dataset, config.model.seq_length, data.index_cache_dir)
-                notes += [note] if note else []
+                totals, remark = cached_totals(dataset, seq_length, data.index_cache_dir)
+                remarks.append(remark)
             else:
-                totals = sample_totals(dataset, config.model.seq_length)
+                totals = sample_totals(dataset, seq_length)
             sources[prefix] = Source(dataset, totals)
-        return cls(tokenizer, config, sources, tuple(notes), keep_indices)
+        return cls(tokenizer, config, sources, tuple(filter(None, remarks)), keep_indices)
 
     def samples(self, split: str) -> Blend:
-        """The sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only."""
+        """Return the sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only."""
         prefixes, weights = blend_words(self.config, split)
-        return Blend([self._part(prefix, split) for prefix in prefixes], weights)
-
-    def _part(self, prefix: str, split: str) -> SampleIndex:
-        source = self.sources[prefix]
-        documents = self._documents(prefix, split)
-        return SampleIndex(source.dataset, documents, self.config.model.seq_length, source.totals)
+        seq_length = self.config.model.seq_length
+        documents = [self._documents(prefix, split) for prefix in prefixes]
+        sources = [self.sources[prefix] for prefix in prefixes]
+        parts = [SampleIndex(s.dataset, d, seq_length, s.totals) for s, d in zip(sources, documents, strict=True)]
+        return Blend(parts, weights)
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
-        """Which documents of a dataset make its part of a split."""
+        """Return the range of a dataset's documents that make its part of a split."""
         num_documents = self.sources[prefix].dataset.num_documents
         if self.config.data.split is None:
             return 0, num_documents
@@ -97,49 +94,26 @@ class Corpus:
         `--mask-prob` is the training split's rate alone; the others are masked at `--eval-mask-prob`.
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
-        masker = Masker(
-            tokenizer.word_starts,
-            tokenizer.special_ids,
-            tokenizer.mask_id,
-            tokenizer.vocab_size,
-            objective.mask_prob if split == "train" else objective.eval_mask_prob,
-            training.seed,
-            masking=objective.masking,
-            unk_id=tokenizer.unk_id,
-            **objective.mask_shares,
-        )
-        return BatchLoader(
-            self.samples(split),
-            masker,
-            cls_id=tokenizer.cls_id,
-            sep_id=tokenizer.sep_id,
-            pad_id=tokenizer.pad_id,
-            seq_length=self.config.model.seq_length,
-            micro_batch_size=training.micro_batch_size,
-            global_batch_size=training.global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=training.seed,
-            packing=self.config.data.packing,
-            mark_rare_words=self._mark_rare_words(),
-        )
+        mask_prob = objective.mask_prob if split == "train" else objective.eval_mask_prob
+        masker = Masker(tokenizer, mask_prob, training.seed, objective.masking, **objective.mask_shares)
+        mark = None
+        if objective.notes:
+            mark = partial(WordFinder(tokenizer.word_starts, tokenizer.special_ids).number, self.rare_words[0])
+        reader = SampleReader(self.samples(split), tokenizer, masker, self.config.model.seq_length, mark)
+        share = Share(training.global_batch_size, training.micro_batch_size, rank, world_size)
+        return BatchLoader(reader, share, training.seed, self.config.data.packing)
 
     @cached_property
     def rare_words(self) -> tuple[RareWords, str]:
-        """The rare words of the training text, for `--notes`, and a line about them; counted on first use."""
+        """Rare words of the training text, for `--notes`, and a line about them; counted on first use."""
         prefixes, _ = blend_words(self.config, "train")
         parts = [(self.sources[prefix].dataset, self._documents(prefix, "train")) for prefix in prefixes]
         objective = self.config.objective
         bounds = (objective.notes_min_count, objective.notes_max_count)
         return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
 
-    def _mark_rare_words(self) -> Callable[..., NDArray[np.int64]] | None:
-        if not self.config.objective.notes:
-            return None
-        return partial(WordFinder(self.tokenizer.word_starts, self.tokenizer.special_ids).number, self.rare_words[0])
-
     def describe(self, samples: Blend, consumed: int) -> str:
-        """Documents, sequences and epochs of a run over so many of the `samples`; a line for each corpus of a blend."""
+        """Return documents, sequences and epochs of a run over `consumed` samples; one line per corpus of a blend."""
         documents = sum(part.num_documents for part in samples.parts)
         line = f"{documents:,} documents, {len(samples):,} training sequences"
         if samples.counts is None:
@@ -147,14 +121,14 @@ class Corpus:
         lines = [f"{line}, blended:"]
         for part, count, visits in zip(samples.parts, samples.counts, samples.consumed(consumed), strict=True):
             lines.append(
-                f"  {count / sum(samples.counts):7.2%} {part.source(0)}: {part.num_documents:,} documents, "
+                f"  {count / sum(samples.counts):7.2%} {part.prefix}: {part.num_documents:,} documents, "
                 f"{len(part):,} sequences, {visits / len(part):.2f} epochs"
             )
         return "\n".join(lines)
 
 
 def has_split(config: Config, split: str) -> bool:
-    """Whether the flags name data for `train` or `valid`."""
+    """Tell whether the flags name data for `train` or `valid`."""
     return config.data.data_path is not None or getattr(config.data, f"{split}_data_path") is not None
 
 
@@ -175,15 +149,15 @@ def verify_data(
     if not config.data.verify_data:
         return ()
     prefixes = dataset_prefixes(config)
-    paths = [path for prefix in prefixes for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))]
-    with reading_progress([os.fspath(p) for p in paths if p.is_file()], "verifying the data", show=here) as progress:
+    paths = [dataset_path(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+    with reading_progress([path for path in paths if path.is_file()], "verifying the data", show=here) as progress:
         for prefix in prefixes:
             agreed(partial(check_sums, prefix, progress.update) if here else lambda: None)
     return (f"data verified: {', '.join(prefixes)} as in the manifest{'s' * (len(prefixes) > 1)}",)
 
 
 def blend_words(config: Config, split: str) -> BlendWords:
-    """Which datasets make a split, and with which weights."""
+    """Return the datasets that make a split, and their weights."""
     if config.data.data_path is not None:
         return read_blend(config.data.data_path, "--data-path")
     words = getattr(config.data, f"{split}_data_path", None)
@@ -194,7 +168,7 @@ def blend_words(config: Config, split: str) -> BlendWords:
 
 
 def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """A dataset that this tokenizer made, as far as can be told."""
+    """Open a dataset. Raises `UserError` where its manifest, or else one of its ids, is of another tokenizer."""
     check_tokenizer(prefix, tokenizer)
     dataset = IndexedDataset(prefix)
     if dataset.manifest is None:
@@ -203,7 +177,7 @@ def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
 
 
 def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Refuse a dataset that holds ids outside the vocabulary, before a run rather than in its midst.
+    """Refuse a dataset with ids outside the vocabulary, before a run rather than in its midst.
 
     Only needed where no manifest ties the dataset to its tokenizer, such as beside Megatron's own files.
     """

@@ -72,7 +72,7 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        for note in dict.fromkeys(note for notes in gather_objects((*verified, *corpus.notes)) for note in notes):
+        for note in dict.fromkeys(note for notes in gather_objects((*verified, *corpus.remarks)) for note in notes):
             log.say(note)
         log.say(introduction(config, ranks, corpus, loader, total, position))
         if notes is not None:

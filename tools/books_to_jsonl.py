@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""A folder of books as .txt files, one a book → one .jsonl with one document a book.
+"""A folder of books, one .txt file per book → one .jsonl with one document per book.
 
-In plain text a blank line ends a document, and a book would fall into its paragraphs; here it stays one, whose tokens
-fill whole sequences. Project Gutenberg's header and licence, where its *** lines mark them, are left out.
+In plain text a blank line ends a document, and a book would fall into its paragraphs. Here a book is one document,
+whose tokens fill whole sequences. Project Gutenberg's header and licence, where its *** lines mark them, are left out.
 
     python tools/books_to_jsonl.py --input books/ --output books.jsonl
 """
@@ -13,13 +13,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs, reading_progress
+from megatron_ddrp.data.preprocess.flags import add_on_error
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
 _BLOCK = 1 << 20
@@ -27,7 +28,7 @@ _MARK = re.compile(r"^\*\*\* ?(START|END) OF (?:THIS|THE) PROJECT GUTENBERG.*$",
 
 
 def read_book(file: InputFile, skip: bool) -> str | None:
-    """The text of a book, without blank lines; None for one that is not UTF-8 and is to be skipped."""
+    """Return the text of a book, without blank lines; None for a skipped one that is not UTF-8."""
     with OpenInput(file) as stream:
         raw = b"".join(iter(lambda: stream.read(_BLOCK), b""))
     try:
@@ -42,19 +43,11 @@ def read_book(file: InputFile, skip: bool) -> str | None:
 
 
 def body(text: str) -> str:
-    """What stands between Project Gutenberg's marks, everything where there are none."""
+    """Return the text between Project Gutenberg's marks, all of it where there are none."""
     marks = {mark[1]: mark for mark in _MARK.finditer(text)}
     begin = marks["START"].end() if "START" in marks else 0
     end = marks["END"].start() if "END" in marks else len(text)
     return text[begin:end] if begin < end else text
-
-
-def books(files: Sequence[InputFile], skip: bool) -> Iterator[tuple[InputFile, str | None]]:
-    """Each file with its text, behind a progress bar."""
-    with reading_progress([file.path for file in files]) as bar:
-        for file in files:
-            yield file, read_book(file, skip)
-            bar.update(os.path.getsize(file.path))
 
 
 def main() -> None:
@@ -63,12 +56,7 @@ def main() -> None:
         "--input", nargs="+", required=True, metavar="DIR", help="folders (or files) of .txt, also packed"
     )
     parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="replaced if it is there")
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="a book that is not UTF-8: stop, or skip and count it",
-    )
+    add_on_error(parser, "a book that is not UTF-8: stop, or skip and count it")
     arguments = parser.parse_args()
     files = find_inputs(arguments.input)
     for file in files:
@@ -78,8 +66,10 @@ def main() -> None:
                 WRONG_ARGUMENTS,
             )
     written = skipped = empty = characters = 0
-    with AtomicFile(arguments.output) as stream:
-        for file, text in books(files, arguments.on_error == "skip"):
+    with AtomicFile(arguments.output) as stream, reading_progress([file.path for file in files]) as bar:
+        for file in files:
+            text = read_book(file, arguments.on_error == "skip")
+            bar.update(os.path.getsize(file.path))
             if not text:
                 skipped, empty = skipped + (text is None), empty + (text == "")
                 continue

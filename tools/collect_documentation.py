@@ -30,18 +30,11 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError, run_command
 
 PACKAGES = ("numpy", "torch", "scipy", "sklearn", "matplotlib", "transformers")
-"""Of what this project needs, the packages with much prose in their docstrings."""
+"""Packages that this project needs and that have much prose in their docstrings."""
 
-NOT_DOCUMENTATION = {
-    "test",
-    "tests",
-    "testing",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "_vendor",
-}
+LEFT_OUT = {"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor"}
+"""Folders without documentation of their own."""
+
 MIN_PARAGRAPH_WORDS = 8
 MIN_WORD_SHARE = 0.75
 SEED = 0
@@ -58,7 +51,7 @@ _WORD = re.compile(r"[(\"']?[A-Za-z]+(?:['-][A-Za-z]+)*[.,;:!?)\"']*$")
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of prose in a docstring or help topic, each on one line without markup."""
+    """Yield the paragraphs of prose in a docstring or help topic, each on one line without markup."""
     for block in re.split(r"\n[ \t]*\n", text):
         if _TABLE.search(block):
             continue
@@ -73,7 +66,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a Python file: the module's, its classes' and functions', in their order."""
+    """Yield the docstrings of a Python file: the module's, its classes' and functions', in their order."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's files
@@ -88,14 +81,14 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def modules(root: Path) -> Iterator[Path]:
-    """The Python files below `root` that are no tests, in alphabetical order."""
+    """Yield the Python files below `root` that are no tests, in alphabetical order."""
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in NOT_DOCUMENTATION)
+        subfolders[:] = sorted(name for name in subfolders if name not in LEFT_OUT)
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 
 
 def sources(packages: Iterable[str]) -> Iterator[tuple[str, Iterable[tuple[str, Iterable[str]]]]]:
-    """(name, its documents as (title, texts)) of each source, the standard library first."""
+    """Yield (name, its documents as (title, texts)) of each source, the standard library first."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     yield "the standard library", ((str(path.relative_to(stdlib)), docstrings(path)) for path in modules(stdlib))
     try:
@@ -114,7 +107,7 @@ def sources(packages: Iterable[str]) -> Iterator[tuple[str, Iterable[tuple[str, 
 
 
 def collect(packages: Iterable[str], megabytes: float) -> tuple[list[dict[str, str]], list[str]]:
-    """(documents, names of the sources used): whole sources until there are `megabytes` of text."""
+    """Return (documents, names of the sources used): whole sources until there are `megabytes` of text."""
     documents: list[dict[str, str]] = []
     used: list[str] = []
     seen: set[str] = set()

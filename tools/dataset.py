@@ -9,36 +9,36 @@ python tools/dataset.py merge --output-prefix data/all data/wiki_text_document d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.batches.samples import check_tokenizer
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
-from megatron_ddrp.data.dataset.manifest import read_manifest
+from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.dataset.merging import merge
-from megatron_ddrp.data.dataset.verification import verify
-from megatron_ddrp.data.preprocess.inputs import reading_progress
+from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
+from megatron_ddrp.data.preprocess.flags import add_tokenizer
+from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError, run_command
 
-TERMINATED = 143
-
-INSPECT = """What a dataset holds: counts, lengths of its documents, and how its first documents read.
+INSPECT = """Show a dataset: counts, lengths of its documents, and its first documents as text.
 
     python tools/dataset.py inspect data/wiki_text_document
     python tools/dataset.py inspect data/wiki_text_document --vocab-file vocab.txt --documents 10
     python tools/dataset.py inspect data/wiki_text_document --output lengths.png
 """
-VERIFY = """Check a dataset and say, a line each, what is wrong where; exit code 1 if anything is.
+VERIFY = """Check a dataset and print one line per fault with its place; exit code 1 if there is any.
 
 Checked are the header, every sequence's and document's place, the size of the .bin, every id against the vocabulary (of
 the tokenizer given, else as the manifest says), and against the manifest: counts, tokenizer, SHA-256 of both files.
@@ -58,21 +58,21 @@ input has none.
 
 
 def build_parser() -> ArgumentParser:
-    """The three commands and their flags."""
+    """Return the parser of the three commands."""
     parser = ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="counts, lengths, first documents", description=INSPECT)
-    _add_prefix(inspect)
-    _add_tokenizer(inspect, "to show documents as text instead of ids")
+    check = commands.add_parser("verify", help="say exactly what is wrong where", description=VERIFY)
+    for command, purpose in ((inspect, "show documents as text instead of ids"), (check, "check ids and fingerprint")):
+        command.add_argument("prefix", metavar="P", help="prefix of the dataset; P.bin and P.idx name it too")
+        kind = f"kind of vocabulary (default: as the manifest says, else {TOKENIZER_TYPES[0]})"
+        add_tokenizer(command, f"tokenizer, to {purpose} (local files only)", None, kind)
     shown = inspect.add_argument_group("what is shown")
     shown.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
     shown.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
     shown.add_argument(
         "--output", type=Path, metavar="FILE", help="also write the counts as .json, or the lengths as a figure, .png"
     )
-    check = commands.add_parser("verify", help="say exactly what is wrong where", description=VERIFY)
-    _add_prefix(check)
-    _add_tokenizer(check, "to check ids and fingerprint")
     join = commands.add_parser("merge", help="several datasets → one", description=MERGE)
     join.add_argument("input", nargs="+", metavar="IN", help="prefix of a dataset; IN.bin and IN.idx name it too")
     join.add_argument("--output-prefix", required=True, metavar="P", help="path and name of the result, without .bin")
@@ -80,41 +80,19 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def _add_prefix(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", metavar="P", help="prefix of the dataset; P.bin and P.idx name it too")
-
-
-def _add_tokenizer(parser: argparse.ArgumentParser, purpose: str) -> None:
-    tokenizer = parser.add_argument_group(f"tokenizer, {purpose} (local files only)")
-    tokenizer.add_argument(
-        "--tokenizer-type",
-        choices=TOKENIZER_TYPES,
-        help="kind of vocabulary (default: what the manifest says, else BertWordPieceLowerCase)",
-    )
-    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.txt, for the BertWordPiece types")
-    tokenizer.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help=".model file for SentencePiece; for HuggingFace a folder with tokenizer.json",
-    )
-
-
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that the flags name, or None where they name none."""
-    kind, vocab_file, model = arguments.tokenizer_type, arguments.vocab_file, arguments.tokenizer_model
-    if kind is None and vocab_file is None and model is None:
+    """Return the tokenizer that the flags name, or None where they name none."""
+    kind, files = arguments.tokenizer_type, (arguments.vocab_file, arguments.tokenizer_model)
+    if kind is None and files == (None, None):
         return None
     if kind is None:
-        try:
-            recorded = ((read_manifest(arguments.prefix) or {}).get("tokenizer") or {}).get("type")
-        except UserError:
-            recorded = None  # verify says it better
-        kind = recorded if recorded in TOKENIZER_TYPES else TOKENIZER_TYPES[0]
-    return build_tokenizer(kind, vocab_file, model)
+        with contextlib.suppress(UserError):  # verify says it better
+            kind = entry(read_manifest(arguments.prefix), "tokenizer").get("type")
+    return build_tokenizer(kind if kind in TOKENIZER_TYPES else TOKENIZER_TYPES[0], *files)
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
-    """Print what a dataset holds."""
+    """Print the contents of a dataset."""
     output = arguments.output
     if output is not None and output.suffix not in (".json", ".png"):
         raise UserError(f"--output {output}: expected a name that ends in .json or .png", WRONG_ARGUMENTS)
@@ -134,33 +112,27 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         return
     if output.suffix == ".json":
         with AtomicFile(output) as stream:
-            stream.write((json.dumps(summary.as_json(), indent=2) + "\n").encode())
+            stream.write((json.dumps(asdict(summary), indent=2) + "\n").encode())
     else:
         draw_lengths(summary, dataset.prefix, output)
     print(f"\n{output} written")
 
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
-    """The histogram of document lengths as a figure."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("the figure needs matplotlib: pip install 'megatron-ddrp[plots]', or give a .json") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """Draw the histogram of document lengths."""
+    from megatron_ddrp.analysis.figures import COLORS, pyplot, save_figure  # loads torch
 
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
-    axes.bar(names, [count for _, _, count in summary.histogram], color="#0072B2")
+    axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
     axes.tick_params(axis="x", rotation=45)
-    axes.set(title=title, xlabel="tokens a document", ylabel="documents")
-    with AtomicFile(path) as stream:
-        figure.savefig(stream.stream, format="png", dpi=150)
-    plt.close(figure)
+    axes.set(title=title, xlabel="tokens per document", ylabel="documents")
+    save_figure(plt, figure, path)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print what is wrong with a dataset; 1 if anything is."""
+    """Print the faults of a dataset; return 1 if there are any."""
     prefix = os.fspath(dataset_path(arguments.prefix, ""))
     file_size(dataset_path(prefix, ".idx"))
     tokenizer = given_tokenizer(arguments)
@@ -183,8 +155,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_merge(arguments: argparse.Namespace) -> None:
-    """Join datasets and say what came out."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that unfinished files are removed
+    """Join datasets and print the counts of the result."""
+    exit_on_sigterm()  # so that unfinished files are removed
     paths = [dataset_path(prefix, ".bin") for prefix in arguments.input]
     for path in paths:
         file_size(path)

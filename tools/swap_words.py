@@ -37,7 +37,7 @@ _MOVABLE = re.compile(r"[a-z]+(?:['-][a-z]+)*")
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of `text` that are 6 to 30 words of prose, split at blank space."""
+    """Return the sentences of `text` that are 6 to 30 words of prose, split at blank space."""
     found = []
     for line in text.splitlines():
         for candidate in _SENTENCE_END.split(line.strip()):
@@ -49,7 +49,7 @@ def sentences(text: str) -> list[str]:
 
 
 def swap(sentence: str, rng: random.Random) -> str | None:
-    """`sentence` with two of its different inner lower-case words exchanged; None where there are no two."""
+    """Return `sentence` with two of its different inner lower-case words exchanged; None where there are no two."""
     words = sentence.split(" ")
     movable = [index for index in range(1, len(words) - 1) if _MOVABLE.fullmatch(words[index])]
     pairs = [(i, j) for i in movable for j in movable if i < j and words[i] != words[j]]
@@ -61,16 +61,12 @@ def swap(sentence: str, rng: random.Random) -> str | None:
 
 
 def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> list[tuple[int, str]]:
-    """At most `limit` rows (label, sentence) in random order: each sentence as it is and with two words swapped.
+    """Return at most `limit` rows (label, sentence) in random order: each sentence as it is and with two words swapped.
 
     Both forms have the same words, so that nothing but their order tells the label.
     """
-    candidates = []
-    for found in documents:
-        for sentence in found:
-            changed = swap(sentence, rng)
-            if changed is not None:
-                candidates.append((sentence, changed))
+    sentences_in_order = (sentence for found in documents for sentence in found)
+    candidates = [(sentence, changed) for sentence in sentences_in_order if (changed := swap(sentence, rng))]
     rng.shuffle(candidates)
     half = min(limit // 2, len(candidates))
     rows = [row for real, changed in candidates[:half] for row in ((1, real), (0, changed))]
@@ -81,7 +77,7 @@ def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> 
 def make_task(
     texts: Iterable[str], train: int, dev: int, seed: int
 ) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """(training rows, development rows), at most so many, from different documents.
+    """Return (training rows, development rows), at most so many, from different documents.
 
     Documents go to development until it has twice as many sentences as rows, for some cannot be changed, or a tenth of
     all. A sentence that occurs twice counts once.

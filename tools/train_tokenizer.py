@@ -13,36 +13,23 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.preprocess.documents import iter_documents
-from megatron_ddrp.data.preprocess.inputs import INPUT_HELP, find_inputs, reading_progress
+from megatron_ddrp.data.preprocess.flags import add_input
+from megatron_ddrp.data.preprocess.inputs import find_inputs
+from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
 
 def build_parser() -> ArgumentParser:
-    """The command's flags, grouped by concern."""
+    """Return the parser of the command's flags, grouped by concern."""
     parser = ArgumentParser(description=__doc__)
-    data = parser.add_argument_group("input")
-    data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
-    data.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys (columns, of .parquet) to learn from (default: text)",
-    )
-    data.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="a record that is not UTF-8 or JSON or lacks the key: stop and name its line, or skip and count it",
-    )
+    add_input(parser, "to learn from")
     vocabulary = parser.add_argument_group("vocabulary")
     vocabulary.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
     vocabulary.add_argument(
@@ -70,7 +57,7 @@ def main() -> None:
         documents = iter_documents(
             arguments.input, arguments.json_keys, arguments.on_error, skipped.append, progress.update
         )
-        texts: Iterator[str] = (text for document in documents for text in document)
+        texts = (text for document in documents for text in document)
         if arguments.type == "wordpiece":
             pieces = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write("".join(f"{piece}\n" for piece in pieces).encode())

@@ -22,7 +22,7 @@ _FEISTEL_ROUNDS = 6
 
 
 def hash_uint64(seed: int, purpose: str, *counters: ArrayLike) -> NDArray[np.uint64]:
-    """Uniform 64-bit hash of (seed, purpose, counters).
+    """Return a uniform 64-bit hash of (seed, purpose, counters).
 
     The counters are non-negative integers or arrays of them, broadcast against each other; the result has their common
     shape (`[]` without counters). Put the slowly varying ones first: each is folded in at its own broadcast size.
@@ -34,7 +34,7 @@ def hash_uint64(seed: int, purpose: str, *counters: ArrayLike) -> NDArray[np.uin
 
 
 def fold_in(state: NDArray[np.uint64], counter: ArrayLike) -> NDArray[np.uint64]:
-    """A new hash from a hash and one more counter: `hash_uint64(s, p, a, b) == fold_in(hash_uint64(s, p, a), b)`."""
+    """Fold one more counter into a hash: `hash_uint64(s, p, a, b) == fold_in(hash_uint64(s, p, a), b)`."""
     shape = np.broadcast_shapes(np.shape(state), np.shape(counter))
     # At least one axis: numpy warns of the intended wrap-around modulo 2**64 for scalars only.
     mixed = np.atleast_1d(counter).astype(np.uint64) * _GOLDEN + (np.atleast_1d(state) + _GOLDEN)
@@ -43,15 +43,15 @@ def fold_in(state: NDArray[np.uint64], counter: ArrayLike) -> NDArray[np.uint64]
 
 
 def to_unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The upper 53 bits of 64-bit hashes as float64 in [0, 1)."""
+    """Return the upper 53 bits of 64-bit hashes as float64 in [0, 1)."""
     return (hashes >> np.uint64(11)) * 2.0**-53
 
 
 def permute(index: ArrayLike, size: int, seed: int, purpose: str, epoch: ArrayLike) -> NDArray[np.int64]:
-    """Place of each `index` in the shuffled range(size): a bijection for every (seed, purpose, epoch).
+    """Return the place of each `index` in the shuffled range(size): a bijection for every (seed, purpose, epoch).
 
     `index` and `epoch` broadcast against each other; each index lies in [0, size), else `ValueError`. Constant memory
-    for any size up to 2**62; about three evaluations of the network an index.
+    for any size up to 2**62; about three evaluations of the network per index.
     """
     index, epoch = np.broadcast_arrays(np.asarray(index, np.int64), np.asarray(epoch, np.int64))
     if index.size and (index.min() < 0 or index.max() >= size):

@@ -93,7 +93,7 @@ def test_each_corpus_is_split_on_its_own(parts, tiny_corpus):
 def test_masking_flag(parts, tiny_corpus, masking):
     config = make_config(tiny_corpus, data={"data_path": parts["a"]}).replace(objective={"masking": masking})
     labels = [batch.labels for batch in Corpus.open(config).loader("train", 0, 1).step(0)]
-    assert Corpus.open(config).loader("train", 0, 1).masker.masking == masking
+    assert Corpus.open(config).loader("train", 0, 1).reader.masker.masking == masking
     assert sum(int((part != IGNORED_LABEL).sum()) for part in labels) > 32
 
 
@@ -117,7 +117,7 @@ def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpu
     corpus = Corpus.open(make_config(tiny_corpus, data=data))
     assert [part.num_documents for part in corpus.samples("train").parts] == [350, 70]
     valid = corpus.samples("valid")
-    assert [part.source(0) for part in valid.parts] == [parts["c"], parts["a"]] and valid.counts == [1, 2]
+    assert [part.prefix for part in valid.parts] == [parts["c"], parts["a"]] and valid.counts == [1, 2]
     assert set(corpus.sources) == {parts[name] for name in "abc"}, "each is opened once"
     first = rows_of(corpus.config, 0, "valid")
     assert rows_of(corpus.config, 0, "valid", world=2) == first
@@ -161,7 +161,7 @@ def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):
         config = make_config(tiny_corpus, data={"vocab_file": str(tmp_path / "cased.txt"), "tokenizer_type": kind})
         text = {"input": (str(tiny_corpus.text_file),), "output_prefix": str(tmp_path / kind), "tokenizer_type": kind}
         [prefix] = preprocess(PreprocessConfig(**text, vocab_file=config.data.vocab_file)).prefixes
-        found = Corpus.open(config.replace(data={"data_path": prefix})).notes
+        found = Corpus.open(config.replace(data={"data_path": prefix})).remarks
         assert len(found) == notes and all("pieces can never occur" in note for note in found)
 
 

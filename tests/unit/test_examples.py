@@ -192,12 +192,6 @@ def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedP
 
 def write_dataset(folder: Path) -> str:
     """Thirty documents of 40 tokens: eight words, each often enough for the notes of rare words and not too often."""
-    from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
+    from tests.datasets import write_dataset
 
-    prefix = str(folder / "corpus_text_document")
-    with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for _ in range(30):
-            writer.append([5 + i % 8 for i in range(40)])
-            writer.end_document()
-        writer.finalize()
-    return prefix
+    return write_dataset(folder / "corpus_text_document", [[[5 + i % 8 for i in range(40)]]] * 30).prefix

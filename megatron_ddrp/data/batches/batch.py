@@ -33,9 +33,9 @@ class Batch(NamedTuple):
     """Under `--notes`: w at the first piece of rare word w = 1, 2, …, −w at its others, 0 elsewhere. Else None."""
 
     def arrays(self) -> list[Any]:
-        """The fields that there are."""
+        """Return the fields that are not None."""
         return [field for field in self if field is not None]
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
-        """Apply `function` to every field there is: move to a device, slice rows, turn into tensors."""
+        """Apply `function` to every field that is not None: move to a device, slice rows, turn into tensors."""
         return Batch(*(field if field is None else function(field) for field in self))

@@ -17,11 +17,12 @@ import math
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_ddrp.data.batches.samples import SampleIndex
 from megatron_ddrp.data.randomness import permute
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -29,41 +30,23 @@ MAX_PERIOD = 1 << 20
 """Longest pattern. Weights that need a longer one are rounded to parts in this."""
 
 
-class Samples(Protocol):
-    """One corpus of a blend: a `SampleIndex`."""
-
-    num_documents: int
-
-    def __len__(self) -> int:
-        """Number of samples in an epoch."""
-
-    def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Tokens of each sample, specials included; the shape of `indices`."""
-
-    def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
-        """Ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
-
-    def source(self, index: int) -> str:
-        """Name of the dataset that a sample comes from, for messages."""
-
-
 class BlendWords(NamedTuple):
-    """What `--data-path` and its kin ask for."""
+    """Value of `--data-path` and of the flags like it."""
 
     prefixes: tuple[str, ...]
     weights: tuple[Fraction, ...] | None
-    """One a prefix, exactly as written; None where none is given."""
+    """One per prefix, exactly as written; None where none is given."""
 
 
 class Blend:
-    """`Samples` of several corpora, numbered one corpus after the other, and the order in which a run visits them.
+    """Samples of several corpora, numbered one corpus after the other, and the order in which a run visits them.
 
     Attributes:
         parts: the corpora.
         counts: samples each corpus gives in one period of the pattern; None without weights.
     """
 
-    def __init__(self, parts: Sequence[Samples], weights: Sequence[Fraction] | None = None) -> None:
+    def __init__(self, parts: Sequence[SampleIndex], weights: Sequence[Fraction] | None = None) -> None:
         assert parts and (weights is None or len(weights) == len(parts)), (len(parts), weights)
         self.parts = list(parts)
         self._offsets = np.cumsum([0, *(len(part) for part in parts)])  # [parts + 1]
@@ -78,13 +61,13 @@ class Blend:
         """Number of samples of all corpora."""
         return int(self._offsets[-1])
 
-    def visits(self, positions: NDArray[np.int64], seed: int, shuffle: bool = True) -> tuple[NDArray, NDArray]:
-        """Epoch and sample at each of the `positions` `[n]` of the stream, both int64 `[n]`.
+    def visits(self, positions: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch and the sample at each of the `positions` `[n]` of the stream, both int64 `[n]`.
 
         An epoch is the corpus' own where there are weights.
         """
         if self.counts is None:
-            return _walk(positions, len(self), seed, "shuffle", shuffle)
+            return _walk(positions, len(self), seed, "shuffle")
         cycles, places = np.divmod(positions, len(self._pattern))
         parts = self._pattern[places]
         numbers = cycles * np.array(self.counts)[parts] + self._ordinals[places]  # [n]: in the corpus' own stream
@@ -92,19 +75,19 @@ class Blend:
         for part in np.unique(parts).tolist():
             mine = parts == part
             purpose = f"shuffle {part}" if part else "shuffle"
-            epochs[mine], own = _walk(numbers[mine], len(self.parts[part]), seed, purpose, shuffle)
+            epochs[mine], own = _walk(numbers[mine], len(self.parts[part]), seed, purpose)
             indices[mine] = self._offsets[part] + own
         return epochs, indices
 
     def consumed(self, positions: int) -> list[int]:
-        """Samples that each weighted corpus gives within the first `positions` of the stream."""
+        """Return the number of samples that each weighted corpus gives within the first `positions` of the stream."""
         assert self.counts is not None
         cycles, rest = divmod(positions, len(self._pattern))
         begun = np.bincount(self._pattern[:rest], minlength=len(self.parts)).tolist()
         return [cycles * count + more for count, more in zip(self.counts, begun, strict=True)]
 
     def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Tokens of each sample, specials included; the shape of `indices`."""
+        """Return the tokens of each sample, specials included; the shape of `indices`."""
         indices = np.asarray(indices)
         lengths = np.empty(indices.shape, np.int64)
         for part, mine in self._by_part(indices):
@@ -112,7 +95,7 @@ class Blend:
         return lengths
 
     def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
-        """Ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
+        """Return the ids of each of the samples `indices` `[n]` without specials: n arrays `[length - 2]`."""
         indices = np.asarray(indices)
         if len(self.parts) == 1:
             return self.parts[0].tokens(indices)
@@ -124,26 +107,25 @@ class Blend:
         return tokens
 
     def source(self, index: int) -> str:
-        """Name of the dataset that a sample comes from."""
-        part = int(np.searchsorted(self._offsets, index, side="right")) - 1
-        return self.parts[part].source(int(index - self._offsets[part]))
+        """Return the prefix of the dataset that a sample comes from."""
+        return self.parts[int(np.searchsorted(self._offsets, index, side="right")) - 1].prefix
 
     def _by_part(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
-        """The corpora that `indices` touch, each with the mask of its own."""
+        """Return the corpora that `indices` touch, each with the mask of its own."""
         parts = np.searchsorted(self._offsets, indices, side="right") - 1
         return [(part, parts == part) for part in np.unique(parts).tolist()]
 
 
 def _walk(
-    numbers: NDArray[np.int64], size: int, seed: int, purpose: str, shuffle: bool
+    numbers: NDArray[np.int64], size: int, seed: int, purpose: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Epoch and sample of each of the `numbers` of one endless stream over `size` samples."""
+    """Return the epoch and the sample of each of the `numbers` of one endless stream over `size` samples."""
     epochs, indices = np.divmod(numbers, size)
-    return epochs, permute(indices, size, seed, purpose, epochs) if shuffle else indices
+    return epochs, permute(indices, size, seed, purpose, epochs)
 
 
 def read_blend(words: Sequence[str], flag: str) -> BlendWords:
-    """The words of `[WEIGHT] P …`. Raises `UserError`, exit code 2, naming `flag`, for anything between the two forms.
+    """Read the words of `[WEIGHT] P …`. Raises `UserError`, exit code 2, naming `flag`, for a mixture of the two forms.
 
     A word is a weight if it reads as a number; a prefix that does is written as a path, such as ./2024. A single word
     is always a prefix.
@@ -178,7 +160,7 @@ def _is_number(word: str) -> bool:
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """The smallest integers in the proportions of `weights`; rounded, none to 0, if their sum exceeds `MAX_PERIOD`."""
+    """Return the smallest integers in the proportions of `weights`; rounded, none to 0, if they exceed `MAX_PERIOD`."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     counts = [int(weight * scale) for weight in weights]
     if sum(counts) // math.gcd(*counts) > MAX_PERIOD:
@@ -189,7 +171,7 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 def interleave(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Which corpus stands at each slot of a period `[sum(counts)]`, corpus c at `counts[c]` of them.
+    """Return the corpus at each slot of a period, `[sum(counts)]`; corpus c stands at `counts[c]` of them.
 
     Its j-th sample (from 0) may stand in the slots from ⌊j/w⌋ to ⌈(j+1)/w⌉ - 1, w = counts[c] / sum(counts). Of the
     samples whose slots have begun, the one whose slots end first comes next; of equal ones the one that waits longer.

@@ -17,127 +17,97 @@ Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ddrp.data.ahead import results_in_order
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.masking import Masker
-from megatron_ddrp.data.batches.packing import join_samples, pack_rows
-from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+from megatron_ddrp.data.batches.packing import Row, join_samples, pack_rows
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 ROW_MULTIPLE = 8
 """Cut rows are a multiple of this long, as tensor cores like them."""
 _STEPS_AHEAD = 2
 
 
-class BatchLoader:
-    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there.
+@dataclass(frozen=True)
+class Share:
+    """Share of one data-parallel rank in a global batch.
 
-    `rank` and `world_size` are those of data parallelism. `mark_rare_words` gives `note_ids` from ids
-    before masking `[rows, seq]` and whether each row holds its text's end (`WordFinder.number`). Raises `UserError`
-    (exit code 2) where the global batch does not divide into micro-batches.
-
-    Attributes:
-        num_micro_batches: micro-batches a rank and step, the gradient accumulation steps.
+    Raises `UserError` (exit code 2) where the global batch does not divide into micro-batches.
     """
 
-    def __init__(
-        self,
-        samples: Blend,
-        masker: Masker,
-        *,
-        cls_id: int,
-        sep_id: int,
-        pad_id: int,
-        seq_length: int,
-        micro_batch_size: int,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool = True,
-        cut_padding: bool = True,
-        packing: bool = False,
-        mark_rare_words: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]] | None = None,
-    ) -> None:
-        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        self.num_micro_batches = count_micro_batches(global_batch_size, micro_batch_size, world_size)
-        self.samples = samples
-        self.masker = masker
-        self.cls_id, self.sep_id, self.pad_id = cls_id, sep_id, pad_id
-        self.seq_length = seq_length
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
-        self.rank, self.world_size = rank, world_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.cut_padding = cut_padding
-        self.packing = packing
-        self.mark_rare_words = mark_rare_words
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
 
-    def step(self, consumed_samples: int) -> list[Batch]:
-        """`num_micro_batches` batches of int64 `[micro_batch_size, seq]`, of the samples from `consumed_samples` on.
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
+        count_micro_batches(self.global_batch_size, self.micro_batch_size, self.world_size)
 
-        With packing `[rows, seq]`, where numbers of rows differ by at most one. `sequence_ids` are positions in the
-        stream, the same in every layout. Raises `UserError` for a token id that the vocabulary does not have.
-        """
-        positions = consumed_samples + np.arange(self.global_batch_size)
-        epochs, indices = self.samples.visits(positions, self.seed, self.shuffle)
-        lengths = self.samples.lengths(indices)  # [global_batch]
-        micro_batches = self._deal(lengths)
-        mine = np.array([sample for rows in micro_batches for row in rows for sample in row])  # in order of use
-        samples = self._read(positions[mine], epochs[mine], indices[mine], lengths[mine])
-        batches = []
-        begin = 0
-        for rows in micro_batches:
-            documents = np.array([len(row) for row in rows])
-            end = begin + int(documents.sum())
-            width = self._row_length(max(int(lengths[row].sum()) for row in rows))
-            chosen = samples.map(itemgetter(slice(begin, end)))
-            if self.packing:
-                batches.append(join_samples(chosen, documents, width, self.pad_id))
-            else:
-                batches.append(chosen.map(itemgetter((slice(None), slice(width)))).map(np.ascontiguousarray))
-            begin = end
-        return batches
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per rank and step, the gradient accumulation steps."""
+        return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
-    def _deal(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
-        """This rank's micro-batches of rows of samples, from the lengths `[global_batch]`: short rows first."""
+    def deal(self, rows: list[Row]) -> list[list[Row]]:
+        """Return this rank's micro-batches of the rows of a global batch, which come short rows first."""
         parts = self.num_micro_batches * self.world_size
-        if self.packing:
-            rows = pack_rows(lengths, self.seq_length, min_rows=parts)
-        else:
-            rows = [[sample] for sample in np.argsort(lengths, kind="stable").tolist()]
         size, rest = divmod(len(rows), parts)  # the first parts, of the shortest rows, take one row more
         ends = [part * size + min(part, rest) for part in range(parts + 1)]
         mine = range(self.rank, parts, self.world_size)  # ranks work on neighbouring parts at the same time
         return [rows[ends[part] : ends[part + 1]] for part in mine]
 
-    def _read(
+
+class SampleReader:
+    """Reads samples as masked rows `[CLS] tokens [SEP]`, one sample per row.
+
+    `mark_rare_words` gives `note_ids` from ids before masking `[rows, seq]` and whether each row holds its text's end
+    (`WordFinder.number`).
+    """
+
+    def __init__(
+        self,
+        samples: Blend,
+        tokenizer: Tokenizer,
+        masker: Masker,
+        seq_length: int,
+        mark_rare_words: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]] | None = None,
+    ) -> None:
+        self.samples, self.tokenizer, self.masker, self.seq_length = samples, tokenizer, masker, seq_length
+        self._mark_rare_words = mark_rare_words
+
+    def read(
         self,
         positions: NDArray[np.int64],
         epochs: NDArray[np.int64],
         indices: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> Batch:
-        """Read and mask the given samples, one a row, cut to the longest; all arguments `[samples]`."""
-        columns = np.arange(self._row_length(int(lengths.max())))
+        """Read and mask the given samples, cut to the longest; all arguments `[samples]`.
+
+        Raises `UserError` for a token id that the vocabulary does not have.
+        """
+        columns = np.arange(self.row_length(int(lengths.max())))
         valid = columns < lengths[:, None]  # [samples, seq]
-        input_ids = np.full(valid.shape, self.pad_id, np.int64)
-        input_ids[:, 0] = self.cls_id
-        input_ids[np.arange(len(lengths)), lengths - 1] = self.sep_id
+        input_ids = np.full(valid.shape, self.tokenizer.pad_id, np.int64)
+        input_ids[:, 0] = self.tokenizer.cls_id
+        input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
         for row, tokens in zip(input_ids, self.samples.tokens(indices), strict=True):
             row[1 : len(tokens) + 1] = tokens
         self._check_vocabulary(input_ids, indices)
         document_ids = valid.astype(np.int64)
         masked_ids, labels = self.masker(input_ids, document_ids, epochs, indices)
-        note_ids = self.mark_rare_words(input_ids, lengths < self.seq_length) if self.mark_rare_words else None
+        mark = self._mark_rare_words
         return Batch(
             input_ids=masked_ids,
             labels=labels,
@@ -145,31 +115,73 @@ class BatchLoader:
             position_ids=document_ids * columns,
             segment_ids=np.zeros_like(document_ids),
             sequence_ids=document_ids * positions[:, None],
-            note_ids=note_ids,
+            note_ids=mark(input_ids, lengths < self.seq_length) if mark else None,
         )
+
+    def row_length(self, longest: int) -> int:
+        """Return the common length of rows of up to `longest` tokens."""
+        return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
 
     def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Refuse ids `[rows, seq]` outside the vocabulary, naming the dataset of the first."""
-        vocab_size = self.masker.vocab_size
-        if not input_ids.size or (input_ids.min() >= 0 and input_ids.max() < vocab_size):
+        vocab_size = self.tokenizer.vocab_size
+        if input_ids.min() >= 0 and input_ids.max() < vocab_size:
             return
         row, column = np.argwhere((input_ids < 0) | (input_ids >= vocab_size))[0]
         raise UserError(
             f"{self.samples.source(int(indices[row]))}: token id {input_ids[row, column]}, but the vocabulary has "
             f"{vocab_size} pieces (ids from 0 to {vocab_size - 1}); give the vocabulary that the dataset was "
-            "preprocessed with, or preprocess again",
-            FAILURE,
+            "preprocessed with, or preprocess again"
         )
 
-    def _row_length(self, longest: int) -> int:
-        """Common length of rows of up to so many tokens."""
-        if not self.cut_padding:
-            return self.seq_length
-        return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
+
+class BatchLoader:
+    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there."""
+
+    def __init__(self, reader: SampleReader, share: Share, seed: int, packing: bool = False) -> None:
+        self.reader, self.share, self.seed, self.packing = reader, share, seed, packing
+        self.samples = reader.samples
+        self.global_batch_size, self.num_micro_batches = share.global_batch_size, share.num_micro_batches
+
+    def step(self, consumed_samples: int) -> list[Batch]:
+        """Return `num_micro_batches` batches of int64 `[micro_batch_size, seq]`, samples from `consumed_samples`.
+
+        With packing `[rows, seq]`, where numbers of rows differ by at most one. `sequence_ids` are positions in the
+        stream, the same in every layout. Raises `UserError` for a token id that the vocabulary does not have.
+        """
+        positions = consumed_samples + np.arange(self.global_batch_size)
+        epochs, indices = self.samples.visits(positions, self.seed)
+        lengths = self.samples.lengths(indices)  # [global_batch]
+        micro_batches = self.share.deal(self._rows(lengths))
+        mine = np.array([sample for rows in micro_batches for row in rows for sample in row])  # in order of use
+        samples = self.reader.read(positions[mine], epochs[mine], indices[mine], lengths[mine])
+        batches = []
+        begin = 0
+        for rows in micro_batches:
+            documents = np.array([len(row) for row in rows])
+            end = begin + int(documents.sum())
+            width = self.reader.row_length(max(int(lengths[row].sum()) for row in rows))
+            chosen = samples.map(itemgetter(slice(begin, end)))
+            if self.packing:
+                batches.append(join_samples(chosen, documents, width, self.reader.tokenizer.pad_id))
+            else:
+                batches.append(chosen.map(itemgetter((slice(None), slice(width)))).map(np.ascontiguousarray))
+            begin = end
+        return batches
+
+    def _rows(self, lengths: NDArray[np.int64]) -> list[Row]:
+        """Return the rows of a global batch, short ones first, from its samples' lengths `[global_batch]`."""
+        if self.packing:
+            min_rows = self.share.num_micro_batches * self.share.world_size
+            return pack_rows(lengths, self.reader.seq_length, min_rows)
+        return [[sample] for sample in np.argsort(lengths, kind="stable").tolist()]
 
 
 def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Micro-batches a rank and step; `UserError` with the nearest legal sizes where the division leaves a rest."""
+    """Return the micro-batches per rank and step.
+
+    Raises `UserError` with the nearest legal sizes where the division leaves a rest.
+    """
     at_once = micro_batch_size * world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:
         return global_batch_size // at_once
@@ -183,21 +195,11 @@ def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_siz
 
 
 def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Generator[list[Batch], None, None]:
-    """The micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
+    """Yield the micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
 
-    What fails in the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the
+    An error of the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the
     step in the making and drops it.
     """
     begins = (consumed_samples + step * loader.global_batch_size for step in range(steps))
-    pending: deque[Future[list[Batch]]] = deque()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader") as worker:
-        try:
-            for begin in begins:
-                pending.append(worker.submit(loader.step, begin))
-                if len(pending) > _STEPS_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader")
+    yield from results_in_order(thread, loader.step, begins, _STEPS_AHEAD)

@@ -28,13 +28,12 @@ or on which rank asks. To mask packed rows, mask first and pack after.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 MASKINGS = ("whole-word", "token", "ngram")
 MAX_WORD_PIECES = 4
@@ -51,24 +50,17 @@ _CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
 class Masker:
     """`masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
 
-    For a tokenizer `t`: `Masker(t.word_starts, t.special_ids, t.mask_id, t.vocab_size, unk_id=t.unk_id)`.
-
-    `word_starts` is bool `[vocab_size]`: the piece starts a word. `special_ids` are never drawn as random pieces, and
-    never selected but for `unk_id`. `mask_share` and `random_share` are the shares of the selected pieces that become
-    [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0). `masking` is one of `MASKINGS`.
+    `mask_prob` is the share of a row's ordinary tokens to select. `mask_share` and `random_share` are the shares of the
+    selected pieces that become [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0).
+    `masking` is one of `MASKINGS`. Raises `ValueError` for a share out of its range.
     """
 
     def __init__(
         self,
-        word_starts: NDArray[np.bool_],
-        special_ids: Iterable[int],
-        mask_id: int,
-        vocab_size: int,
+        tokenizer: Tokenizer,
         mask_prob: float = 0.15,
         seed: int = 1234,
-        *,
         masking: str = "whole-word",
-        unk_id: int | None = None,
         mask_share: float = 0.8,
         random_share: float = 0.1,
     ) -> None:
@@ -78,35 +70,22 @@ class Masker:
             raise ValueError(f"mask_share {mask_share} and random_share {random_share}: expected a sum of at most 1")
         if masking not in MASKINGS:
             raise ValueError(f"masking is {masking!r}: expected one of {', '.join(MASKINGS)}")
-        if len(word_starts) != vocab_size:
-            raise ValueError(f"word_starts has {len(word_starts)} entries: expected vocab_size = {vocab_size}")
-        special = np.fromiter(special_ids, np.int64)
-        self.vocab_size = vocab_size
-        self.mask_id = mask_id
-        self.mask_prob = mask_prob
-        self.seed = seed
-        self.masking = masking
-        self._word_starts = np.array(word_starts, bool)
-        if masking == "token":
-            self._word_starts[:] = True
+        self.mask_id, self.mask_prob, self.seed, self.masking = tokenizer.mask_id, mask_prob, seed, masking
+        self._word_starts = tokenizer.word_starts | (masking == "token")  # [vocab_size]
         self._mask_below, self._random_below = mask_share, mask_share + random_share
-        ordinary = np.ones(vocab_size, bool)
-        ordinary[special] = False
-        ordinary[mask_id] = False
-        self._selectable = ordinary.copy()  # [vocab_size]
-        if unk_id is not None:
-            ordinary[unk_id] = False
-            self._selectable[unk_id] = True
-        self._random_pieces = np.flatnonzero(ordinary)
+        self._selectable = np.ones(tokenizer.vocab_size, bool)  # [vocab_size]
+        self._selectable[tokenizer.special_ids] = False
+        self._random_pieces = np.flatnonzero(self._selectable)
+        self._selectable[tokenizer.unk_id] = True
         if not self._random_pieces.size:
             raise ValueError(
-                f"all {vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"
+                f"all {tokenizer.vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"
             )
 
     def __call__(
         self, input_ids: NDArray[np.int64], document_ids: NDArray[np.int64], epochs: ArrayLike, sample_ids: ArrayLike
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Masked copies: input ids and labels, both int64 `[rows, seq]`; the arguments are left as they are.
+        """Return masked copies: input ids and labels, both int64 `[rows, seq]`; the arguments are left as they are.
 
         `document_ids` `[rows, seq]` is 0 at padding; `epochs` and `sample_ids` `[rows]` name each row's draws. Ids lie
         in [0, vocab_size); seq is at most 2**20.
@@ -143,7 +122,7 @@ class Masker:
         order_keys: NDArray[np.uint64],
         ngram_keys: NDArray[np.uint64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Flat indices into `[rows, seq]` of the tokens to predict, and the row of each; both `[selected]`."""
+        """Return flat indices into `[rows, seq]` of the tokens to predict, and the row of each; both `[selected]`."""
         num_rows, seq_length = input_ids.shape
         selectable = self._selectable[input_ids] & valid  # [rows, seq]
         num_tokens = np.count_nonzero(selectable, axis=1)  # [rows]
@@ -172,14 +151,14 @@ class Masker:
 
 
 def _shift_right(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`values` `[rows, seq]` moved one column to the right, False entering."""
+    """Return `values` `[rows, seq]` moved one column to the right, False entering."""
     shifted = np.zeros_like(values)
     shifted[:, 1:] = values[:, :-1]
     return shifted
 
 
 def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """First token of each word or piece of a long word, and whether it is such a piece; both `[units]`.
+    """Return the first token of each word or piece of a long word, and whether it is such a piece; both `[units]`.
 
     `starts` `[tokens]` says which tokens start a word.
     """
@@ -194,12 +173,12 @@ def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.boo
 
 
 def _rows_of(first: NDArray[np.int64], row_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Row of each unit `[units]`, from its first token and the number of tokens up to each row's end `[rows]`."""
+    """Return each unit's row `[units]`, from its first token and the number of tokens up to each row's end `[rows]`."""
     return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
 
 
 def _draw_lengths(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Words in an n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
+    """Return the words in an n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
     shares = 1 / np.arange(1, MAX_NGRAM + 1)
     return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), to_unit(hashes), side="right")
 
@@ -212,7 +191,7 @@ def _join_words(
     num_tokens: int,
     budgets: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Which units, ascending, start an n-gram when the row is cut into n-grams from its start.
+    """Return the units, ascending, that start an n-gram when the row is cut into n-grams from its start.
 
     All arguments `[units]` but `num_tokens`: first token; joins no unit on its left, where each row begins too; is a
     piece of a long word, which none joins; words of the n-gram that would start here; the budget of its row.
@@ -241,7 +220,7 @@ def _join_words(
 def _take_greedily(
     order: NDArray[np.int64], unit_rows: NDArray[np.int64], sizes: NDArray[np.int64], budgets: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Which units, bool `[units]`, are taken when each row takes its units in `order` while they fit its budget.
+    """Return the units, bool `[units]`, that are taken when each row takes units in `order` while they fit its budget.
 
     Exact, in at most 1 + the largest unit's size passes. Units larger than what remains will never fit and are set
     aside; of the others a row takes the longest run from the front that fits. The unit that ends the run is larger than

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 
 Row = list[int]
-"""The samples of a row, as numbers into the lengths, longest first."""
+"""Samples of a row, as numbers into the lengths, longest first."""
 
 
 def pack_rows(lengths: NDArray[np.int64], row_length: int, min_rows: int = 1) -> list[Row]:
@@ -43,7 +43,7 @@ def _tokens(row: Row, sizes: list[int]) -> int:
 
 
 def _best_fit_decreasing(sizes: list[int], row_length: int) -> list[Row]:
-    """Each sample, longest first, goes to the fullest row that can take it; of equal ones to the oldest."""
+    """Put each sample, longest first, into the fullest row that can take it; of equal ones into the oldest."""
     rows: list[Row] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for sample in sorted(range(len(sizes)), key=lambda sample: -sizes[sample]):
@@ -60,7 +60,7 @@ def _best_fit_decreasing(sizes: list[int], row_length: int) -> list[Row]:
 
 
 def _spread(rows: list[Row], sizes: list[int], num_rows: int) -> list[Row]:
-    """As many rows as asked for: the fullest row of several documents is halved until there are."""
+    """Halve the fullest row of several documents until there are `num_rows` rows."""
     queue = [(len(row) == 1, -_tokens(row, sizes), row) for row in rows]  # rows of one document come last
     heapq.heapify(queue)
     while len(queue) < num_rows:
@@ -71,7 +71,7 @@ def _spread(rows: list[Row], sizes: list[int], num_rows: int) -> list[Row]:
 
 
 def _halve(row: Row, sizes: list[int]) -> tuple[Row, Row]:
-    """Two rows of similar fullness from the documents of one."""
+    """Return two rows of similar fullness from the documents of one."""
     assert len(row) > 1, "a row of one document has no halves"
     halves: tuple[Row, Row] = ([], [])
     fullness = [0, 0]
@@ -83,7 +83,7 @@ def _halve(row: Row, sizes: list[int]) -> tuple[Row, Row]:
 
 
 def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, pad_id: int) -> Batch:
-    """Rows of several documents from rows of one: `[samples, seq]` → `[rows, row_length]`.
+    """Make rows of several documents from rows of one: `[samples, seq]` → `[rows, row_length]`.
 
     `documents` `[rows]` says how many of the samples, taken in order, each row holds. They get the document ids 1, 2, …
     of their row; positions and all else move with their tokens.

@@ -21,7 +21,7 @@ from megatron_ddrp.data.randomness import fold_in, hash_uint64
 
 @dataclass(frozen=True)
 class RareWords:
-    """The rare words of a corpus; word number i, from 1, has row i − 1 everywhere. 0 is no word."""
+    """Rare words of a corpus; word number i, from 1, has row i − 1 everywhere. 0 is no word."""
 
     hashes: NDArray[np.uint64]
     """`[words]`, ascending."""
@@ -36,12 +36,12 @@ class RareWords:
         return len(self.hashes)
 
     def word(self, number: int) -> list[int]:
-        """Piece ids of word `number`, from 1."""
+        """Return the piece ids of word `number`, from 1."""
         begin = int(self.ends[number - 2]) if number > 1 else 0
         return self.pieces[begin : int(self.ends[number - 1])].tolist()
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Number of each word by its hash, 0 where it is not rare; the shape of `hashes`."""
+        """Return each word's number by its hash, 0 where it is not rare; the shape of `hashes`."""
         if not len(self):
             return np.zeros(hashes.shape, np.int64)
         row = np.searchsorted(self.hashes, hashes)
@@ -63,9 +63,9 @@ class WordFinder:
         self._keys = hash_uint64(0, "word-piece", np.arange(len(word_starts)))  # [vocab]
 
     def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks where rows begin.
+        """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks where rows begin.
 
-        Left out are what begins with a continuation, and special pieces, which end the word before them.
+        Leaves out words that begin with a continuation, and special pieces, which end the word before them.
         """
         ordinary = self._ordinary[ids]
         boundary = row_begins | self._starts[ids] | ~ordinary
@@ -76,7 +76,7 @@ class WordFinder:
         return first[whole], sizes[whole]
 
     def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
+        """Return the hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
         hashes = self._keys[ids[first]]
         for place in range(1, int(sizes.max(initial=1))):  # fold in each word's second piece, then its third, …
             longer = np.flatnonzero(sizes > place)
@@ -84,7 +84,7 @@ class WordFinder:
         return hashes
 
     def number(self, rare: RareWords, input_ids: NDArray[np.int64], whole_rows: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """`note_ids` of a Batch for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
+        """Return `note_ids` for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
 
         `whole_rows` `[rows]` is False where the text goes on behind the row's [SEP]: the word there may be cut in two.
         """
@@ -106,7 +106,7 @@ class WordFinder:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """The rare words of a micro-batch, `n` in all; places are flat, row · seq + column."""
+    """Rare words of a micro-batch, `n` in all; places are flat, row · seq + column."""
 
     words: NDArray[np.int64]
     """`[n]`."""
@@ -123,7 +123,7 @@ class Occurrences:
 
 
 def find_occurrences(batch: Batch, window: int) -> Occurrences:
-    """The occurrences that `note_ids` marks in a Batch of arrays `[batch, seq]`, `window` tokens wide either side."""
+    """Find occurrences that `note_ids` marks in a Batch of arrays `[batch, seq]`, `window` tokens on either side."""
     notes, labels, documents = (
         np.asarray(field).ravel() for field in (batch.note_ids, batch.labels, batch.document_ids)
     )

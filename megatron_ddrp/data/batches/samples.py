@@ -1,4 +1,4 @@
-"""Training samples as an index over documents: which tokens of which document make sample i (section 4.3 of the paper).
+"""Training samples as an index over documents: sample i is some tokens of one document (section 4.3 of the paper).
 
 A sample comes from one document; a longer document gives consecutive pieces of at most `seq_length - 2` tokens, which
 leaves room for [CLS] and [SEP]. There is no filling from the next document and no random shortening. The last piece of
@@ -13,13 +13,13 @@ training and validation share them whatever `--split` says; `index_cache` keeps 
 from __future__ import annotations
 
 import math
-import os
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_ddrp.data.dataset.dataset_index import MEND, dataset_path
+from megatron_ddrp.data.dataset.dataset_index import MEND
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 
@@ -28,25 +28,13 @@ MIN_DOCUMENT_TOKENS = 8
 """Shorter documents give no sample; they stay in the files."""
 NUM_SPECIAL_TOKENS = 2
 BLOCK = 64
-"""Documents between two running totals."""
+"""Number of documents between two running totals."""
 _CHUNK = BLOCK << 12  # documents looked at at once while the totals are made
 _SAMPLES, _DOCUMENTS, _TOKENS = range(3)  # columns of the totals
 
 
-class TokenizerIdentity(Protocol):
-    """What names a tokenizer: two with the same fingerprint give the same ids."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hexadecimal digest."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-
-
 class _Pieces(NamedTuple):
-    """Where samples lie, int64 in the shape of what was asked for."""
+    """Places of samples, int64 in the shape of the indices."""
 
     documents: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -58,10 +46,11 @@ class _Pieces(NamedTuple):
 class SampleIndex:
     """Samples of the documents `[low, high)` of a dataset.
 
-    `totals` is what `sample_totals(dataset, seq_length)` gives, if it is at hand. Raises `UserError` where not one
+    `totals` is the result of `sample_totals(dataset, seq_length)`, if it is at hand. Raises `UserError` where not one
     document is long enough.
 
     Attributes:
+        prefix: prefix of the dataset.
         num_documents: documents in the range.
         num_dropped_documents: those under `MIN_DOCUMENT_TOKENS` tokens, which give no sample.
         num_tokens: tokens in all samples, without specials.
@@ -77,8 +66,7 @@ class SampleIndex:
         low, high = document_range
         if not 0 <= low <= high <= dataset.num_documents:
             raise ValueError(f"documents [{low}, {high}) of {dataset.prefix}, which has {dataset.num_documents}")
-        self.dataset = dataset
-        self.seq_length = seq_length
+        self.dataset, self.prefix = dataset, dataset.prefix
         self._piece_length = seq_length - NUM_SPECIAL_TOKENS
         self._totals = sample_totals(dataset, seq_length) if totals is None else totals  # [blocks + 1, 3]
         self._first_samples = self._totals[:, _SAMPLES]  # [blocks + 1]
@@ -100,7 +88,7 @@ class SampleIndex:
         return self._last - self._first
 
     def tokens(self, indices: ArrayLike) -> list[NDArray[Any]]:
-        """Ids of each of the samples `indices` `[n]` without specials, in the dataset's own integer type.
+        """Return the ids of each of the samples `indices` `[n]` without specials, in the dataset's own integer type.
 
         n arrays `[1 … seq_length - 2]`.
         """
@@ -116,15 +104,11 @@ class SampleIndex:
         ]
 
     def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Tokens of each sample, [CLS] and [SEP] included; the shape of `indices`."""
+        """Return the tokens of each sample, [CLS] and [SEP] included; the shape of `indices`."""
         return self._find(np.asarray(indices)).lengths + NUM_SPECIAL_TOKENS
 
-    def source(self, index: int) -> str:
-        """Prefix of the dataset."""
-        return self.dataset.prefix
-
     def _find(self, indices: NDArray[np.int64]) -> _Pieces:
-        """Documents and places of samples, by a search among the totals and a count of the documents in one block."""
+        """Find the places of samples, by a search among the totals and a count of the documents in one block."""
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
         numbers = indices.ravel() + self._first
@@ -149,13 +133,13 @@ class SampleIndex:
             raise _damaged(self.dataset, int(blocks[wrong[0]]) * BLOCK)
 
     def _totals_before(self, document: int) -> NDArray[np.int64]:
-        """Samples, kept documents and their tokens before a document, `[3]`."""
+        """Return the samples, kept documents and their tokens before a document, `[3]`."""
         block, rest = divmod(document, BLOCK)
         tokens = _document_tokens(self.dataset, np.array([block * BLOCK]), rest)  # [1, rest]
         return self._totals[block] + _count(tokens, self._piece_length).sum(axis=(0, 1))
 
     def _gather(self, first: int, last: int, begin: int, end: int) -> NDArray[Any]:
-        """Tokens `[begin, end)` of a document of the sequences `[first, last)`, such as one a sentence."""
+        """Return tokens `[begin, end)` of a document of the sequences `[first, last)`, such as one per sentence."""
         ends = np.cumsum(self.dataset.sizes[first:last], dtype=np.int64)
         parts = []
         sequence = int(np.searchsorted(ends, begin, side="right"))
@@ -170,28 +154,32 @@ class SampleIndex:
 
 
 def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:
-    """Samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
+    """Count samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
 
     The last row is before document `BLOCK * blocks` or, where the last block is not full, at the end. All of the index
     is read here, so a damaged one is refused here.
     """
     if seq_length <= NUM_SPECIAL_TOKENS:
         raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
-    dataset.check()
     totals = np.zeros((num_blocks(dataset.num_documents) + 1, 3), np.int64)
-    for low in range(0, dataset.num_documents, _CHUNK):
-        high = min(low + _CHUNK, dataset.num_documents)
-        tokens = _document_tokens(dataset, np.array([low]), high - low)[0]  # [documents]
+    begin = 1
+    for tokens in document_lengths(dataset):
         counts = _count(tokens, seq_length - NUM_SPECIAL_TOKENS)  # [documents, 3]
-        begin = low // BLOCK
-        totals[begin + 1 : begin + 1 + num_blocks(high - low)] = np.add.reduceat(
-            counts, np.arange(0, high - low, BLOCK), axis=0
-        )
+        blocks = np.add.reduceat(counts, np.arange(0, len(tokens), BLOCK), axis=0)
+        totals[begin : begin + len(blocks)] = blocks
+        begin += len(blocks)
     return np.cumsum(totals, axis=0, out=totals)
 
 
+def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Check the index, and yield the tokens of each document, in chunks `[documents]`."""
+    dataset.check()
+    for low in range(0, dataset.num_documents, _CHUNK):
+        yield _document_tokens(dataset, np.array([low]), min(_CHUNK, dataset.num_documents - low))[0]
+
+
 def num_blocks(num_documents: int) -> int:
-    """Blocks that so many documents fill or begin."""
+    """Return the number of blocks that so many documents fill or begin."""
     return -(-num_documents // BLOCK)
 
 
@@ -224,18 +212,18 @@ def _damaged(dataset: IndexedDataset, document: int) -> UserError:
 
 
 def _num_pieces(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
-    """Samples of documents of so many tokens."""
+    """Return the number of samples of documents of so many tokens."""
     return np.where(tokens >= MIN_DOCUMENT_TOKENS, -(-tokens // piece_length), 0)
 
 
 def _count(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
-    """What documents of so many tokens add to the totals, `[…, 3]`."""
+    """Return what documents of so many tokens add to the totals, `[…, 3]`."""
     kept = tokens >= MIN_DOCUMENT_TOKENS
     return np.stack([_num_pieces(tokens, piece_length), kept, tokens * kept], axis=-1)
 
 
 def split_documents(num_documents: int, split: str) -> dict[str, tuple[int, int]]:
-    """Contiguous document ranges `{"train": (low, high), "valid": …, "test": …}` in the proportions of `split`.
+    """Return contiguous document ranges `{"train": (low, high), "valid": …, "test": …}` in the proportions of `split`.
 
     `split` is up to three weights, "949,50,1"; missing ones are 0. Each share is rounded and the largest takes the
     difference, which gives Megatron's ranges wherever training is the largest. A part with a weight that would get
@@ -262,21 +250,3 @@ def split_documents(num_documents: int, split: str) -> dict[str, tuple[int, int]
             counts[part] = 1
     bounds = [sum(counts[:part]) for part in range(len(SPLIT_NAMES) + 1)]
     return {name: (bounds[part], bounds[part + 1]) for part, name in enumerate(SPLIT_NAMES)}
-
-
-def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: TokenizerIdentity) -> None:
-    """Refuse a dataset that another tokenizer made, by the fingerprint in its manifest PREFIX.json.
-
-    A dataset without a manifest passes here; the loader still refuses ids outside the vocabulary.
-    """
-    made_by = (IndexedDataset(prefix).manifest or {}).get("tokenizer") or {}
-    fingerprint = made_by.get("fingerprint")
-    if fingerprint is None or fingerprint == tokenizer.fingerprint:
-        return
-    raise UserError(
-        f"{dataset_path(prefix, '.json')}: the dataset was made by tokenizer {str(fingerprint)[:12]} "
-        f"({made_by.get('type', 'unknown type')}, {made_by.get('vocab_size', 'unknown number of')} pieces), but the "
-        f"tokenizer given is {tokenizer.fingerprint[:12]} ({tokenizer.vocab_size} pieces); give the vocabulary and "
-        "--tokenizer-type that it was preprocessed with, or preprocess again",
-        FAILURE,
-    )

@@ -1,8 +1,8 @@
 """The counting pass of Taking Notes on the Fly: how often each word stands in the training text, cached beside it.
 
-A pass over the token ids in memory-mapped chunks: about 40 bytes a different word are held, however long the text. The
-result is stored with a sum (sealed.py) under a fingerprint of the data, the tokenizer and the bounds; the first process
-that needs it counts, under a lock, while others wait for its file.
+A pass over the token ids in memory-mapped chunks holds about 40 bytes per different word, however long the text. The
+result is stored (cache_file.py) under a fingerprint of the data, the tokenizer and the bounds; the first process that
+needs it counts, under a lock, while others wait for its file.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.batches.cache_file import CacheFile
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
-from megatron_ddrp.data.sealed import BrokenSealError, check_seal, seal
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
@@ -36,43 +36,28 @@ _MERGE_WORDS = 1 << 23
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Different words, `[words]` each: hash, count, and where one of them stands."""
+_WORD = np.dtype([(name, np.int64) for name in ("count", "sequence", "offset", "size")] + [("hash", np.uint64)])
+"""A word: how often it was found, and where one of its occurrences stands."""
 
-    hashes: NDArray[np.uint64]
-    counts: NDArray[np.int64]
-    sequences: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
 
-    @classmethod
-    def merged(cls, parts: Sequence[_Counts]) -> _Counts:
-        """All parts as one, sorted by hash."""
-        hashes, counts, sequences, offsets, sizes = (
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("hashes", "counts", "sequences", "offsets", "sizes")
-        )
-        unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        total = np.bincount(inverse, weights=counts, minlength=len(unique)).astype(np.int64)
-        return cls(unique, total, sequences[first], offsets[first], sizes[first])
+def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the different words of all parts `[words]`, sorted by hash, with their counts added up."""
+    words = np.concatenate(parts)
+    _, first, inverse = np.unique(words["hash"], return_index=True, return_inverse=True)
+    merged = words[first]
+    merged["count"] = np.bincount(inverse, weights=words["count"], minlength=len(first))
+    return merged
 
 
 def count_rare_words(
-    parts: Sequence[Part],
-    finder: WordFinder,
-    bounds: tuple[int, int],
-    progress: Callable[[int], object] = lambda tokens: None,
+    parts: Sequence[Part], finder: WordFinder, bounds: tuple[int, int], progress: Advance = silent
 ) -> RareWords:
-    """The words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
+    """Return the words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
 
-    `progress` is told how many tokens were read since it was last called.
+    Calls `progress` with the number of tokens read since the last call.
     """
-    nothing = np.empty(0, np.int64)
     single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, most of all, are counted by it
-    known = _Counts(nothing.astype(np.uint64), nothing, nothing, nothing, nothing)
-    fresh: list[_Counts] = []
-    waiting = 0
+    known, fresh, waiting = np.empty(0, _WORD), [], 0
     for sequences, begins, ids in _chunks(parts):
         row_begins = np.zeros(len(ids), bool)
         row_begins[begins] = True
@@ -80,33 +65,37 @@ def count_rare_words(
         single += np.bincount(ids[first[sizes == 1]], minlength=len(single))
         first, sizes = first[sizes > 1], sizes[sizes > 1]
         row = np.searchsorted(begins, first, side="right") - 1
-        chunk = _Counts(
-            finder.hashes(ids, first, sizes), np.ones_like(first), sequences[row], first - begins[row], sizes
-        )
-        fresh.append(_Counts.merged([chunk]))
-        waiting += len(fresh[-1].hashes)
-        if waiting > max(_MERGE_WORDS, len(known.hashes)):
-            known, fresh, waiting = _Counts.merged([known, *fresh]), [], 0
+        words = np.ones(len(first), _WORD)
+        words["hash"], words["size"] = finder.hashes(ids, first, sizes), sizes
+        words["sequence"], words["offset"] = sequences[row], first - begins[row]
+        fresh.append(_merged([words]))
+        waiting += len(fresh[-1])
+        if waiting > max(_MERGE_WORDS, len(known)):
+            known, fresh, waiting = _merged([known, *fresh]), [], 0
         progress(len(ids))
-    known = _Counts.merged([known, *fresh])
-    rare = np.flatnonzero((known.counts >= bounds[0]) & (known.counts <= bounds[1]))
-    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
-    words: list[NDArray[np.int64]] = []
-    for word in rare.tolist():
-        part = int(np.searchsorted(firsts, known.sequences[word], side="right")) - 1
-        sequence = int(known.sequences[word] - firsts[part])
-        words.append(parts[part][0].get(sequence, int(known.offsets[word]), int(known.sizes[word])).astype(np.int64))
+    known = _merged([known, *fresh])
+    known = known[(known["count"] >= bounds[0]) & (known["count"] <= bounds[1])]
     pieces = np.flatnonzero((single >= bounds[0]) & (single <= bounds[1]))
-    words += list(pieces[:, None])
-    hashes = np.concatenate([known.hashes[rare], finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))])
-    counts = np.concatenate([known.counts[rare], single[pieces]])
+    words_of_one = finder.hashes(pieces, np.arange(len(pieces)), np.ones_like(pieces))
+    hashes = np.concatenate([known["hash"], words_of_one])
+    counts = np.concatenate([known["count"], single[pieces]])
+    spelled = [*_spelled(known, parts), *pieces[:, None]]
     order = np.argsort(hashes)
-    flat = np.concatenate([nothing, *(words[word] for word in order.tolist())])
-    return RareWords(hashes[order], counts[order], flat, np.cumsum([len(words[word]) for word in order.tolist()]))
+    flat = np.concatenate([np.empty(0, np.int64), *(spelled[word] for word in order.tolist())])
+    return RareWords(hashes[order], counts[order], flat, np.cumsum([len(spelled[word]) for word in order.tolist()]))
+
+
+def _spelled(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
+    """Yield the piece ids of each word, read where it stands."""
+    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
+    for word in words:
+        part = int(np.searchsorted(firsts, word["sequence"], side="right")) - 1
+        sequence = int(word["sequence"] - firsts[part])
+        yield parts[part][0].get(sequence, int(word["offset"]), int(word["size"])).astype(np.int64)
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Numbers of some non-empty sequences, where each begins, and their ids laid end to end."""
+    """Yield numbers of some non-empty sequences, where each begins, and their ids laid end to end."""
     base = 0
     for dataset, (low, high) in parts:
         numbers: list[int] = []
@@ -120,7 +109,7 @@ def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[
                 rows.append(row)
                 tokens += len(row)
             if rows and (tokens >= _CHUNK_TOKENS or sequence == last - 1):
-                begins = np.cumsum([0, *(len(row) for row in rows[:-1])])
+                begins = np.cumsum([0, *map(len, rows[:-1])])
                 yield np.array(numbers), begins, np.concatenate(rows).astype(np.int64)
                 numbers, rows, tokens = [], [], 0
         base += len(dataset)
@@ -130,22 +119,27 @@ def open_rare_words(
     parts: Sequence[Part],
     tokenizer: Tokenizer,
     bounds: tuple[int, int],
-    folder: str | Path | None = None,
+    folder: AnyPath | None = None,
     keep: bool = True,
 ) -> tuple[RareWords, str]:
-    """Return (the rare words of a corpus, one line on where they are kept): from the cache, else counted and put there.
+    """Return (the rare words of a corpus, one line about them): read from the cache, else counted and put there.
 
     The cache lies in `folder`, by default beside the first dataset; where that cannot be written, the words are counted
     at every start. A damaged cache is counted again, with a line on standard error. Without `keep` nothing is written.
-    Raises `UserError` where a `folder` that was named cannot be written, and where no word lies in the bounds.
+    Raises `UserError` for a named `folder` that cannot be written, and where no word lies in the bounds.
     """
-    path = cache_path(parts, tokenizer, bounds, folder)
+    cache = _cache(parts, tokenizer, bounds, folder)
     with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
-        words, kept = _cached_words(path), f"as counted in {path}"
+        words, kept = cache.load(_read), f"as counted in {cache.path}"
+        if cache.damaged:
+            print(f"{cache.path}: damaged, or of an earlier version; the words are counted again", file=sys.stderr)
         if words is None:
-            words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {path}"
+            words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {cache.path}"
             if keep:
-                kept = _keep(words, path, folder)
+                refused = cache.write(_packed(words))
+                kept = f"counted into {cache.path}"
+                if refused:
+                    kept = f"counted at every start, as {refused}; --index-cache-dir DIR keeps them"
     if not len(words):
         raise UserError(
             f"--notes-min-count {bounds[0]} and --notes-max-count {bounds[1]}: the training text holds no word so "
@@ -154,42 +148,18 @@ def open_rare_words(
     return words, f"{len(words):,} words that stand {bounds[0]:,} to {bounds[1]:,} times in the training text, {kept}"
 
 
-def _cached_words(path: Path) -> RareWords | None:
-    """Return the words in the cache, or None where there is none that can be used."""
-    try:
-        return read_rare_words(path)
-    except OSError:  # no file yet, or a folder that cannot be made, which writing will tell
-        pass
-    except BrokenSealError:
-        print(f"{path}: damaged, or of an earlier version; the words are counted again", file=sys.stderr)
-    return None
-
-
-def _keep(words: RareWords, path: Path, folder: str | Path | None) -> str:
-    """Write the words to the cache, and return a phrase that says where they are kept."""
-    try:
-        write_rare_words(words, path)
-    except (OSError, UserError) as error:
-        if folder is not None:
-            raise UserError(f"--index-cache-dir {folder}: {error}; give a folder that can be written") from None
-        return f"counted at every start, as {path.parent} cannot be written; --index-cache-dir DIR keeps them"
-    return f"counted into {path}"
-
-
-def cache_path(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: str | Path | None) -> Path:
-    """Where the words of this corpus, tokenizer and bounds are kept; another corpus has another name."""
+def _cache(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: AnyPath | None) -> CacheFile:
+    """Return the file of this corpus, tokenizer and bounds; another corpus has another name."""
     identity = [
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
         for dataset, documents in parts
     ]
     key = json.dumps([_FORMAT, identity, tokenizer.fingerprint, bounds])
-    prefix = Path(parts[0][0].prefix)
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return Path(folder or prefix.parent) / f"{prefix.name}.{digest}.words.npz"
+    return CacheFile(parts[0][0], hashlib.sha256(key.encode()).hexdigest()[:16], "words.npz", folder)
 
 
 def _sample_digest(dataset: IndexedDataset) -> str:
-    """A hash of up to 64 sequences, evenly spread: tells apart datasets whose counts agree by chance."""
+    """Hash up to 64 sequences, evenly spread: tells apart datasets whose counts agree by chance."""
     digest = hashlib.sha256()
     for sequence in np.unique(np.linspace(0, max(0, len(dataset) - 1), 64).astype(int)) if len(dataset) else ():
         digest.update(np.ascontiguousarray(dataset[int(sequence)]).tobytes())
@@ -206,24 +176,20 @@ def _count_with_bar(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[i
         return count_rare_words(parts, finder, bounds, bar.update)
 
 
-def write_rare_words(words: RareWords, path: Path) -> None:
-    """Write the words to a sealed file, whole or not at all."""
+def _packed(words: RareWords) -> bytes:
     content = io.BytesIO()
     np.savez(content, hashes=words.hashes, counts=words.counts, pieces=words.pieces, ends=words.ends)
-    with AtomicFile(path) as file:
-        file.write(seal(path.name, content.getvalue()))
+    return content.getvalue()
 
 
-def read_rare_words(path: Path) -> RareWords:
-    """Read what `write_rare_words` wrote. Raises `OSError` where there is none, `BrokenSealError` for damage."""
-    check_seal(path)
+def _read(path: Path) -> RareWords:
     with np.load(path) as arrays:
         return RareWords(arrays["hashes"], arrays["counts"], arrays["pieces"], arrays["ends"])
 
 
 @contextlib.contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time, as far as the file system can lock; it writes nothing."""
+    """Let one process of this machine at a time in, as far as the file system can lock; writes nothing."""
     with file.open("rb") as stream:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -31,14 +31,19 @@ DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: 
 MEND = "copy both files again, or preprocess again"
 
 SIZE, OFFSET = np.dtype("<i4"), np.dtype("<i8")
-"""How the index stores a number of tokens, and a byte offset or a document index."""
+"""Types in the index of a number of tokens, and of a byte offset or a document index."""
 
 CHUNK = 1 << 20
-"""How many numbers of an index are looked at at once."""
+"""Numbers of an index in memory at once."""
 
 
-def dataset_path(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """`PREFIX.bin`, `PREFIX.idx` or `PREFIX.json`; a prefix given with one of the first two counts without it."""
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """Return the type that stores ids of a vocabulary: uint16 below 65,500 pieces, else int32 (Megatron's rule)."""
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def dataset_path(prefix: AnyPath, suffix: str) -> Path:
+    """Return `PREFIX.bin`, `.idx` or `.json`. A prefix that ends in `.bin` or `.idx` counts without it."""
     name = os.fspath(prefix)
     for known in (".bin", ".idx"):
         name = name.removesuffix(known)
@@ -46,7 +51,7 @@ def dataset_path(prefix: str | os.PathLike[str], suffix: str) -> Path:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a dataset's file. Raises `UserError` when there is none."""
+    """Return the bytes of a dataset's file. Raises `UserError` when there is none."""
     try:
         size = path.stat().st_size
         if path.is_file():
@@ -59,7 +64,7 @@ def file_size(path: Path) -> int:
 
 
 class Header(NamedTuple):
-    """The first 34 bytes of an index."""
+    """First 34 bytes of an index."""
 
     magic: bytes
     version: int
@@ -75,7 +80,7 @@ class Header(NamedTuple):
         )
 
     def faults(self, size: int) -> Iterator[str]:
-        """All that is wrong with the header of an index file of `size` bytes, each in words."""
+        """Yield one line per fault of the header of an index file of `size` bytes."""
         if self.magic != MAGIC:
             yield f"starts with {self.magic!r}, expected {MAGIC!r}: not a Megatron index; preprocess again"
         if self.version != VERSION:
@@ -91,7 +96,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """The header of an index. Raises `UserError` for a missing file and for one too short to have it."""
+    """Return the header of an index. Raises `UserError` for a missing file and for one too short to have it."""
     size = file_size(path)
     if size < HEADER.size:
         raise UserError(f"{path}: {size} bytes, expected at least the {HEADER.size} of a header; {MEND}")
@@ -100,7 +105,7 @@ def read_header(path: Path) -> Header:
 
 
 class DatasetIndex:
-    """The three lists of `PREFIX.idx` as views of its memory map; opening reads a few bytes of it.
+    """Three lists of `PREFIX.idx` as views of its memory map; opening reads a few bytes of it.
 
     Attributes:
         dtype: numpy type of the token ids.
@@ -132,13 +137,13 @@ class DatasetIndex:
         return int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
 
     def faults_of_ends(self) -> Iterator[str]:
-        """What is wrong with the first and the last document index."""
+        """Yield a line if the first or the last document index is wrong."""
         ends = (int(self.document_indices[0]), int(self.document_indices[-1]))
         if ends != (0, len(self)):
             yield f"document indices run over {ends}, expected (0, {len(self)}); preprocess again"
 
     def faults_of_bin(self, size: int) -> Iterator[str]:
-        """What is wrong with a `PREFIX.bin` of `size` bytes beside this index."""
+        """Yield a line if a `PREFIX.bin` of `size` bytes does not fit this index."""
         if size != self.bin_bytes:
             yield f"{size} bytes, expected {self.bin_bytes} as its .idx says; {MEND}"
         elif size % self.dtype.itemsize:
@@ -170,7 +175,7 @@ def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: 
 
 
 def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:
-    """The numbers of a file `[at most CHUNK]`, from its beginning."""
+    """Yield the numbers of a file `[at most CHUNK]`, from its beginning."""
     stream.seek(0)
     while data := stream.read(CHUNK * SIZE.itemsize):
         yield np.frombuffer(data, SIZE)

@@ -1,4 +1,4 @@
-"""What an indexed dataset holds: counts, the lengths of its documents, and its first documents, read back.
+"""Summary of an indexed dataset: counts, the lengths of its documents, and its first documents, read back.
 
 Lengths are counted in powers of two and quantiles are exact below `LONGEST_COUNTED` tokens, in memory that does not
 grow with the dataset.
@@ -7,17 +7,17 @@ grow with the dataset.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.batches.samples import MIN_DOCUMENT_TOKENS
-from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND
+from megatron_ddrp.data.batches.samples import MIN_DOCUMENT_TOKENS, document_lengths
+from megatron_ddrp.data.dataset.dataset_index import MEND
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.data.dataset.verification import describe_tokenizer
+from megatron_ddrp.data.dataset.manifest import tokenizer_name
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import describe_unknown, warn_of_unknown
+from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_unknown
 from megatron_ddrp.errors import UserError
 
 LONGEST_COUNTED = 1 << 20
@@ -30,7 +30,7 @@ BAR = 40
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The counts of a dataset."""
+    """Counts of a dataset."""
 
     documents: int
     sequences: int
@@ -41,37 +41,33 @@ class DatasetSummary:
     longest: int
     """Tokens of the longest document."""
     quantiles: dict[str, int]
-    """"0.5" → the median of tokens a document."""
+    """"0.5" → the median of tokens per document."""
     short_documents: int
     """Documents too short to give a training sample."""
     histogram: list[tuple[int, int, int]]
     """(lowest, highest, documents) with that many tokens, both included."""
     tokenizer: dict[str, Any] | None
-    """The manifest's entry, if there is one."""
+    """Entry of the manifest, if there is one."""
     unknown_tokens: int | None
     """Tokens that are the unknown piece, as the manifest says; None where it does not."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """The summary as text."""
+        """Yield the summary as text."""
         mean = self.tokens / max(1, self.documents)
         yield (
             f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens as {self.dtype}, "
-            f"{mean:,.1f} tokens a document"
+            f"{mean:,.1f} tokens per document"
         )
-        made_by = "not recorded (no manifest)" if self.tokenizer is None else describe_tokenizer(self.tokenizer)
+        made_by = "not recorded (no manifest)" if self.tokenizer is None else tokenizer_name(self.tokenizer)
         yield f"tokenizer: {made_by}"
         unknown = self.unknown_tokens
-        yield "unknown pieces: not recorded" if unknown is None else describe_unknown(unknown, self.tokens)
+        yield "unknown pieces: not recorded" if unknown is None else unknown_share(unknown, self.tokens)
         if unknown is not None and (warning := warn_of_unknown("this dataset", unknown, self.tokens)):
             yield warning
         if not self.documents:
             return
         shares = ", ".join(f"{float(name):.0%} {value:,}" for name, value in self.quantiles.items())
-        yield f"tokens a document: shortest {self.shortest:,}, {shares}, longest {self.longest:,}"
+        yield f"tokens per document: shortest {self.shortest:,}, {shares}, longest {self.longest:,}"
         if self.short_documents:
             yield f"{self.short_documents:,} have fewer than {MIN_DOCUMENT_TOKENS} tokens and give no training sample"
         yield ""
@@ -79,17 +75,6 @@ class DatasetSummary:
         for low, high, count in self.histogram:
             span = f"{low:,}" if low == high else f"{low:,} – {high:,}"
             yield f"{span:>25}  {count:>13,}  {'█' * -(-BAR * count // most)}"
-
-
-def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
-    """Tokens of each document, in chunks `[documents]`. Raises `UserError` where the index is damaged."""
-    dataset.check()
-    for begin in range(0, dataset.num_documents, CHUNK):
-        indices = dataset.document_indices[begin : begin + CHUNK + 1]
-        starts = np.full(len(indices), dataset.num_tokens * dataset.dtype.itemsize)  # bytes
-        inside = indices < len(dataset)
-        starts[inside] = dataset.pointers[indices[inside]]
-        yield np.diff(starts) // dataset.dtype.itemsize
 
 
 def summarize(dataset: IndexedDataset) -> DatasetSummary:
@@ -126,8 +111,10 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
 def first_documents(
     dataset: IndexedDataset, count: int, num_tokens: int, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[int, int, str]]:
-    """(document, its tokens, its beginning) of the first documents: text of at most `num_tokens` tokens, or their ids
-    where there is no tokenizer. An id that the tokenizer does not have is written as `<id N>`."""
+    """Yield (document, its tokens, its beginning) of the first documents.
+
+    The beginning is text of at most `num_tokens` tokens, or their ids where there is no tokenizer.
+    """
     for document in range(min(count, dataset.num_documents)):
         first, last = (int(i) for i in dataset.document_indices[document : document + 2])
         if not 0 <= first <= last <= len(dataset):
@@ -140,9 +127,9 @@ def first_documents(
             shown += ids[: max(0, num_tokens - len(shown))].tolist()
         more = " …" if size > len(shown) else ""
         if tokenizer is None:
-            yield document, size, " ".join(map(str, shown)) + more
-        elif all(0 <= i < tokenizer.vocab_size for i in shown):
-            yield document, size, " ".join(tokenizer.decode(shown).split()) + more
+            text = " ".join(map(str, shown)) + more
+        elif foreign := [i for i in shown if not 0 <= i < tokenizer.vocab_size]:
+            text = f"not of this tokenizer: id {foreign[0]}, expected 0 to {tokenizer.vocab_size - 1}"
         else:
-            foreign = next(i for i in shown if not 0 <= i < tokenizer.vocab_size)
-            yield document, size, f"not of this tokenizer: id {foreign}, expected 0 to {tokenizer.vocab_size - 1}"
+            text = " ".join(tokenizer.decode(shown).split()) + more
+        yield document, size, text

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
+from megatron_ddrp.data.progress import Advance, silent
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
@@ -18,11 +19,11 @@ MANIFEST_SUM = "crc32"
 """Key of the manifest's own sum."""
 
 
-def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
+def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
     """Return the contents of `PREFIX.json` without its own sum, or None where there is no such file.
 
-    Raises `UserError` where it is no manifest, or not as it was written. One without a sum, of an earlier version,
-    passes.
+    Raises `UserError` for a file that is no manifest, or not as it was written. One without a sum, of an earlier
+    version, passes.
     """
     path = dataset_path(prefix, ".json")
     try:
@@ -38,20 +39,45 @@ def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     return manifest
 
 
-def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path, ids_sha256: str | None = None) -> None:
-    """Write `PREFIX.json` with `files` in it, bytes and SHA-256 of the two files, and with a sum of itself.
-
-    `ids_sha256` is the sum of the ids if it is at hand.
-    """
-    hashes = {"bin": (ids, ids_sha256 or file_sha256(ids)), "idx": (index, file_sha256(index))}
-    files = {name: {"bytes": file_size(file), "sha256": digest} for name, (file, digest) in hashes.items()}
+def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path) -> None:
+    """Write `PREFIX.json` with `files` in it, bytes and SHA-256 of the two files, and with a sum of itself."""
+    files = {
+        name: {"bytes": file_size(file), "sha256": file_sha256(file)} for name, file in (("bin", ids), ("idx", index))
+    }
     content = json.loads(json.dumps({**manifest, "files": files}))  # as it will be read
     content[MANIFEST_SUM] = object_sum(content)
     with AtomicFile(path) as stream:
         stream.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
-def file_sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
+    """Return a dictionary inside a manifest; an empty one where the manifest has none."""
+    value = (manifest or {}).get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def tokenizer_entry(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the manifest's `tokenizer`, which ties a dataset to it."""
+    return {"type": tokenizer.tokenizer_type, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+
+
+def tokenizer_name(made_by: Mapping[str, Any]) -> str:
+    """Return a manifest's `tokenizer` in a few words: type, fingerprint, number of pieces."""
+    pieces = made_by.get("vocab_size", "an unknown number of")
+    return f"{made_by.get('type', 'of unknown type')} {str(made_by.get('fingerprint'))[:12]} of {pieces} pieces"
+
+
+def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
+    """Raise `UserError` if one of the datasets has a file already."""
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx", ".json"):
+            path = dataset_path(prefix, suffix)
+            if path.exists():
+                hint = "give --overwrite to replace it, or another --output-prefix"
+                raise UserError(f"{path}: exists already; {hint}")
+
+
+def file_sha256(path: Path, advance: Advance = silent) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Calls `advance` with the bytes read since the last call."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset.dataset_index import MEND, dataset_path
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.dataset.verification import describe_tokenizer, wrong_sums
+from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND, dataset_path
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
+from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.dataset.verification import wrong_sums
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens")
@@ -20,48 +25,43 @@ COUNTS = ("empty_documents", "skipped", "unknown_tokens")
 
 
 def merge(
-    output_prefix: str | os.PathLike[str],
-    prefixes: Sequence[str],
-    overwrite: bool = False,
-    advance: Callable[[int], object] = lambda size: None,
+    output_prefix: AnyPath, prefixes: Sequence[str], overwrite: bool = False, advance: Advance = silent
 ) -> IndexedDataset:
     """Write the documents of all inputs, one input after another, as one dataset; it appears when it is complete.
 
-    Where every input has a manifest the output has one too. `advance` is told the bytes of .bin that were read. Raises
-    `UserError` for damaged inputs, also for those that differ from the SHA-256 in their manifest, for inputs of
-    different tokenizers, and for an output that exists.
+    Where every input has a manifest the output has one too. Calls `advance` with the bytes of .bin read since the last
+    call. Raises `UserError` for damaged inputs, also for those that differ from the SHA-256 in their manifest, for
+    inputs of different tokenizers, and for an output that exists.
     """
+    output_prefix = os.fspath(dataset_path(output_prefix, ""))
     if not overwrite:
-        for suffix in (".bin", ".idx", ".json"):
-            path = dataset_path(output_prefix, suffix)
-            if path.exists():
-                hint = "give --overwrite to replace it, or another --output-prefix"
-                raise UserError(f"{path}: exists already; {hint}")
+        refuse_existing([output_prefix])
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     manifests = [dataset.manifest for dataset in datasets]
     _refuse_mixed_tokenizers(datasets, manifests)
     for dataset in datasets:
         dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
-    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+    job = {"merge": list(prefixes), "process": [os.getpid(), time.time()]}  # never the same again: it starts over
+    with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dtype, job) as output:
         for dataset, manifest in zip(datasets, manifests, strict=True):
-            _append(writer, dataset, manifest or {}, advance)
+            _append(output, dataset, manifest or {}, advance)
         known = [manifest for manifest in manifests if manifest is not None]
-        writer.finalize(merged_manifest(known, datasets, dtype) if len(known) == len(datasets) else None)
+        output.publish([merged_manifest(known, datasets, dtype) if len(known) == len(datasets) else None])
     return IndexedDataset(output_prefix)
 
 
-def _append(
-    writer: IndexedDatasetWriter, dataset: IndexedDataset, manifest: dict[str, Any], advance: Callable[[int], object]
-) -> None:
+def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
     """Append a dataset. Raises `UserError` where it is not what its manifest says: the sum would bless the damage."""
+    for begin in range(0, dataset.num_documents, CHUNK):
+        output.append(0, documents=np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
+    for begin in range(0, len(dataset), CHUNK):
+        output.append(0, sizes=dataset.sizes[begin : begin + CHUNK])
     digest = hashlib.sha256()
-
-    def read(tokens: np.ndarray) -> None:
+    for tokens in dataset.chunks():
+        output.append(0, tokens.astype(output.dtype, copy=False).tobytes())
         digest.update(tokens.data)
         advance(tokens.nbytes)
-
-    writer.append_dataset(dataset, read)
     for fault in wrong_sums(dataset.prefix, manifest, digest.hexdigest()):
         raise UserError(f"{fault}; {MEND}, and see where by tools/dataset.py verify")
 
@@ -69,34 +69,34 @@ def _append(
 def merged_manifest(
     manifests: Sequence[dict[str, Any]], datasets: Sequence[IndexedDataset], dtype: np.dtype
 ) -> dict[str, Any]:
-    """Counts added up, inputs one after another, and whatever else all manifests agree on."""
+    """Return the counts added up, inputs one after another, and every other entry on which all manifests agree."""
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     for key in COUNTS:
         if all(isinstance(manifest.get(key), int) for manifest in manifests):
             merged[key] = sum(manifest[key] for manifest in manifests)
-    merged["documents"] = sum(dataset.num_documents for dataset in datasets)
-    merged["sequences"] = sum(map(len, datasets))
-    merged["tokens"] = sum(dataset.num_tokens for dataset in datasets)
     inputs = [manifest.get("inputs") or [] for manifest in manifests]
-    merged["inputs"] = [entry for entries in inputs if isinstance(entries, list) for entry in entries]
-    merged["merged"] = [os.path.basename(dataset.prefix) for dataset in datasets]
-    merged["dtype"] = dtype.name
-    merged["version"] = megatron_ddrp.__version__
-    return merged
+    return merged | {
+        "documents": sum(dataset.num_documents for dataset in datasets),
+        "sequences": sum(map(len, datasets)),
+        "tokens": sum(dataset.num_tokens for dataset in datasets),
+        "inputs": [file for files in inputs if isinstance(files, list) for file in files],
+        "merged": [os.path.basename(dataset.prefix) for dataset in datasets],
+        "dtype": dtype.name,
+        "version": megatron_ddrp.__version__,
+    }
 
 
 def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:
-    first: tuple[str, dict[str, Any]] | None = None
-    for dataset, manifest in zip(datasets, manifests, strict=True):
-        made_by = (manifest or {}).get("tokenizer") or {}
-        if made_by.get("fingerprint") is None:
-            continue
-        if first is None:
-            first = dataset.prefix, made_by
-        elif made_by["fingerprint"] != first[1]["fingerprint"]:
+    made_by = [
+        (dataset.prefix, entry(manifest, "tokenizer")) for dataset, manifest in zip(datasets, manifests, strict=True)
+    ]
+    recorded = [(prefix, by) for prefix, by in made_by if by.get("fingerprint") is not None]
+    for prefix, by in recorded:
+        first_prefix, first = recorded[0]
+        if by["fingerprint"] != first["fingerprint"]:
             raise UserError(
-                f"{first[0]} was made by tokenizer {describe_tokenizer(first[1])}, but {dataset.prefix} by "
-                f"{describe_tokenizer(made_by)}: the same id means different pieces; preprocess one of them again with "
-                "the other's vocabulary"
+                f"{first_prefix} was made by tokenizer {tokenizer_name(first)}, but {prefix} by "
+                f"{tokenizer_name(by)}: the same id means different pieces; preprocess one of them again with the "
+                "other's vocabulary"
             )

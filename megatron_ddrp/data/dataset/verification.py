@@ -1,4 +1,4 @@
-"""All that is wrong with an indexed dataset, in words: what a reader would stumble over, and what it would not see.
+"""All faults of an indexed dataset, in words: those that would stop a reader, and those that it would not see.
 
 The index is checked on its own (index_faults.py), then against the .bin, then both against the manifest: counts,
 tokenizer, SHA-256. Ids are checked against the vocabulary. Where no manifest has a SHA-256, an id that became another
@@ -17,40 +17,33 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import MEND, DatasetIndex, dataset_path, file_size, read_header
-from megatron_ddrp.data.dataset.index_faults import FaultList, index_faults
+from megatron_ddrp.data.dataset.index_faults import first_faults, index_faults
 from megatron_ddrp.data.dataset.indexed_dataset import token_chunks
-from megatron_ddrp.data.dataset.manifest import file_sha256, read_manifest
+from megatron_ddrp.data.dataset.manifest import entry, file_sha256, read_manifest, tokenizer_entry, tokenizer_name
+from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
-def verify(
-    prefix: str | os.PathLike[str],
-    tokenizer: Tokenizer | None = None,
-    advance: Callable[[int], object] = lambda size: None,
-) -> Iterator[str]:
-    """Everything wrong with a dataset, a line each: the file, the place, what was found and what was expected.
+def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance = silent) -> Iterator[str]:
+    """Yield one line per fault of a dataset: the file, the place, what was found and what was expected.
 
     Ids are checked against `tokenizer`, or else against the number of pieces in the manifest, or else for being
-    negative. `advance` is told the bytes of the .bin that were read. Raises `UserError` when there is no index.
+    negative. Calls `advance` with the bytes of the .bin read since the last call. Raises `UserError` when there is no
+    index.
     """
-    index_path, bin_path = dataset_path(prefix, ".idx"), dataset_path(prefix, ".bin")
+    index_path, bin_path, manifest_path = (dataset_path(prefix, suffix) for suffix in (".idx", ".bin", ".json"))
     size = file_size(index_path)
+    index, manifest = None, {}
     try:
         manifest = read_manifest(prefix) or {}
     except UserError as error:
-        manifest = {}
         yield str(error)
-    manifest_path = dataset_path(prefix, ".json")
-    files = _entry(manifest, "files")
-    made_by = _entry(manifest, "tokenizer")
-    if tokenizer is not None and made_by.get("fingerprint", tokenizer.fingerprint) != tokenizer.fingerprint:
-        yield (
-            f"{manifest_path}: made by tokenizer {describe_tokenizer(made_by)}, but the tokenizer given is "
-            f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]} of {tokenizer.vocab_size} pieces"
-        )
-    index = None
+    made_by = entry(manifest, "tokenizer")
+    if tokenizer is not None and (fault := _other_tokenizer(made_by, tokenizer)):
+        yield f"{manifest_path}: {fault}"
     try:
         faults = list(read_header(index_path).faults(size))
         yield from (f"{index_path}: {fault}" for fault in faults)
@@ -60,47 +53,44 @@ def verify(
     if index is not None:
         yield from (f"{index_path}: {fault}" for fault in index_faults(index))
         yield from (f"{manifest_path}: {fault}" for fault in _wrong_counts(index, manifest))
-    yield from _wrong_hash(index_path, _entry(files, "idx"), lambda: file_sha256(index_path))
+    yield from _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
     try:
         size = file_size(bin_path)
     except UserError as error:
         yield str(error)
         return
     if index is None:
-        yield from _wrong_hash(bin_path, _entry(files, "bin"), lambda: file_sha256(bin_path))
+        yield from _wrong_hash(manifest, bin_path, lambda: file_sha256(bin_path))
         return
     yield from (f"{bin_path}: {fault}" for fault in index.faults_of_bin(size))
     vocab_size = tokenizer.vocab_size if tokenizer is not None else made_by.get("vocab_size")
-    pieces = vocab_size if isinstance(vocab_size, int) else None
-    digest = hashlib.sha256()
-    yield from (f"{bin_path}: {fault}" for fault in _foreign_ids(index, bin_path, pieces, digest.update, advance))
-    yield from _wrong_hash(bin_path, _entry(files, "bin"), digest.hexdigest)
+    ids = _IdCheck(index, bin_path, vocab_size if isinstance(vocab_size, int) else None)
+    yield from (f"{bin_path}: {fault}" for fault in ids.faults(advance))
+    yield from _wrong_hash(manifest, bin_path, ids.digest.hexdigest)
 
 
-def wrong_sums(prefix: str | os.PathLike[str], manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
+def wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
     """Yield which of the two files differ from the SHA-256 in the manifest, as far as it holds them."""
-    files, index_path = _entry(manifest, "files"), dataset_path(prefix, ".idx")
-    yield from _wrong_hash(index_path, _entry(files, "idx"), lambda: file_sha256(index_path))
-    yield from _wrong_hash(dataset_path(prefix, ".bin"), _entry(files, "bin"), lambda: bin_sha256)
+    index_path = dataset_path(prefix, ".idx")
+    yield from _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
+    yield from _wrong_hash(manifest, dataset_path(prefix, ".bin"), lambda: bin_sha256)
 
 
-def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] = lambda size: None) -> None:
+def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
     """Compare `PREFIX.bin` and `PREFIX.idx` with the SHA-256 in the manifest.
 
     Raises `UserError` for the first that differs, and with exit code 2 where the manifest is missing or holds no sums.
-    Calls `advance` with the bytes that were read since the last call.
+    Calls `advance` with the bytes read since the last call.
     """
     manifest, manifest_path = read_manifest(prefix), dataset_path(prefix, ".json")
-    files = _entry(manifest or {}, "files")
-    recorded = {suffix: _entry(files, suffix).get("sha256") for suffix in ("bin", "idx")}
+    recorded = {path: _recorded(manifest, path) for path in (dataset_path(prefix, s) for s in (".bin", ".idx"))}
     if None in recorded.values():
         reason = "there is no such file" if manifest is None else "it holds no SHA-256"
         raise UserError(
             f"--verify-data needs the sums in {manifest_path}, but {reason}; leave the flag out, or preprocess again",
             WRONG_ARGUMENTS,
         )
-    for suffix, expected in recorded.items():
-        path = dataset_path(prefix, f".{suffix}")
+    for path, expected in recorded.items():
         file_size(path)
         try:
             found = file_sha256(path, advance)
@@ -113,42 +103,59 @@ def check_sums(prefix: str | os.PathLike[str], advance: Callable[[int], object] 
             )
 
 
-def describe_tokenizer(made_by: dict[str, Any]) -> str:
-    """A manifest's tokenizer in a few words."""
-    pieces = made_by.get("vocab_size", "an unknown number of")
-    return f"{made_by.get('type', 'of unknown type')} {str(made_by.get('fingerprint'))[:12]} of {pieces} pieces"
+def check_tokenizer(prefix: AnyPath, tokenizer: Tokenizer) -> None:
+    """Refuse a dataset of another tokenizer, by the fingerprint in its manifest.
+
+    A dataset without a manifest passes; the loader still refuses ids outside the vocabulary.
+    """
+    if fault := _other_tokenizer(entry(read_manifest(prefix), "tokenizer"), tokenizer):
+        raise UserError(
+            f"{dataset_path(prefix, '.json')}: the dataset was {fault}; give the vocabulary and --tokenizer-type that "
+            "it was preprocessed with, or preprocess again"
+        )
 
 
-def _foreign_ids(
-    index: DatasetIndex,
-    path: Path,
-    vocab_size: int | None,
-    update: Callable[[Any], object],
-    advance: Callable[[int], object],
-) -> Iterator[str]:
-    """Ids outside the vocabulary. All bytes of the file go through `update`."""
-    most = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
-    expected = "expected none below 0" if vocab_size is None else f"expected 0 to {most}"
-    foreign = FaultList("ids outside the vocabulary")
-    begin = 0
-    for chunk in token_chunks(path, index.dtype):
-        update(chunk)
-        if int(chunk.min()) < 0 or int(chunk.max()) > most:
+def _other_tokenizer(made_by: dict[str, Any], tokenizer: Tokenizer) -> str | None:
+    if made_by.get("fingerprint") in (None, tokenizer.fingerprint):
+        return None
+    given = tokenizer_name(tokenizer_entry(tokenizer))
+    return f"made by tokenizer {tokenizer_name(made_by)}, but the tokenizer given is {given}"
 
-            def describe(k: int, chunk: np.ndarray = chunk, begin: int = begin) -> str:
-                # bisect looks at a few of the pointers, where numpy would copy all of them.
-                sequence = bisect_right(index.pointers, (begin + k) * index.dtype.itemsize) - 1
-                inside = "" if sequence < 0 else f" (of sequence {sequence})"
-                return f"token {begin + k}{inside} is id {chunk[k]}, {expected}"
 
-            yield from foreign.lines(np.flatnonzero((chunk < 0) | (chunk > most)), describe)
-        begin += len(chunk)
-        advance(chunk.nbytes)
-    yield from foreign.rest()
-    if rest := file_size(path) % index.dtype.itemsize:
-        with open(path, "rb") as stream:
-            stream.seek(-rest, os.SEEK_END)
-            update(stream.read())
+class _IdCheck:
+    """A pass over all ids of a `PREFIX.bin`; afterwards `digest` has seen every byte of the file."""
+
+    def __init__(self, index: DatasetIndex, path: Path, vocab_size: int | None):
+        self._index, self._path = index, path
+        self._most = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
+        self._expected = "expected none below 0" if vocab_size is None else f"expected 0 to {self._most}"
+        self.digest = hashlib.sha256()
+
+    def faults(self, advance: Advance) -> Iterator[str]:
+        """Name the ids outside the vocabulary. Calls `advance` with the bytes read since the last call."""
+        yield from first_faults("ids outside the vocabulary", self._foreign(advance), self._words)
+        if rest := file_size(self._path) % self._index.dtype.itemsize:
+            with open(self._path, "rb") as stream:
+                stream.seek(-rest, os.SEEK_END)
+                self.digest.update(stream.read())
+
+    def _foreign(self, advance: Advance) -> Iterator[np.ndarray]:
+        """Place and id of the ids outside the vocabulary, `[ids, 2]`."""
+        begin = 0
+        for chunk in token_chunks(self._path, self._index.dtype):
+            self.digest.update(chunk.data)
+            if int(chunk.min()) < 0 or int(chunk.max()) > self._most:
+                places = np.flatnonzero((chunk < 0) | (chunk > self._most))
+                yield np.stack([begin + places, chunk[places].astype(np.int64)], axis=1)
+            begin += len(chunk)
+            advance(chunk.nbytes)
+
+    def _words(self, place_and_id: np.ndarray) -> str:
+        place, token = place_and_id.tolist()
+        # bisect looks at a few of the pointers, where numpy would copy all of them.
+        sequence = bisect_right(self._index.pointers, place * self._index.dtype.itemsize) - 1
+        inside = "" if sequence < 0 else f" (of sequence {sequence})"
+        return f"token {place}{inside} is id {token}, {self._expected}"
 
 
 def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str]:
@@ -163,13 +170,12 @@ def _wrong_counts(index: DatasetIndex, manifest: dict[str, Any]) -> Iterator[str
             yield f"{key} {manifest[key]}, but the index says {value}"
 
 
-def _wrong_hash(path: Path, recorded: dict[str, Any], digest: Callable[[], str]) -> Iterator[str]:
-    expected = recorded.get("sha256")
+def _wrong_hash(manifest: dict[str, Any], path: Path, digest: Callable[[], str]) -> Iterator[str]:
+    expected = _recorded(manifest, path)
     if expected is not None and (found := digest()) != expected:
         yield f"{path}: SHA-256 {found[:12]}…, but its manifest says {str(expected)[:12]}…: changed since then"
 
 
-def _entry(manifest: dict[str, Any], key: str) -> dict[str, Any]:
-    """A dictionary inside a manifest; empty where there is none."""
-    value = manifest.get(key)
-    return value if isinstance(value, dict) else {}
+def _recorded(manifest: dict[str, Any] | None, path: Path) -> Any:
+    """Return the SHA-256 of a dataset's file in its manifest, or None where the manifest does not hold it."""
+    return entry(entry(manifest, "files"), path.suffix.removeprefix(".")).get("sha256")

@@ -1,9 +1,9 @@
-"""Documents out of files of JSON lines, plain text, WikiExtractor or Parquet, with every fault named by file and line.
+"""Documents from files of JSON lines, plain text, WikiExtractor or Parquet, with every fault named by file and line.
 
 Cutting and parsing are two steps, so that one process reads and many parse:
 
-    iter_chunks(file, …)     → Chunk: about a megabyte of whole records, not looked into
-    parse_chunk(chunk, …)    → the documents' texts, and the records that are none (records.py)
+    iter_chunks(opened, …)   → Chunk: about a megabyte of whole records, not parsed
+    parse_chunk(chunk, …)    → the documents' texts, and the records that cannot be read (records.py)
     iter_documents(names, …) → both in one process
 """
 
@@ -28,10 +28,10 @@ _OVERLAP = 64  # bytes of the block before in which a separator may begin
 
 
 def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
-    """All records of an open input in order, in chunks of about `chunk_bytes` unpacked bytes."""
+    """Yield all records of an open input in order, in chunks of about `chunk_bytes` unpacked bytes."""
     before = 0
     if opened.file.ending == ".parquet":
-        size = opened.describe()["bytes"]  # hashed here, because pyarrow reads the file by itself
+        size = opened.manifest_entry()["bytes"]  # hashed here, because pyarrow reads the file by itself
         for rows, done in parquet_rows(opened.file.path, keys, chunk_bytes):
             yield Chunk("rows", rows, int(done * size) - before)
             before = int(done * size)
@@ -41,21 +41,15 @@ def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK
         before = opened.bytes_read
 
 
-class FaultCounter:
-    """Names the faults in the chunks of a file, given in order, by file and line; raises the first, or goes on."""
+def name_faults(path: str, line: int, faults: Sequence[Fault], on_error: str) -> list[str]:
+    """Return `file:line: why` for each fault of a chunk that begins behind `line` lines of its file.
 
-    def __init__(self, on_error: str = "stop", line: int = 0):
-        """`on_error` is `stop` or `skip`; `line` lines of the file came before."""
-        self._stop = on_error == "stop"
-        self.line = line
-
-    def add(self, path: str, parsed_faults: Sequence[Fault], lines: int) -> list[str]:
-        """`file:line: why` of each fault of the next chunk, which has `lines` lines. Raises `UserError` with `stop`."""
-        reasons = [f"{path}:{self.line + fault.line}: {fault.reason}" for fault in parsed_faults]
-        if reasons and self._stop:
-            raise UserError(f"{reasons[0]}; mend the file, or leave such records out with --on-error skip")
-        self.line += lines
-        return reasons
+    Raises `UserError` for the first one where `on_error` is `stop` instead of `skip`.
+    """
+    reasons = [f"{path}:{line + fault.line}: {fault.reason}" for fault in faults]
+    if reasons and on_error == "stop":
+        raise UserError(f"{reasons[0]}; mend the file, or leave such records out with --on-error skip")
+    return reasons
 
 
 def iter_documents(
@@ -65,26 +59,28 @@ def iter_documents(
     on_skip: Callable[[str], Any] = lambda reason: None,
     on_read: Callable[[int], Any] = lambda count: None,
 ) -> Iterator[Text]:
-    """The texts of every document of the files, folders and patterns (see inputs.py), one for each JSON key.
+    """Yield the texts of every document of the files, folders and patterns (see inputs.py), one for each JSON key.
 
-    `on_skip` is told the reason for each record left out; `on_read` how many bytes of the files were read.
+    Calls `on_skip` with the reason for each record left out, and `on_read` with the bytes of the files read since the
+    last call.
     """
     for file in find_inputs(names):
-        counter = FaultCounter(on_error)
+        line = 0
         with OpenInput(file) as opened:
             for chunk in iter_chunks(opened, json_keys):
                 parsed = parse_chunk(chunk, json_keys)
-                for reason in counter.add(file.path, parsed.faults, parsed.lines):
+                for reason in name_faults(file.path, line, parsed.faults, on_error):
                     on_skip(reason)
+                line += parsed.lines
                 yield from parsed.texts
                 on_read(chunk.read)
 
 
 def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """(format, bytes) cut behind whole records."""
+    """Yield (format, bytes), cut behind whole records."""
     rest = opened.read(max(chunk_bytes, _FIRST)).removeprefix(_BYTE_ORDER_MARK)
     kind = _format(opened.file, rest)
-    end = _ENDS[kind](rest, 0)
+    end = _end(kind, rest, 0)
     while True:
         if end:
             yield kind, rest[:end]
@@ -99,11 +95,12 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
             break
         start = max(0, len(rest) - _OVERLAP)
         rest += block
-        end = _ENDS[kind](rest, start)
+        end = _end(kind, rest, start)
     yield kind, rest
 
 
 def _format(file: InputFile, first: bytes) -> str:
+    """Return the format of a file, a key of `_ENDS`, by its name and its first bytes."""
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first[:_FIRST].lstrip()
@@ -114,30 +111,18 @@ def _format(file: InputFile, first: bytes) -> str:
     return "json" if start.startswith(b"{") and not file.ending else "text"
 
 
-def _end_of_line(data: bytes, start: int) -> int:
-    return data.rfind(b"\n", start) + 1
+def _end(kind: str, data: bytes, start: int) -> int:
+    """Return where the last whole record that ends behind `start` ends, or 0."""
+    for separator in _ENDS[kind]:
+        if (found := data.rfind(separator, start)) >= 0:
+            return found + len(separator)
+    blank = list(_BLANK_LINE.finditer(data, start)) if kind == "text" else []
+    return blank[-1].end() if blank else 0
 
 
-def _end_of_text(data: bytes, start: int) -> int:
-    for blank in (b"\n\n", b"\n\r\n"):
-        if (found := data.rfind(blank, start)) >= 0:
-            return found + len(blank)
-    end = 0
-    for match in _BLANK_LINE.finditer(data, start):
-        end = match.end()
-    return end
-
-
-def _end_of_wiki(data: bytes, start: int) -> int:
-    for closing in (b"</doc>\n", b"</doc>\r\n"):
-        if (found := data.rfind(closing, start)) >= 0:
-            return found + len(closing)
-    return 0
-
-
-_ENDS: dict[str, Callable[[bytes, int], int]] = {
-    "json": _end_of_line,
-    "text": _end_of_text,
-    "wiki": _end_of_wiki,
+_ENDS = {
+    "json": (b"\n",),
+    "text": (b"\n\n", b"\n\r\n"),
+    "wiki": (b"</doc>\n", b"</doc>\r\n"),
 }
-"""Format → where the last whole record that ends behind `start` ends, or 0."""
+"""Format → byte strings that end a record; plain text's records also end at lines of blanks."""

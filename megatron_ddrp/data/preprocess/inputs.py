@@ -1,7 +1,7 @@
 """The files behind `--input`: names, folders and patterns to a fixed order of files, unpacked and hashed while read.
 
 find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
-open_input(file)                            → unpacked bytes; the SHA-256 of the file as it lies on the disk
+OpenInput(file)                             → unpacked bytes; the SHA-256 of the file as it lies on the disk
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from megatron_ddrp.data.preprocess.zstd import open_zstd
+from megatron_ddrp.data.preprocess.zstd import ZstdStream
 from megatron_ddrp.errors import UserError
 
 STANDARD_INPUT = "-"
@@ -29,14 +27,14 @@ ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
 """Endings of the names that are read; files without one, as WikiExtractor writes them, are known by their content."""
 
 INPUT_HELP = (
-    ".jsonl or .json (one object a line), .txt (a blank line between documents) or WikiExtractor's files, each also as "
-    ".gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
+    ".jsonl or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, each also "
+    "as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
     "input"
 )
-"""What `--input` of a command takes."""
+"""Help of a command's `--input`."""
 
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""What the decompressors raise on a damaged or truncated file."""
+"""Errors of the decompressors for a damaged or truncated file."""
 
 BLOCK_BYTES = 1 << 20
 
@@ -45,10 +43,11 @@ PACKINGS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
-    ".zst": open_zstd,
+    ".zst": ZstdStream,
 }
-"""Ending → a stream of the unpacked bytes."""
+"""Ending → an object whose `read` gives the unpacked bytes."""
 
+_KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
 _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -56,19 +55,19 @@ class InputFile(NamedTuple):
     """One file to read."""
 
     path: str
-    """Where it is; `-` is standard input."""
+    """Path of the file; `-` is standard input."""
     name: str
-    """What a manifest calls it: its name, or its path inside the folder that was given."""
+    """Name in a manifest: the file's name, or its path inside the given folder."""
 
     @property
     def packing(self) -> str:
-        """A key of `PACKINGS`, by the file's name."""
+        """Key of `PACKINGS`, by the file's name."""
         ending = Path(self.path).suffix
         return ending if ending in PACKINGS else ""
 
     @property
     def ending(self) -> str:
-        """The ending of the unpacked file's name, such as `.jsonl`; often empty."""
+        """Ending of the unpacked file's name, such as `.jsonl`; often empty."""
         return Path(self.path.removesuffix(self.packing)).suffix
 
 
@@ -84,14 +83,12 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
     for name in names:
-        if name == STANDARD_INPUT or os.path.isfile(name):
-            files.append(InputFile(name, os.path.basename(name)))
-        elif os.path.isdir(name):
+        if os.path.isdir(name):
             files += _files_of_folder(name, apart)
         elif glob.has_magic(name) and not os.path.exists(name):
             files += _files_of_pattern(name, apart)
         else:
-            files.append(InputFile(name, os.path.basename(name)))  # a pipe, or nothing: the check tells
+            files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: the check tells
     for file in files:
         _check(file)
     streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
@@ -108,51 +105,31 @@ def is_stream(path: str) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
-def reading_progress(paths: Sequence[str], doing: str | None = None, show: bool = True) -> tqdm:
-    """Return a progress bar on stderr over the bytes of the files, compressed where they are, with the time left.
-
-    In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent.
-    """
-    total = None if any(map(is_stream, paths)) else sum(os.path.getsize(path) for path in paths)
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-    return tqdm(
-        desc=doing,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-        leave=False,
-        file=sys.stderr,
-        disable=not show,
-        **seldom,
-    )
-
-
 class OpenInput:
     """An input being read, block by block; use it as a context manager.
 
     Attributes:
         file: the `InputFile`.
-        bytes_read: bytes taken from the disk so far.
     """
 
     def __init__(self, file: InputFile):
         self.file = file
-        self._raw = _HashedFile(_open_raw(file.path))
+        self._raw = _open_raw(file.path)
         buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = file.packing
         if is_stream(file.path):
             first = buffered.peek(8)
             packing = next((ending for magic, ending in _MAGIC.items() if first.startswith(magic)), "")
-        self._stream: BinaryIO = PACKINGS[packing](buffered)
+        self._stream = PACKINGS[packing](buffered)
         self._buffered = buffered
 
     @property
     def bytes_read(self) -> int:
+        """Bytes taken from the disk so far."""
         return self._raw.count
 
     def read(self, count: int) -> bytes:
-        """The next `count` unpacked bytes, fewer only at the end. Raises `UserError` for a damaged file."""
+        """Return the next `count` unpacked bytes, fewer only at the end. Raises `UserError` for a damaged file."""
         try:
             return self._stream.read(count)
         except DAMAGED as error:
@@ -160,8 +137,8 @@ class OpenInput:
                 f"{self.file.path}: damaged or cut off after {self.bytes_read} bytes ({error}); copy it again"
             ) from None
 
-    def describe(self) -> dict[str, Any]:
-        """The manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk."""
+    def manifest_entry(self) -> dict[str, Any]:
+        """Return the manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk."""
         while self._buffered.read(BLOCK_BYTES):
             pass
         return {"name": self.file.name, "bytes": self._raw.count, "sha256": self._raw.digest.hexdigest()}
@@ -173,35 +150,28 @@ class OpenInput:
         self._buffered.close()
 
 
-class _HashedFile(io.RawIOBase):
-    """A file that counts and hashes what is read from it."""
+class _HashedFile(io.FileIO):
+    """A file that counts and hashes the bytes read from it."""
 
-    def __init__(self, raw: Any):
-        self._raw = raw
+    def __init__(self, file: str | int, closefd: bool = True):
+        super().__init__(file, "rb", closefd)
         self.count = 0
         self.digest = hashlib.sha256()
 
-    def readable(self) -> bool:
-        return True
-
     def readinto(self, buffer: Any) -> int:
-        count = self._raw.readinto(buffer) or 0
+        count = super().readinto(buffer) or 0
         self.digest.update(memoryview(buffer)[:count])
         self.count += count
         return count
 
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
-
-def _open_raw(path: str) -> Any:
+def _open_raw(path: str) -> _HashedFile:
     if path == STANDARD_INPUT:
-        return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+        return _HashedFile(sys.stdin.fileno(), closefd=False)
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return open(path, "rb", buffering=0)
+        return _HashedFile(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
 
@@ -216,16 +186,18 @@ def _check(file: InputFile) -> None:
     elif file.ending == ".parquet":
         raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
     if file.ending not in ("", *ENDINGS):
-        known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
-        raise UserError(f"{file.path}: expected a name that ends in {known}, or in one of these and {packed}")
+        raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
 
 
 def _files_of_folder(folder: str, apart: Sequence[str]) -> list[InputFile]:
-    files = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
+    files = _sorted_files(folder, apart)
     if not files:
-        known, packed = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
-        raise UserError(f"{folder}: holds no file that ends in {known} (also packed: {packed}), nor WikiExtractor's")
+        raise UserError(f"{folder}: holds no file that ends in {_KNOWN} (also packed: {_PACKED}), nor WikiExtractor's")
     return files
+
+
+def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
+    return sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
 
 
 def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
@@ -252,7 +224,7 @@ def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
         if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
             found = [InputFile(path, os.path.basename(path))]
         elif os.path.isdir(path) and "**" not in pattern:
-            found = sorted(_walk(path, apart), key=lambda file: Path(file.name).parts)
+            found = _sorted_files(path, apart)
         for file in found:
             files.setdefault(os.path.realpath(file.path), file)
     if not files:
@@ -265,7 +237,7 @@ def _is_manifest(path: str) -> bool:
 
 
 def _holds_documents(file: InputFile) -> bool:
-    """Whether a file without an ending begins as WikiExtractor's do: with `<doc …>`, or a JSON line."""
+    """Tell whether a file without an ending begins as WikiExtractor's do: with `<doc …>`, or a JSON line."""
     try:
         with OpenInput(file) as opened:
             return opened.read(64).lstrip().startswith((b"<doc ", b"{"))

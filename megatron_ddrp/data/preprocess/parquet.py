@@ -14,8 +14,8 @@ Row = tuple[bytes | None, ...]
 
 
 def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator[tuple[list[Row], float]]:
-    """Rows as the UTF-8 of each column (None for null), in parts of about `part_bytes` bytes, each with the fraction of
-    the file's rows that have been read.
+    """Yield rows as the UTF-8 of each column (None for null), in parts of about `part_bytes` bytes, each with the
+    fraction of the file's rows that have been read.
 
     Raises `UserError` without pyarrow, for a damaged file, and for columns that are missing or hold no strings.
     """

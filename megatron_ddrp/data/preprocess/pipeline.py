@@ -2,40 +2,31 @@
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
 processes parse and tokenize (workers.py). So the output's bytes depend on neither the number of workers nor on time.
-Every few seconds what is written is made safe (unfinished.py), and a run that was killed goes on from there. Documents
+Every few seconds the written part is made safe (unfinished.py), and a run that was killed resumes from there. Documents
 are stored without special tokens ([CLS] and [SEP] are the sample builder's), every one of them, however short.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import megatron_ddrp
-from megatron_ddrp.data.dataset.dataset_index import dataset_path
-from megatron_ddrp.data.preprocess.documents import FaultCounter, iter_chunks
-from megatron_ddrp.data.preprocess.inputs import (
-    BLOCK_BYTES,
-    InputFile,
-    OpenInput,
-    find_inputs,
-    is_stream,
-    reading_progress,
-)
+from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
+from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
 from megatron_ddrp.data.preprocess.records import Chunk
-from megatron_ddrp.data.preprocess.unfinished import UnfinishedDatasets
+from megatron_ddrp.data.preprocess.signals import uninterrupted
 from megatron_ddrp.data.preprocess.workers import map_in_order
-from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, PreprocessConfig, TokenizedChunk
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.data.tokenizers.vocabulary_fit import describe_unknown, warn_of_impossible, warn_of_unknown
+from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
+from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_impossible, warn_of_unknown
 from megatron_ddrp.errors import UserError
 
 CHUNK_BYTES = BLOCK_BYTES
@@ -46,19 +37,8 @@ CHECKPOINT_SECONDS = 15.0
 
 
 @dataclass
-class KeyCounts:
-    """What one dataset holds."""
-
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    unknown_tokens: int = 0
-    empty_documents: int = 0
-
-
-@dataclass
 class PreprocessResult:
-    """What was written, in all or up to a checkpoint."""
+    """Counts of everything written, in all or up to a checkpoint."""
 
     prefixes: list[str]
     by_key: list[KeyCounts]
@@ -71,29 +51,25 @@ class PreprocessResult:
     line: int = 0
     """Lines of that file done."""
     text_bytes: int = 0
-    """Of this run, not of the one that it continues."""
+    """Bytes of text in this run, without those of the run that it resumes."""
     seconds: float = field(default=0.0, compare=False)
 
-    @property
-    def documents(self) -> int:
-        """Documents in all datasets."""
-        return sum(counts.documents for counts in self.by_key)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all datasets."""
-        return sum(counts.tokens for counts in self.by_key)
+    def total(self, name: str) -> int:
+        """Return one of the counts, summed over all datasets."""
+        return sum(getattr(counts, name) for counts in self.by_key)
 
     def summary(self) -> str:
         """Return one line: documents, tokens, unknown pieces, speed, files."""
         speed = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         files = ", ".join(f"{prefix}.{{bin,idx,json}}" for prefix in self.prefixes)
-        empty = sum(counts.empty_documents for counts in self.by_key)
+        empty, tokens = self.total("empty_documents"), self.total("tokens")
         left_out = f", {empty:,} empty documents left out" if empty else ""
         if self.skipped:
             left_out += f", {self.skipped:,} unreadable records skipped (first: {self.first_skipped})"
-        unknown = describe_unknown(sum(counts.unknown_tokens for counts in self.by_key), self.tokens)
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
+        unknown = unknown_share(self.total("unknown_tokens"), tokens)
+        return (
+            f"{self.total('documents'):,} documents, {tokens:,} tokens{left_out}, {unknown}, {speed:.1f} MB/s → {files}"
+        )
 
     def warnings(self) -> Iterator[str]:
         """Yield a line for each dataset with many unknown pieces."""
@@ -103,25 +79,20 @@ class PreprocessResult:
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
-    """Write one dataset for each JSON key; what an interrupted run of the same command has done is not done again.
+    """Write one dataset for each JSON key, and resume an interrupted run of the same command.
 
-    No dataset appears under its name before it is complete. Signs of a vocabulary that does not fit are written to
-    standard error. Raises `UserError` when it is not possible.
+    No dataset appears under its name before it is complete. Writes signs of a vocabulary that does not fit to standard
+    error. Raises `UserError` for inputs, tokenizers and outputs that cannot be used.
     """
     local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
     files = find_inputs(config.input, leave_out=local)
-    existing = _existing(config.prefixes) if not config.overwrite else None
-    if existing and not os.path.exists(config.unfinished_folder):
-        raise UserError(existing)
     tokenize = ChunkTokenizer(config)
     if warning := warn_of_impossible(tokenize.tokenizer):
         print(warning, file=sys.stderr)
-    job = _job(config, files, tokenize)
     folder = config.unfinished_folder
-    with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job) as output:
-        if existing and not output.published:
-            output.discard()
-            raise UserError(existing)
+    with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, _job(config, files, tokenize)) as output:
+        if not config.overwrite and not output.published:
+            refuse_existing(config.prefixes)
         if output.state and output.state["skipped"] and config.on_error == "stop":
             raise UserError(f"{folder}: this run has skipped records; go on with --on-error skip, or remove the folder")
         if output.discarded:
@@ -129,67 +100,46 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
         run = _Run(config, files, tokenize, output)
         try:
             result = run.to_the_end()
-            for warning in result.warnings():
-                print(warning, file=sys.stderr)
-            return result
         except OSError as error:
-            where = error.filename or folder
-            hint = "make room or choose another --output-prefix"
-            raise UserError(f"{where}: {error.strerror}; {hint}, and run the same command again") from None
+            hint = "make room or choose another --output-prefix, and run the same command again"
+            raise UserError(f"{error.filename or folder}: {error.strerror}; {hint}") from None
         except (KeyboardInterrupt, SystemExit):
             with uninterrupted():
                 kept = run.keep()
             if kept:
-                done = f"{run.result.documents:,} documents are kept in {folder}"
+                done = f"{run.result.total('documents'):,} documents are kept in {folder}"
                 print(f"stopped; {done}; the same command goes on from there", file=sys.stderr)
             raise
-        finally:
-            if output.state is None and not output.published:
-                output.discard()
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait for the end of the block, so that what it writes is whole."""
-    if threading.current_thread() is not threading.main_thread():  # which alone has signal handlers
-        yield
-        return
-    waiting: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda received, _: waiting.append(received))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for received in waiting:
-            signal.raise_signal(received)
+    for warning in result.warnings():
+        print(warning, file=sys.stderr)
+    return result
 
 
 class _Run:
-    """One run from where the last one stopped."""
+    """One run, from where the last one stopped."""
 
     def __init__(
         self, config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
     ):
         self._config, self._files, self._tokenize, self._output = config, files, tokenize, output
         self._resumable = not any(is_stream(file.path) for file in files)
-        self._described: list[dict[str, Any]] = []
+        self._inputs: list[dict[str, Any]] = []  # the manifest's entries
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
         if output.state is not None:
             counts = [KeyCounts(**counts) for counts in output.state["by_key"]]
             self.result = PreprocessResult(**{**output.state, "by_key": counts, "text_bytes": 0})
 
     def to_the_end(self) -> PreprocessResult:
-        """Tokenize what is left, and publish."""
+        """Tokenize the rest of the input, and publish the datasets."""
         started = saved = time.monotonic()
         if not self._output.published:
             with reading_progress([file.path for file in self._files]) as progress:
-                for number, chunk in self._tokenized():
+                tokenized = map_in_order(
+                    ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
+                )
+                for chunk in tokenized:
                     with uninterrupted():
-                        self._add(number, chunk)
+                        self._add(chunk)
                         if self._resumable and time.monotonic() - saved > CHECKPOINT_SECONDS:
                             self.keep()
                             saved = time.monotonic()
@@ -203,46 +153,34 @@ class _Run:
         """Make the work done so far safe to resume; return False where there is none, or where a stream is read."""
         sensible = self._resumable and self.result.chunks > 0 and not self._output.published
         if sensible:
-            self._output.checkpoint(asdict(self.result))
+            by_key = [counts._asdict() for counts in self.result.by_key]
+            self._output.checkpoint({**asdict(self.result), "by_key": by_key})
         return sensible
 
-    def _tokenized(self) -> Iterator[tuple[int, TokenizedChunk]]:
-        """The chunks that are not done yet, tokenized, each with the number of its file."""
+    def _chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks of all files that are not done yet."""
         done = self.result.chunks
-        numbers: list[int] = []
+        seen = 0
+        for number, file in enumerate(self._files):
+            with OpenInput(file) as opened:
+                for chunk in iter_chunks(opened, self._config.json_keys, CHUNK_BYTES):
+                    seen += 1
+                    if seen > done:
+                        yield chunk._replace(file=number)
+                self._inputs.append(opened.manifest_entry())
 
-        def chunks() -> Iterator[Chunk]:
-            seen = 0
-            for number, file in enumerate(self._files):
-                with OpenInput(file) as opened:
-                    for chunk in iter_chunks(opened, self._config.json_keys, CHUNK_BYTES):
-                        seen += 1
-                        if seen > done:
-                            numbers.append(number)
-                            yield chunk
-                    self._described.append(opened.describe())
-
-        results = map_in_order(ChunkTokenizer, self._config, self._tokenize, chunks(), self._config.workers)
-        for place, chunk in enumerate(results):
-            yield numbers[place], chunk
-
-    def _add(self, number: int, chunk: TokenizedChunk) -> None:
+    def _add(self, chunk: TokenizedChunk) -> None:
         result = self.result
-        counter = FaultCounter(self._config.on_error, result.line if number == result.file else 0)
-        reasons = counter.add(self._files[number].path, chunk.faults, chunk.lines)
+        line = result.line if chunk.file == result.file else 0
+        reasons = name_faults(self._files[chunk.file].path, line, chunk.faults, self._config.on_error)
         for k, documents in enumerate(chunk.by_key):
             self._output.append(k, documents.ids, documents.sizes, documents.documents)
-            counts = result.by_key[k]
-            counts.documents += len(documents.documents)
-            counts.sequences += len(documents.sizes)
-            counts.tokens += len(documents.ids) // self._tokenize.tokenizer.dtype.itemsize
-            counts.unknown_tokens += documents.unknown
-            counts.empty_documents += documents.empty
+            result.by_key[k] = result.by_key[k].plus(documents.counts)
         result.skipped += len(reasons)
         result.first_skipped = result.first_skipped or next(iter(reasons), "")
         result.text_bytes += chunk.text_bytes
         result.chunks += 1
-        result.file, result.line = number, counter.line
+        result.file, result.line = chunk.file, line + chunk.lines
 
     def _refuse_empty(self) -> None:
         for key, counts in zip(self._config.json_keys, self.result.by_key, strict=True):
@@ -253,43 +191,31 @@ class _Run:
                 raise UserError(f"no text to tokenize in {where}; nothing written, give files that hold some")
 
     def _manifest(self, k: int) -> dict[str, Any]:
-        """What PREFIX.json says; a function of the input's bytes and the flags, so that equal runs give equal files."""
+        """Return PREFIX.json, a function of the input's bytes and the flags: equal runs, equal files."""
         tokenizer = self._tokenize.tokenizer
         return {
-            **asdict(self.result.by_key[k]),
+            **_rules(self._config, self._tokenize),
+            **self.result.by_key[k]._asdict(),
             "skipped": self.result.skipped,
             "dtype": tokenizer.dtype.name,
-            "tokenizer": describe_tokenizer(tokenizer),
             "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
             "json_key": self._config.json_keys[k],
-            "append_eod": self._config.append_eod,
-            "sentence_splitter": self._tokenize.splitter_name,
-            "inputs": self._described,
-            "version": megatron_ddrp.__version__,
+            "inputs": self._inputs,
         }
 
 
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The manifest's entry that ties a dataset to its tokenizer."""
+def _rules(config: PreprocessConfig, tokenize: ChunkTokenizer) -> dict[str, Any]:
+    """Return what turns text into ids, for the manifest and for the resuming of a run."""
     return {
-        "type": tokenizer.tokenizer_type,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer_entry(tokenize.tokenizer),
+        "append_eod": config.append_eod,
+        "sentence_splitter": tokenize.splitter_name,
+        "version": megatron_ddrp.__version__,
     }
 
 
-def _existing(prefixes: list[str]) -> str | None:
-    """The complaint about a dataset that is there already."""
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx", ".json"):
-            if dataset_path(prefix, suffix).exists():
-                hint = "give --overwrite to replace it, or another --output-prefix"
-                return f"{dataset_path(prefix, suffix)}: exists already; {hint}"
-    return None
-
-
 def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """Return all that decides the output's bytes; standard input and pipes are never the same again."""
+    """Return everything that decides the output's bytes; standard input and pipes are never the same again."""
     inputs: list[Any] = []
     for file in files:
         if is_stream(file.path):
@@ -298,12 +224,9 @@ def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokeni
             status = os.stat(file.path)
             inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns])
     return {
+        **_rules(config, tokenize),
         "inputs": inputs,
-        "tokenizer": describe_tokenizer(tokenize.tokenizer),
         "json_keys": config.json_keys,
-        "append_eod": config.append_eod,
-        "sentence_splitter": tokenize.splitter_name,
         "chunk_bytes": CHUNK_BYTES,
         "text_rules": TEXT_RULES,
-        "version": megatron_ddrp.__version__,
     }

@@ -1,7 +1,7 @@
-"""What a chunk of a file holds: its documents' texts, and the records that are none, each with the reason.
+"""Parsing of a chunk of a file: its documents' texts, and the records that cannot be read, each with the reason.
 
-A record is one JSON object a line; the lines between two blank lines, so that Google's files of one sentence a line
-work; what stands between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
+A record is a line with one JSON object; the lines between two blank lines, so that Google's files of one sentence per
+line work; the text between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
 
 A line of plain text may end anywhere, so its line breaks are no part of the text, and many SentencePiece models turn
 one into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 _BLANK = " \t\r\x0b\x0c"
@@ -24,6 +24,7 @@ _UNSPACED = (
 )
 """Han, kana, bopomofo, their punctuation and full-width forms; not Hangul, which has spaces between words."""
 _BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{_UNSPACED}])\n(?=[{_UNSPACED}])")
+_UNCLOSED = "<doc …> without </doc>"
 
 Text = tuple[str, ...]
 """The texts of one document, one for each JSON key."""
@@ -38,6 +39,8 @@ class Chunk(NamedTuple):
     """Unpacked bytes; of a Parquet file the rows, UTF-8 of each key or None."""
     read: int
     """Bytes of the file, as it lies on the disk, read since the chunk before."""
+    file: int = 0
+    """Number of the file among the inputs."""
 
     @property
     def text_bytes(self) -> int:
@@ -56,7 +59,7 @@ class Fault(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a chunk holds."""
+    """Contents of a chunk."""
 
     texts: list[Text]
     faults: list[Fault]
@@ -65,42 +68,44 @@ class Parsed(NamedTuple):
 
 
 def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
-    """The documents of a chunk and the faults in it. Plain text and WikiExtractor's give their text for every key."""
-    if chunk.format == "rows":
-        return _parse_rows(chunk.data, keys)
-    assert isinstance(chunk.data, bytes)
-    bad: dict[int, str] = {}
-    try:
-        text = chunk.data.decode("utf-8")
-        lines = text.split("\n")
-    except UnicodeDecodeError:
-        lines = chunk.data.decode("utf-8", "surrogateescape").split("\n")
-        for number, line in enumerate(lines):
-            if found := _NOT_UTF8.search(line):
-                bad[number] = f"not UTF-8 (byte 0x{ord(found[0]) - 0xDC00:02x})"
-    texts, faults = PARSERS[chunk.format](lines, keys, bad)
-    return Parsed(texts, faults, len(lines) - (not lines[-1]))
-
-
-Lines = tuple[list[Text], list[Fault]]
-
-
-def _parse_json(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:
+    """Return the documents of a chunk and the faults in it. Formats without keys give their text for every key."""
+    find, read = FORMATS[chunk.format]
+    lines, bad = (chunk.data, {}) if chunk.format == "rows" else _decoded_lines(chunk.data)
     texts, faults = [], []
-    for number, line in enumerate(lines):
-        if not line or line.isspace():
-            continue
+    for begin, end, complaint in find(lines):
+        place = next((number for number in range(begin, end) if number in bad), begin) if bad else begin
         try:
-            if number in bad:
-                raise ValueError(bad[number])
-            texts.append(_texts_of_json(line, keys))
+            if place in bad or complaint:
+                raise ValueError(bad.get(place, complaint))
+            texts.append(read(lines[begin:end], keys))
         except ValueError as error:
-            faults.append(Fault(number + 1, str(error)))
-    return texts, faults
+            faults.append(Fault(place + 1, str(error)))
+    return Parsed(texts, faults, len(lines) - (lines[-1:] == [""]))
 
 
-def _texts_of_json(line: str, keys: Sequence[str]) -> Text:
-    """The texts under the keys of one JSON line. Raises `ValueError` with the reason when there are none."""
+def _decoded_lines(data: Any) -> tuple[list[str], dict[int, str]]:
+    """Return the lines of a chunk, and the complaints about those that are not UTF-8, by index."""
+    try:
+        return data.decode("utf-8").split("\n"), {}
+    except UnicodeDecodeError:
+        lines = data.decode("utf-8", "surrogateescape").split("\n")
+    found = {number: match[0] for number, line in enumerate(lines) if (match := _NOT_UTF8.search(line))}
+    return lines, {number: f"not UTF-8 (byte 0x{ord(byte) - 0xDC00:02x})" for number, byte in found.items()}
+
+
+Span = tuple[int, int, str]
+"""First line of a record, the line behind its last, and a complaint about it or nothing."""
+
+
+def _find_lines(lines: list[str]) -> Iterator[Span]:
+    for number, line in enumerate(lines):
+        if line and not line.isspace():
+            yield number, number + 1, ""
+
+
+def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
+    """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason when one is missing."""
+    (line,) = lines
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -118,76 +123,63 @@ def _texts_of_json(line: str, keys: Sequence[str]) -> Text:
     return tuple(value[key] for key in keys)
 
 
-def _parse_text(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:
-    texts: list[Text] = []
-    faults: list[Fault] = []
-    gathered: list[str] = []
-    fault: Fault | None = None
+def _find_paragraphs(lines: list[str]) -> Iterator[Span]:
+    begin = 0
     for number, line in enumerate([*lines, ""]):
-        if line.strip(_BLANK):
-            gathered.append(line.rstrip("\r"))
-            fault = fault or (Fault(number + 1, bad[number]) if number in bad else None)
-        elif gathered:
-            if fault:
-                faults.append(fault)
-            else:
-                texts.append((_join_lines(gathered),) * len(keys))
-            gathered, fault = [], None
-    return texts, faults
+        if not line.strip(_BLANK):
+            if number > begin:
+                yield begin, number, ""
+            begin = number + 1
 
 
-def _join_lines(lines: list[str]) -> str:
+def _read_text(lines: list[str], keys: Sequence[str]) -> Text:
     """Return the lines of a document as running text."""
-    text = "\n".join(lines)
+    text = "\n".join([line.rstrip("\r") for line in lines])
     if not text.isascii():
         text = _BREAK_WITHOUT_SPACE.sub("", text)
-    return text.replace("\n", " ")
+    return (text.replace("\n", " "),) * len(keys)
 
 
-def _parse_wiki(lines: list[str], keys: Sequence[str], bad: dict[int, str]) -> Lines:
-    texts: list[Text] = []
-    faults: list[Fault] = []
-    gathered: list[str] = []
-    opened = 0  # line number of the <doc …> that is open, 0 outside
-    fault: Fault | None = None
-    for number, line in enumerate(map(str.rstrip, lines), 1):
+def _find_articles(lines: list[str]) -> Iterator[Span]:
+    opened: int | None = None  # line of the <doc …> that is open
+    for number, line in enumerate(map(str.rstrip, lines)):
         if line.startswith("<doc ") and line.endswith(">"):
-            if opened:
-                faults.append(fault or Fault(opened, "<doc …> without </doc>"))
-            gathered, opened, fault = [], number, None
-        elif opened:
-            gathered.append(line)
-            fault = fault or (Fault(number, bad[number - 1]) if number - 1 in bad else None)
-            if line.endswith("</doc>"):
-                if fault:
-                    faults.append(fault)
-                else:
-                    texts.append(("\n".join(gathered).removesuffix("</doc>").strip("\n"),) * len(keys))
-                opened = 0
-        elif line:
-            faults.append(Fault(number, "text outside <doc …> and </doc>"))
-    if opened:
-        faults.append(fault or Fault(opened, "<doc …> without </doc>"))
-    return texts, faults
+            if opened is not None:
+                yield opened, number, _UNCLOSED
+            opened = number
+        elif opened is not None and line.endswith("</doc>"):
+            yield opened + 1, number + 1, ""
+            opened = None
+        elif opened is None and line:
+            yield number, number + 1, "text outside <doc …> and </doc>"
+    if opened is not None:
+        yield opened, len(lines), _UNCLOSED
 
 
-def _parse_rows(rows: Any, keys: Sequence[str]) -> Parsed:
-    texts, faults = [], []
-    for number, row in enumerate(rows, 1):
-        try:
-            if None in row:
-                raise ValueError(f"column {keys[row.index(None)]!r} holds null, expected a string")
-            texts.append(tuple(cell.decode("utf-8") for cell in row))
-        except UnicodeDecodeError as error:
-            faults.append(Fault(number, f"not UTF-8 (byte 0x{error.object[error.start]:02x})"))
-        except ValueError as error:
-            faults.append(Fault(number, str(error)))
-    return Parsed(texts, faults, len(rows))
+def _read_article(lines: list[str], keys: Sequence[str]) -> Text:
+    """Return the text between `<doc …>` and `</doc>`."""
+    inside = "\n".join(map(str.rstrip, lines))
+    return (inside.removesuffix("</doc>").strip("\n"),) * len(keys)
 
 
-PARSERS: dict[str, Callable[[list[str], Sequence[str], dict[int, str]], Lines]] = {
-    "json": _parse_json,
-    "text": _parse_text,
-    "wiki": _parse_wiki,
+def _find_rows(rows: list[Any]) -> Iterator[Span]:
+    return ((number, number + 1, "") for number in range(len(rows)))
+
+
+def _read_row(rows: list[Any], keys: Sequence[str]) -> Text:
+    (row,) = rows
+    if None in row:
+        raise ValueError(f"column {keys[row.index(None)]!r} holds null, expected a string")
+    try:
+        return tuple(cell.decode("utf-8") for cell in row)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte 0x{error.object[error.start]:02x})") from None
+
+
+FORMATS: dict[str, tuple[Callable[[Any], Iterator[Span]], Callable[[Any, Sequence[str]], Text]]] = {
+    "json": (_find_lines, _read_json),
+    "text": (_find_paragraphs, _read_text),
+    "wiki": (_find_articles, _read_article),
+    "rows": (_find_rows, _read_row),
 }
-"""Format → lines (and what is wrong with some, by index) to documents and faults."""
+"""Format → a function that finds the records among the lines, and one that reads the lines of a record."""

@@ -14,7 +14,7 @@ Splitter = Callable[[str], list[str]]
 
 
 def sentence_splitter() -> tuple[str, Splitter]:
-    """(name of the parameters, function text → its sentences). Raises `UserError` when NLTK is not installed."""
+    """Return (name of the parameters, function text → its sentences). Raises `UserError` when NLTK is not installed."""
     try:
         from nltk.tokenize import punkt
     except ImportError:

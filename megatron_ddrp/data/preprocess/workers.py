@@ -1,4 +1,4 @@
-"""A function of chunks mapped over processes, the results in the order of the chunks, with bounded memory."""
+"""One function mapped over chunks by several processes: results in the order of the chunks, bounded memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from megatron_ddrp.data.ahead import results_in_order
 from megatron_ddrp.errors import UserError
 
-AHEAD = 4  # chunks per worker: enough to keep it busy, few enough to bound memory
+AHEAD = 4
+"""Chunks per worker in the making: enough to keep it busy, few enough to bound memory."""
 
 
 def map_in_order(
@@ -25,7 +26,7 @@ def map_in_order(
     chunks: Iterable[Any],
     workers: int,
 ) -> Iterator[Any]:
-    """`made(chunk)` for every chunk, in order; with several `workers` each makes its own `make(settings)` once.
+    """Yield `made(chunk)` for every chunk, in order; with several `workers` each makes its own `make(settings)` once.
 
     `make` and the hashable `settings` must pickle. Raises `UserError` when a worker dies.
     """
@@ -34,18 +35,11 @@ def map_in_order(
         return
     context = multiprocessing.get_context("spawn")  # safe beside threads, and the same on every platform
     pool = ProcessPoolExecutor(workers, context, _start_worker)
-    pending: deque[Future[Any]] = deque()
+    apply = functools.partial(_apply, make, settings)
     try:
-        for chunk in chunks:
-            pending.append(pool.submit(_apply, make, settings, chunk))
-            if len(pending) >= AHEAD * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        yield from results_in_order(pool, apply, chunks, AHEAD * workers - 1)
     except BrokenProcessPool:
         raise UserError("a worker process died, likely for want of memory; try fewer --workers") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker() -> None:
@@ -55,7 +49,7 @@ def _start_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A main process that was killed cannot stop its workers: they see it end, and go."""
+    """End this worker when the main process ends: one that was killed cannot stop its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 BLOCK_BYTES = 1 << 20
 
 
-def open_zstd(raw: BinaryIO) -> io.BufferedReader:
-    """The unpacked bytes of a .zst file. Reading raises `OSError` for damaged data, `EOFError` when it is cut off."""
-    return io.BufferedReader(_Blocks(_unpack(raw)), buffer_size=BLOCK_BYTES)
+class ZstdStream:
+    """Unpacked bytes of a .zst file. Reading raises `OSError` for damaged data, `EOFError` for a cut-off file."""
+
+    def __init__(self, raw: BinaryIO):
+        self._blocks = _unpacked(raw)
+        self._rest = memoryview(b"")
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes, fewer only at the end."""
+        data = bytearray(self._rest[:count])
+        self._rest = self._rest[count:]
+        while len(data) < count and (block := next(self._blocks, None)) is not None:
+            self._rest = memoryview(block)[count - len(data) :]
+            data += block[: count - len(data)]
+        return bytes(data)
 
 
-def _unpack(raw: BinaryIO) -> Iterator[bytes]:
+def _unpacked(raw: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
     frame = None
@@ -30,25 +41,3 @@ def _unpack(raw: BinaryIO) -> Iterator[bytes]:
                 packed, frame = frame.unused_data, None
     if frame is not None:
         raise EOFError("the last Zstandard frame has no end")
-
-
-class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a file."""
-
-    def __init__(self, blocks: Iterator[bytes]):
-        self._blocks = blocks
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._rest = memoryview(block)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count

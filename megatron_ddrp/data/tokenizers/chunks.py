@@ -1,7 +1,8 @@
-"""What preprocessing does to each chunk of the input, in whichever process: parse, split into sentences, tokenize."""
+"""The work of preprocessing on each chunk of the input, in any process: parse, split into sentences, tokenize."""
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """What `tools/preprocess_data.py` is asked to do."""
+    """Settings of `tools/preprocess_data.py`."""
 
     input: tuple[str, ...]
     """Files, folders and patterns of documents (see inputs.py and documents.py); `-` is standard input."""
@@ -33,7 +34,7 @@ class PreprocessConfig:
     workers: int = 1
     """Tokenizing processes."""
     split_sentences: bool = False
-    """One sequence a sentence instead of one a document."""
+    """Make one sequence per sentence instead of one per document."""
     append_eod: bool = False
     """End each document with [SEP]."""
     on_error: str = "stop"
@@ -49,19 +50,32 @@ class PreprocessConfig:
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
 
-    def dataset_prefix(self, key: str) -> str:
-        """The prefix of the dataset of one JSON key."""
-        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
-
     @property
     def prefixes(self) -> list[str]:
-        """One prefix for each key."""
-        return [self.dataset_prefix(key) for key in self.json_keys]
+        """Prefixes of the datasets, one for each key."""
+        level = "sentence" if self.split_sentences else "document"
+        return [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
 
     @property
     def unfinished_folder(self) -> str:
-        """Where the datasets grow."""
+        """Folder in which the datasets grow."""
         return f"{self.output_prefix}.unfinished"
+
+
+class KeyCounts(NamedTuple):
+    """Counts of one dataset, or of a chunk's part of it."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    unknown_tokens: int = 0
+    """Tokens that are the unknown piece."""
+    empty_documents: int = 0
+    """Documents left out because they have no tokens."""
+
+    def plus(self, more: KeyCounts) -> KeyCounts:
+        """Return the sums of both."""
+        return KeyCounts(*map(operator.add, self, more))
 
 
 class TokenizedDocuments(NamedTuple):
@@ -73,20 +87,19 @@ class TokenizedDocuments(NamedTuple):
     """int32, tokens of each sequence `[sequences]`."""
     documents: np.ndarray
     """int32, sequences of each document `[documents]`."""
-    empty: int
-    """Documents left out because they have no tokens."""
-    unknown: int
-    """Tokens that are the unknown piece."""
+    counts: KeyCounts
 
 
 class TokenizedChunk(NamedTuple):
-    """A worker's answer to a chunk."""
+    """Result of a worker for one chunk."""
 
     by_key: list[TokenizedDocuments]
     faults: list[Fault]
     lines: int
+    file: int
+    """Number of its file among the inputs."""
     read: int
-    """Bytes of the input file, as it lies on the disk."""
+    """Bytes of that file, as it lies on the disk."""
     text_bytes: int
     """Bytes of the records, unpacked."""
 
@@ -107,7 +120,7 @@ class ChunkTokenizer:
         keys = self._config.json_keys
         texts, faults, lines = parse_chunk(chunk, keys)
         by_key = [self._tokenize([text[k] for text in texts]) for k in range(len(keys))]
-        return TokenizedChunk(by_key, faults, lines, chunk.read, chunk.text_bytes)
+        return TokenizedChunk(by_key, faults, lines, chunk.file, chunk.read, chunk.text_bytes)
 
     def _tokenize(self, texts: list[str]) -> TokenizedDocuments:
         documents = [self._split(text) for text in texts]
@@ -125,5 +138,5 @@ class ChunkTokenizer:
         sizes = np.array([len(ids) // dtype.itemsize for ids in all_ids], np.int32)
         tokens = b"".join(all_ids)
         unknown = int(np.count_nonzero(np.frombuffer(tokens, dtype) == self.tokenizer.unk_id))
-        empty = len(texts) - len(sequences)
-        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), empty, unknown)
+        counts = KeyCounts(len(sequences), len(sizes), int(sizes.sum()), unknown, len(texts) - len(sequences))
+        return TokenizedDocuments(tokens, sizes, np.array(sequences, np.int32), counts)

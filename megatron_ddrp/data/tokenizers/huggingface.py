@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, missing_specials, read_bytes
+from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.tokenizers.tokenizer import (
+    SPECIAL_PIECES,
+    Tokenizer,
+    find_specials,
+    read_bytes,
+    require_specials,
+)
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
@@ -28,7 +34,7 @@ class HuggingFaceTokenizer(Tokenizer):
     library = "tokenizers"
     file_name = "tokenizer.json"
 
-    def __init__(self, path: str | os.PathLike[str], named: Mapping[str, str] | None = None):
+    def __init__(self, path: AnyPath, named: Mapping[str, str] | None = None):
         file = Path(path) / self.file_name if Path(path).is_dir() else Path(path)
         if not file.exists() and file.with_name("vocab.txt").exists():
             raise UserError(f"{file}: no such file; for its vocab.txt use --tokenizer-type BertWordPieceLowerCase")
@@ -45,8 +51,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._backend.model.dropout = None  # the same text must always give the same ids
         ids = self._backend.get_vocab(with_added_tokens=True)
         specials = find_specials(ids, named or _named_specials(file.parent))
-        if missing := missing_specials(specials):
-            raise UserError(f"{file}: lacks {missing}; add them to the tokenizer or use another one")
+        require_specials(specials, file, "add them to the tokenizer or use another one")
         if max(ids.values()) >= len(ids) + SPARE_IDS:
             raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
         pieces = [""] * (max(ids.values()) + 1)
@@ -80,45 +85,37 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _named_specials(folder: Path) -> dict[str, str]:
-    """Role → piece as the folder's configuration files say; empty without them."""
+    """Return role → piece from the folder's configuration files; empty without them."""
     named = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / name
-        if path.exists():
-            config = read_object(path)
-            for role in ("cls", "sep", "pad", "mask", "unk"):
-                token = config.get(f"{role}_token")
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    named[role] = token
+    paths = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    for config in [read_object(path) for path in paths if path.exists()]:
+        for role in SPECIAL_PIECES:
+            token = config.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                named[role] = token
     return named
 
 
 def _word_start_rule(layout: dict[str, Any]) -> Callable[[str], bool]:
-    """Which pieces begin a word, read off a tokenizer.json's parts.
+    """Return a function that tells which pieces begin a word, from the parts of a tokenizer.json.
 
     WordPiece-like: without the continuation prefix. Metaspace: with its ▁. Byte-level: with Ġ (space), Ċ (newline)
     or ĉ (tab). A vocabulary that marks word ends, or nothing, gives every piece as a word of its own.
     """
-    model = layout["model"]
-    for part in _parts(layout.get("pre_tokenizer")) + _parts(layout.get("decoder")):
+    for part in (*_parts(layout.get("pre_tokenizer")), *_parts(layout.get("decoder"))):
         if part.get("type") == "Metaspace":
             mark = part.get("replacement", "\u2581")
             return lambda piece: piece.startswith(mark)
         if part.get("type") == "ByteLevel":
             return lambda piece: piece.startswith(("\u0120", "\u010a", "\u0109"))
-    prefix = model.get("continuing_subword_prefix")
-    if prefix:
-        return lambda piece: not piece.startswith(prefix)
-    return lambda piece: True
+    prefix = layout["model"].get("continuing_subword_prefix")
+    return lambda piece: not (prefix and piece.startswith(prefix))
 
 
-def _parts(component: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A component of a tokenizer.json and, for a sequence, the components inside it."""
-
-    def walk(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield part
-        for inner in part.get("pretokenizers", part.get("decoders", [])):
-            yield from walk(inner)
-
-    return list(walk(component)) if component else []
+def _parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a component of a tokenizer.json and, for a sequence, the components inside it."""
+    if component:
+        yield component
+        for inner in component.get("pretokenizers", component.get("decoders", [])):
+            yield from _parts(inner)

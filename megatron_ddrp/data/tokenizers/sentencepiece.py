@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import sentencepiece
 
+from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer, find_specials, read_bytes
 from megatron_ddrp.errors import UserError
 
@@ -23,7 +24,7 @@ class SentencePieceTokenizer(Tokenizer):
     library = "sentencepiece"
     file_name = "tokenizer.model"
 
-    def __init__(self, model_file: str | os.PathLike[str]):
+    def __init__(self, model_file: AnyPath):
         content = read_bytes(model_file)
         self._processor = sentencepiece.SentencePieceProcessor()
         try:

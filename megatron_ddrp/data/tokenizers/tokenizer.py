@@ -1,7 +1,7 @@
 """One interface over WordPiece, SentencePiece and Hugging Face tokenizers, all from local files.
 
-What pre-training needs of a tokenizer beside ids: where words start (whole-word masking for any vocabulary), which ids
-are special (never a random replacement, never produced by text), and a fingerprint that ties a dataset to it.
+Beside ids, a tokenizer knows where words start (whole-word masking for any vocabulary), which ids are special (never a
+random replacement, never produced by text), and a fingerprint that ties a dataset to it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.dataset.indexed_dataset import token_dtype
+from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace")
@@ -46,7 +46,7 @@ class Tokenizer(ABC):
     """
 
     library: str
-    """The package that tokenizes; its version belongs into a manifest."""
+    """Package that tokenizes; its version belongs into a manifest."""
     file_name: str
     """Name of the vocabulary's file in a folder written by `save`."""
 
@@ -78,30 +78,30 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without [CLS] and [SEP]. A special token's name inside the text is ordinary text."""
+        """Return a text's ids, without [CLS] and [SEP]. A special token's name inside the text is ordinary text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text."""
+        """Encode each text."""
         return [self.encode(text) for text in texts]
 
     @property
     def dtype(self) -> np.dtype:
-        """The type in which a dataset stores these ids, little-endian."""
+        """Type in which a dataset stores these ids, little-endian."""
         return np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """`encode` of each text as the bytes that a dataset stores, `dtype.itemsize` for each id."""
+        """Encode each text into the bytes that a dataset stores, `dtype.itemsize` for each id."""
         return [np.array(ids, self.dtype).tobytes() for ids in self.encode_batch(texts)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Readable text of ids."""
+        """Return readable text of ids."""
 
     def count_impossible(self) -> int:
         """Return the number of ordinary pieces that no text can give, since text is normalized before it is cut."""
         return 0
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: AnyPath) -> None:
         """Write the vocabulary and its description into a folder, from which `load_tokenizer` makes an equal one."""
         names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}
         description = {
@@ -111,15 +111,13 @@ class Tokenizer(ABC):
             "special_tokens": names,
             "fingerprint": self.fingerprint,
         }
-        for name, data in (
-            (self.file_name, self._content),
-            (DESCRIPTION_FILE, (json.dumps(description, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()),
-        ):
+        text = json.dumps(description, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        for name, data in ((self.file_name, self._content), (DESCRIPTION_FILE, text.encode())):
             with AtomicFile(Path(folder) / name) as stream:
                 stream.write(data)
 
     def _only_text(self, ids: list[int]) -> list[int]:
-        """The ids with every special one that text must not produce replaced by [UNK]."""
+        """Return the ids with every special one that text must not produce replaced by [UNK]."""
         if self._never_from_text.isdisjoint(ids):
             return ids
         return [self.unk_id if i in self._never_from_text else i for i in ids]
@@ -127,32 +125,38 @@ class Tokenizer(ABC):
 
 def build_tokenizer(
     tokenizer_type: str,
-    vocab_file: str | os.PathLike[str] | None = None,
-    tokenizer_model: str | os.PathLike[str] | None = None,
+    vocab_file: AnyPath | None = None,
+    tokenizer_model: AnyPath | None = None,
+    specials: Mapping[str, str] | None = None,
 ) -> Tokenizer:
     """Make the tokenizer that `--tokenizer-type`, `--vocab-file` and `--tokenizer-model` name.
 
     `vocab_file` is a vocab.txt for the WordPiece types; `tokenizer_model` is a SentencePiece .model, or for HuggingFace
-    a folder with tokenizer.json (or that file). Raises `UserError` for a missing file or an unusable vocabulary.
+    a folder with tokenizer.json (or that file), whose `specials` (role → piece) are read from it if they are not given.
+    Raises `UserError` for a missing file or an unusable vocabulary.
     """
-    if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+    if tokenizer_type not in TOKENIZER_TYPES:
+        allowed = ", ".join(TOKENIZER_TYPES)
+        raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {allowed}", WRONG_ARGUMENTS)
+    is_wordpiece = tokenizer_type.startswith("BertWordPiece")
+    path, flag = (vocab_file, "--vocab-file") if is_wordpiece else (tokenizer_model, "--tokenizer-model")
+    if path is None:
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path)", WRONG_ARGUMENTS)
+    if is_wordpiece:
         from megatron_ddrp.data.tokenizers.wordpiece import WordPieceTokenizer
 
-        return WordPieceTokenizer(_given(vocab_file, "--vocab-file", tokenizer_type), tokenizer_type)
+        return WordPieceTokenizer(path, tokenizer_type)
     if tokenizer_type == "SentencePiece":
         from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
-        return SentencePieceTokenizer(_given(tokenizer_model, "--tokenizer-model", tokenizer_type))
-    if tokenizer_type == "HuggingFace":
-        from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
+        return SentencePieceTokenizer(path)
+    from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
 
-        return HuggingFaceTokenizer(_given(tokenizer_model, "--tokenizer-model", tokenizer_type))
-    allowed = ", ".join(TOKENIZER_TYPES)
-    raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {allowed}", WRONG_ARGUMENTS)
+    return HuggingFaceTokenizer(path, specials)
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into a folder. Raises `UserError` when it is missing or was changed."""
+def load_tokenizer(folder: AnyPath) -> Tokenizer:
+    """Load the tokenizer that `Tokenizer.save` wrote into a folder. Raises `UserError` if it is missing or changed."""
     path = Path(folder) / DESCRIPTION_FILE
     try:
         description = json.loads(read_bytes(path))
@@ -160,19 +164,14 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         names, fingerprint = description["special_tokens"], description["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a tokenizer description ({error!r}); save the tokenizer again") from None
-    if kind == "HuggingFace":
-        from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
-
-        tokenizer: Tokenizer = HuggingFaceTokenizer(file, names)
-    else:
-        tokenizer = build_tokenizer(kind, vocab_file=file, tokenizer_model=file)
+    tokenizer = build_tokenizer(kind, vocab_file=file, tokenizer_model=file, specials=names)
     if tokenizer.fingerprint != fingerprint:
         raise UserError(f"{file}: not the vocabulary that was saved here (fingerprint differs); copy the folder again")
     return tokenizer
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """A file's content. Raises `UserError` naming the file when it cannot be read."""
+def read_bytes(path: AnyPath) -> bytes:
+    """Return a file's content. Raises `UserError` naming the file when it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -180,7 +179,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Role → id for the roles found in a vocabulary `ids` (piece → id): by the given names first, then by the usual."""
+    """Return role → id for the roles found in `ids` (piece → id): by the given names first, then by the usual."""
     found = {}
     for role, usual in SPECIAL_PIECES.items():
         for name in ((named or {}).get(role), *usual):
@@ -190,12 +189,7 @@ def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None
     return found
 
 
-def missing_specials(found: Mapping[str, int]) -> str:
-    """The roles that were not found, by BERT's names, comma-separated; empty when all were."""
-    return ", ".join(names[0] for role, names in SPECIAL_PIECES.items() if role not in found)
-
-
-def _given(path: str | os.PathLike[str] | None, flag: str, tokenizer_type: str) -> str | os.PathLike[str]:
-    if path is None:
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path)", WRONG_ARGUMENTS)
-    return path
+def require_specials(found: Mapping[str, int], path: AnyPath, hint: str) -> None:
+    """Raise `UserError`, with a `hint` how to mend it, for a vocabulary file in which not all roles were found."""
+    if missing := [names[0] for role, names in SPECIAL_PIECES.items() if role not in found]:
+        raise UserError(f"{os.fspath(path)}: lacks {', '.join(missing)}; {hint}")

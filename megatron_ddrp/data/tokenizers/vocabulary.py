@@ -18,7 +18,7 @@ from megatron_ddrp.data.tokenizers.wordpiece import WORDS
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPECIALS = [SPECIAL_PIECES[role][0] for role in ("pad", "unk", "cls", "sep", "mask")]
-"""The first pieces of every vocabulary, in the order of their ids."""
+"""First pieces of every vocabulary, in the order of their ids."""
 
 ALPHABET_SIZE = 1000  # characters, as BERT's trainer keeps
 ALPHABET_COVERAGE = 0.9995  # of all characters of the text: rarer ones may go where the vocabulary is small
@@ -27,7 +27,7 @@ SENTENCEPIECE_THREADS = 4  # fixed, because sums over threads depend on their nu
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> list[str]:
-    """The pieces of a WordPiece vocabulary: the special ones, the alphabet, then merges by frequency.
+    """Learn the pieces of a WordPiece vocabulary: the special ones, the alphabet, then merges by frequency.
 
     At most `vocab_size` pieces, fewer only where the text has no more pairs seen twice. Raises `UserError` when there
     is no text or `vocab_size` cannot hold the alphabet.
@@ -54,7 +54,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int]:
-    """A SentencePiece unigram model whose first pieces are the special ones: (bytes of its .model file, its size).
+    """Learn a SentencePiece unigram model, special pieces first; return (bytes of its .model file, its size).
 
     At most `vocab_size` pieces. Raises `UserError` when there is no text or `vocab_size` is too small.
     """
@@ -104,7 +104,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
 
 
 def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
-    """Word as BERT's normalization and splitting leave it → occurrences. Each distinct word is normalized once."""
+    """Count the words that BERT's normalization and splitting make. Each distinct word is normalized once."""
     raw: Counter[str] = Counter()
     for text in texts:
         raw.update(WORDS.findall(text))
@@ -118,7 +118,7 @@ def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
 
 
 def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
-    """The one-character pieces, `x` and, where it occurs inside words, `##x`; in the order of their characters."""
+    """Return the one-character pieces, `x` and, where it occurs inside words, `##x`, in order of their characters."""
     characters: Counter[str] = Counter()
     inside: set[str] = set()
     for word, count in words.items():
@@ -145,14 +145,14 @@ def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
 
 
 def _repeated(words: Counter[str], batch: int = 10_000) -> Iterator[str]:
-    """Text in which each word stands as often as it was counted, in pieces of bounded size."""
+    """Yield text in which each word stands as often as it was counted, in pieces of bounded size."""
     for word, count in words.items():
         for start in range(0, count, batch):
             yield f"{word} " * min(batch, count - start)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """The lines of the texts that are not blank; a very long one is cut at characters."""
+    """Yield the lines of the texts that are not blank; a very long one is cut at characters."""
     width = SENTENCE_BYTES // 4  # a character has at most four bytes
     for text in texts:
         for line in text.splitlines():

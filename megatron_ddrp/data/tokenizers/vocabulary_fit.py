@@ -1,4 +1,4 @@
-"""Signs that a vocabulary fits neither its text nor its tokenizer type, in words."""
+"""Warnings for a vocabulary that does not fit its text or its tokenizer type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_IMPOSSIBLE = 0.01
 """Share of impossible pieces above which a tokenizer type is doubted; bert-base-uncased has none."""
 
 
-def describe_unknown(unknown: int, tokens: int) -> str:
+def unknown_share(unknown: int, tokens: int) -> str:
     """Return the share of unknown pieces among the tokens of a text."""
     return f"{unknown / max(1, tokens):.2%} unknown pieces"
 

@@ -1,7 +1,7 @@
 """BERT's WordPiece (Devlin et al., arXiv:1810.04805) over the Rust `tokenizers` library, with a cache of words.
 
-Words repeat, so looking a word up beats tokenizing it again; what is looked up are the bytes that a dataset stores, so
-that a text costs one split, one look-up a word and one join. The split is exact for every Unicode text: space, tab,
+Words repeat, so looking a word up beats tokenizing it again. The table holds the bytes that a dataset stores: a text
+costs one split, one look-up per word and one join. The split is exact for every Unicode text: space, tab,
 newline and carriage return always separate words, and ASCII punctuation and each ideograph are always words of their
 own; BERT's normalization (clean-up, accents, lower case) never looks across such a point.
 """
@@ -16,7 +16,8 @@ import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, missing_specials, read_bytes
+from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, read_bytes, require_specials
 from megatron_ddrp.errors import UserError
 
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
@@ -27,17 +28,16 @@ CACHED_WORD_LENGTH = 64  # characters; a longer word (a URL) hardly repeats
 
 
 class WordPieceTokenizer(Tokenizer):
-    """`BertWordPieceLowerCase` or `BertWordPieceCase` from a vocab.txt (one piece a line; ids are line numbers)."""
+    """`BertWordPieceLowerCase` or `BertWordPieceCase` from a vocab.txt (one piece per line; ids are line numbers)."""
 
     library = "tokenizers"
     file_name = "vocab.txt"
 
-    def __init__(self, vocab_file: str | os.PathLike[str], tokenizer_type: str = "BertWordPieceLowerCase"):
+    def __init__(self, vocab_file: AnyPath, tokenizer_type: str = "BertWordPieceLowerCase"):
         pieces = read_vocab(vocab_file)
         ids = {piece: i for i, piece in enumerate(pieces)}
         specials = find_specials(ids)
-        if missing := missing_specials(specials):
-            raise UserError(f"{os.fspath(vocab_file)}: lacks {missing}; add one line for each, or train a vocabulary")
+        require_specials(specials, vocab_file, "add one line for each, or train a vocabulary")
         super().__init__(
             tokenizer_type,
             pieces,
@@ -98,31 +98,29 @@ class _WordCache(dict[str, bytes]):
         return ids
 
 
-def read_vocab(path: str | os.PathLike[str]) -> list[str]:
+def read_vocab(path: AnyPath) -> list[str]:
     """Return the pieces of a vocab.txt in line order.
 
     Raises `UserError` when it is missing, empty, not UTF-8, or holds zero bytes, or a piece twice, of which one could
     never occur.
     """
-    data = read_bytes(path)
+    data, name = read_bytes(path), os.fspath(path)
+    if not data:
+        raise UserError(f"{name}: empty; expected a vocab.txt with one piece a line")
     try:
-        lines = data.decode("utf-8").split("\n")
+        lines = data.decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{os.fspath(path)}:{line}: not UTF-8; expected a vocab.txt with one piece a line") from None
-    if lines[-1] == "":
-        lines.pop()
-    if not lines:
-        raise UserError(f"{os.fspath(path)}: empty; expected a vocab.txt with one piece a line")
+        raise UserError(f"{name}:{line}: not UTF-8; expected a vocab.txt with one piece a line") from None
     pieces = [line.removesuffix("\r") for line in lines]
     lines_of: dict[str, int] = {}
     for number, piece in enumerate(pieces, 1):
         if "\0" in piece:
-            raise UserError(f"{os.fspath(path)}:{number}: a piece with a zero byte: damaged; copy the file again")
+            raise UserError(f"{name}:{number}: a piece with a zero byte: damaged; copy the file again")
         first = lines_of.setdefault(piece, number)
         if first != number:
             raise UserError(
-                f"{os.fspath(path)}:{number}: {piece!r} stands on line {first} already, expected each piece once; "
+                f"{name}:{number}: {piece!r} stands on line {first} already, expected each piece once; "
                 f"line {first} can never occur: write another name there, such as [unused-{first}]"
             )
     return pieces

@@ -120,8 +120,8 @@ def _stop_after(chunks: int) -> None:
 
     add = preprocess._Run._add
 
-    def add_and_stop(run, number, chunk):  # type: ignore[no-untyped-def]
-        add(run, number, chunk)
+    def add_and_stop(run, chunk):  # type: ignore[no-untyped-def]
+        add(run, chunk)
         if run.result.chunks == chunks:
             os.kill(os.getpid(), signal.SIGTERM)
 

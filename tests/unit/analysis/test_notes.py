@@ -16,10 +16,10 @@ from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
 from megatron_ddrp.config import Config, ObjectiveConfig
 from megatron_ddrp.data.batches.rare_words import WordFinder
 from megatron_ddrp.data.batches.word_counts import count_rare_words
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.notes import NoteDictionary
+from tests.datasets import write_dataset
 
 ROOT = Path(__file__).resolve().parents[3]
 SENTENCES = ["the cat sings .", "the red dog !", "the the .", "the cat and the bird", "red ."]
@@ -35,12 +35,8 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def dataset(tokenizer, tmp_path):
-    with IndexedDatasetWriter(str(tmp_path / "d"), "uint16") as writer:
-        for text in (" ".join(SENTENCES[:4]), SENTENCES[4]):
-            writer.append(tokenizer.encode(text))
-            writer.end_document()
-        writer.finalize()
-    return IndexedDataset(str(tmp_path / "d"))
+    texts = (" ".join(SENTENCES[:4]), SENTENCES[4])
+    return write_dataset(tmp_path / "d", [[tokenizer.encode(text)] for text in texts])
 
 
 @pytest.fixture

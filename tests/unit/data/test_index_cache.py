@@ -11,27 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.batches.index_cache import cache_path, cached_totals
+from megatron_ddrp.data.batches.cache_file import seal
+from megatron_ddrp.data.batches.index_cache import cached_totals, totals_cache
 from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_ddrp.data.sealed import seal
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 from tests.unit.data.damage import damaged
 
 
-def write_dataset(prefix, lengths):
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for length in lengths:
-            writer.append(np.arange(length))
-            writer.end_document()
-        writer.finalize()
-    return IndexedDataset(prefix)
+def write_lengths(prefix, lengths):
+    return write_dataset(prefix, [[np.arange(length)] for length in lengths])
 
 
 @pytest.fixture
 def dataset(tmp_path):
     lengths = np.random.default_rng(0).integers(0, 60, 1000)
-    return write_dataset(tmp_path / "data" / "corpus_text_document", lengths.tolist())
+    return write_lengths(tmp_path / "data" / "corpus_text_document", lengths.tolist())
 
 
 def files(folder):
@@ -64,12 +60,12 @@ def test_kept_and_fresh_totals_give_the_same_samples(dataset, tmp_path):
 
 
 def test_the_name_follows_content_and_sequence_length(dataset, tmp_path):
-    names = {cache_path(dataset, 32).name, cache_path(dataset, 33).name}
+    names = {totals_cache(dataset, 32).path.name, totals_cache(dataset, 33).path.name}
     lengths = dataset.sizes.tolist()
     lengths[10], lengths[20] = 5, lengths[10] + lengths[20] - 5  # as many documents and tokens as before
-    names.add(cache_path(write_dataset(dataset.prefix, lengths), 32).name)
+    names.add(totals_cache(write_lengths(dataset.prefix, lengths), 32).path.name)
     assert len(names) == 3
-    assert cache_path(dataset, 32, tmp_path / "elsewhere").parent == tmp_path / "elsewhere"
+    assert totals_cache(dataset, 32, tmp_path / "elsewhere").path.parent == tmp_path / "elsewhere"
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ def cached(dataset):
     """The path of a dataset's totals, the totals and the whole file."""
     totals, note = cached_totals(dataset, 32)
     assert note is None
-    path = cache_path(dataset, 32)
+    path = totals_cache(dataset, 32).path
     return path, np.array(totals), path.read_bytes()
 
 
@@ -98,7 +94,7 @@ def unsealed(array):
 @pytest.mark.parametrize("damage", ["empty", "short", "zeros", "truncated", "unsealed", "type", "neighbour", "folder"])
 def test_a_damaged_or_foreign_file_is_made_again(dataset, cached, damage):
     path, totals, whole = cached
-    neighbour = write_dataset(f"{dataset.prefix}2", dataset.sizes.tolist()[::-1])  # as many documents and tokens
+    neighbour = write_lengths(f"{dataset.prefix}2", dataset.sizes.tolist()[::-1])  # as many documents and tokens
     cached_totals(neighbour, 32)
     contents = {
         "empty": b"",
@@ -107,7 +103,7 @@ def test_a_damaged_or_foreign_file_is_made_again(dataset, cached, damage):
         "truncated": whole[:-9],
         "unsealed": unsealed(totals),
         "type": seal(path.name, unsealed(totals.astype(np.int32))),
-        "neighbour": cache_path(neighbour, 32).read_bytes(),
+        "neighbour": totals_cache(neighbour, 32).path.read_bytes(),
     }
     if damage == "folder":
         path.unlink()
@@ -168,7 +164,7 @@ def test_many_writers_at_once_leave_one_whole_file(dataset, tmp_path):
     assert [code for _, _, code in results] == [0] * 4, results
     assert len({out for out, _, _ in results}) == 1
     cached_totals(dataset, 32, folder)
-    assert files(folder) == [cache_path(dataset, 32).name], "no temporary file stays"
+    assert files(folder) == [totals_cache(dataset, 32).path.name], "no temporary file stays"
 
 
 def refuse_writing(*_arguments, **_options):

@@ -10,21 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ddrp.data import IndexedDataset
-from megatron_ddrp.data.dataset.dataset_index import HEADER
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron_ddrp.data.dataset.dataset_index import HEADER, token_dtype
+from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"
 
 
-def write(prefix, documents, dtype=np.uint16, manifest=None):
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.append(sequence)
-            writer.end_document()
-        writer.finalize(manifest)
-    return IndexedDataset(prefix)
+def writing(prefix):
+    return UnfinishedDatasets(f"{prefix}.unfinished", [str(prefix)], np.dtype(np.uint16), {})
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -33,7 +28,7 @@ def write(prefix, documents, dtype=np.uint16, manifest=None):
     dtype=st.sampled_from([np.uint16, np.int32]),
 )
 def test_round_trip(tmp_path, documents, dtype):
-    dataset = write(tmp_path / "a", documents, dtype)
+    dataset = write_dataset(tmp_path / "a", documents, dtype)
     sequences = [sequence for document in documents for sequence in document]
     assert [ids.tolist() for ids in dataset] == sequences
     assert len(dataset) == len(sequences) and dataset.num_tokens == sum(map(len, sequences))
@@ -42,19 +37,18 @@ def test_round_trip(tmp_path, documents, dtype):
     assert dataset.document_indices.tolist() == ends.tolist()
 
 
-def test_whole_documents_at_once_equal_one_sequence_at_a_time(tmp_path):
-    write(tmp_path / "a", [[[1], [2, 3]], [[]], [[4]]])
-    with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
-        writer.append_documents(np.array([1, 2, 3], np.uint16), [1, 2, 0], [2, 1])
-        writer.append_documents(np.array([4], np.uint16), [1], [1])
-        assert (writer.num_documents, writer.num_sequences, writer.num_tokens) == (3, 4, 4)
-        writer.finalize()
+def test_all_documents_at_once_equal_some_at_a_time(tmp_path):
+    write_dataset(tmp_path / "a", [[[1], [2, 3]], [[]], [[4]]])
+    with writing(tmp_path / "b") as output:
+        output.append(0, np.array([1, 2, 3], np.uint16).tobytes(), np.array([1, 2, 0]), np.array([2, 1]))
+        output.append(0, np.array([4], np.uint16).tobytes(), np.array([1]), np.array([1]))
+        output.publish([None])
     for suffix in ("bin", "idx"):
         assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
 
 
 def test_slices_are_read_only_views_and_pickle_keeps_the_prefix(tmp_path):
-    dataset = write(tmp_path / "a", [[[5, 6, 7, 8]], [[9]]], manifest={"tokens": 5})
+    dataset = write_dataset(tmp_path / "a", [[[5, 6, 7, 8]], [[9]]], manifest={"tokens": 5})
     assert dataset.get(0, 1, 2).tolist() == [6, 7] and dataset.get(0, 3).tolist() == [8]
     assert dataset[-1].tolist() == [9]
     assert not dataset[0].flags.owndata and not dataset[0].flags.writeable
@@ -81,17 +75,13 @@ def test_megatron_files_survive_read_and_rewrite_byte_for_byte(tmp_path, name):
     dataset = IndexedDataset(tmp_path / name)
     bounds = dataset.document_indices.tolist()
     documents = [[dataset[i] for i in range(*span)] for span in zip(bounds, bounds[1:], strict=False)]
-    write(tmp_path / "again", documents, dataset.dtype)
+    write_dataset(tmp_path / "again", documents, dataset.dtype)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / ("again" + suffix)).read_bytes() == (tmp_path / (name + suffix)).read_bytes()
 
 
 def test_type_follows_the_vocabulary(tmp_path):
     assert token_dtype(65_499) == np.uint16 and token_dtype(65_500) == np.int32
-    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
-        for ids in ([65_536], [-1], np.array([70_000])):
-            with pytest.raises(ValueError, match="do not fit uint16"):
-                writer.append(ids)
 
 
 def header(magic=b"MMIDIDX\0\0", version=1, code=8, sequences=2, documents=2):
@@ -126,30 +116,30 @@ def test_damage_is_one_clear_line(tmp_path, index, tokens, complaint):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"none.idx: No such file"):
         IndexedDataset(tmp_path / "none")
-    write(tmp_path / "a", [[[1]]])
+    write_dataset(tmp_path / "a", [[[1]]])
     (tmp_path / "a.bin").unlink()
     with pytest.raises(UserError, match=r"a.bin: No such file"):
         IndexedDataset(tmp_path / "a")
 
 
 def test_failure_leaves_nothing_and_keeps_what_was_there(tmp_path):
-    write(tmp_path / "a", [[[1, 2]]], manifest={"tokens": 2})
+    write_dataset(tmp_path / "a", [[[1, 2]]], manifest={"tokens": 2})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
-        writer.append([3])
+    with pytest.raises(RuntimeError), writing(tmp_path / "a") as output:
+        output.append(0, b"\3\0", np.array([1]), np.array([1]))
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    write(tmp_path / "a", [[[3]]])  # without a manifest: the old one must not stay
+    write_dataset(tmp_path / "a", [[[3]]])  # without a manifest: the old one must not stay
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 def test_two_writers_of_one_name_are_kept_apart_and_a_stale_file_is_taken_over(tmp_path):
-    (tmp_path / "a.bin.tmp").write_bytes(b"left by a killed run")
-    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+    (tmp_path / "a.unfinished").mkdir()
+    (tmp_path / "a.unfinished" / "0.ids").write_bytes(b"left by a killed run")
+    with writing(tmp_path / "a") as output:
         with pytest.raises(UserError, match="another process is writing"):
-            IndexedDatasetWriter(tmp_path / "a", np.uint16)
-        writer.append([7])
-        writer.end_document()
-        writer.finalize()
+            writing(tmp_path / "a")
+        output.append(0, b"\7\0", np.array([1]), np.array([1]))
+        output.publish([None])
     assert IndexedDataset(tmp_path / "a")[0].tolist() == [7]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]

@@ -82,7 +82,7 @@ def test_the_hash_is_that_of_the_file_on_disk(tmp_path, packed):
     path.write_bytes(gzip.compress(content) + b"\0" * 100 if packed else content)
     with OpenInput(InputFile(str(path), "name")) as opened:
         unpacked = b"".join(iter(lambda: opened.read(1 << 20), b""))
-        described = opened.describe()
+        described = opened.manifest_entry()
     on_disk = path.read_bytes()
     assert unpacked == content
     assert described == {"name": "name", "bytes": len(on_disk), "sha256": hashlib.sha256(on_disk).hexdigest()}

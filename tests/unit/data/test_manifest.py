@@ -2,20 +2,17 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.data.dataset.manifest import MANIFEST_SUM, read_manifest
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 
 
 @pytest.fixture
 def prefix(tmp_path):
-    with IndexedDatasetWriter(tmp_path / "p", np.uint16) as writer:
-        writer.append([1, 2])
-        writer.end_document()
-        writer.finalize({"tokens": 2, "inputs": [("a.txt", 7)], "tokenizer": {"vocab_size": 9}})
+    manifest = {"tokens": 2, "inputs": [("a.txt", 7)], "tokenizer": {"vocab_size": 9}}
+    write_dataset(tmp_path / "p", [[[1, 2]]], manifest=manifest)
     return tmp_path / "p"
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import MASKINGS, Masker
 from megatron_ddrp.data.randomness import fold_in, hash_uint64, to_unit
+from tests.datasets import fake_tokenizer
 from tests.reference import masking as twin
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
@@ -17,7 +18,7 @@ SEED = 99
 
 
 def make_masker(**options):
-    return Masker(WORD_STARTS, SPECIAL, MASK, VOCAB, unk_id=UNK, seed=SEED, **options)
+    return Masker(fake_tokenizer(WORD_STARTS), seed=SEED, **options)
 
 
 def make_rows(num_rows, seq_length, rng, continuation=0.3, unknown=0.02):
@@ -216,8 +217,3 @@ def test_shares_can_be_set_for_electra():
 def test_refuses_impossible_shares(options, message):
     with pytest.raises(ValueError, match=message):
         make_masker(**options)
-
-
-def test_refuses_a_map_of_another_vocabulary():
-    with pytest.raises(ValueError, match="expected vocab_size = 200"):
-        Masker(WORD_STARTS[:-1], SPECIAL, MASK, VOCAB)

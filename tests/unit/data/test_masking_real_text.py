@@ -53,8 +53,7 @@ def corpus(request, texts, tmp_path_factory):
 def mask(corpus, masking, mask_prob=0.15):
     """Rows `[EPOCHS * rows, LENGTH]`: ids, masked ids, whether selected."""
     tokenizer, _, rows = corpus
-    special = tokenizer.special_ids, tokenizer.mask_id, tokenizer.vocab_size
-    masker = Masker(tokenizer.word_starts, *special, mask_prob, masking=masking, unk_id=tokenizer.unk_id)
+    masker = Masker(tokenizer, mask_prob, masking=masking)
     ids = np.tile(rows, (EPOCHS, 1))
     epochs, samples = np.divmod(np.arange(len(ids)), len(rows))
     masked, labels = masker(ids, np.ones_like(ids), epochs, samples)

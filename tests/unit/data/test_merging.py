@@ -9,23 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ddrp.data.dataset import dataset_index, indexed_dataset
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
+from megatron_ddrp.data.dataset import dataset_index, indexed_dataset, merging
 from megatron_ddrp.data.dataset.merging import merge
 from megatron_ddrp.data.dataset.verification import verify
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 
 ROOT = Path(__file__).parents[3]
 
 
 def write(prefix, documents, dtype=np.uint16, manifest=None):
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.append(sequence)
-            writer.end_document()
-        writer.finalize(manifest)
-    return str(prefix)
+    return write_dataset(prefix, documents, dtype, manifest).prefix
 
 
 def manifest(name, documents, fingerprint="f" * 64):
@@ -48,7 +42,7 @@ PARTS = ([[[1, 2], [3]], [[4]]], [], [[[5], [], [6, 7, 8]]], [[[40_000]]])
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
 def test_the_bytes_are_those_of_one_writer(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(dataset_index, "CHUNK", chunk)
-    monkeypatch.setattr(indexed_dataset, "CHUNK", chunk)
+    monkeypatch.setattr(merging, "CHUNK", chunk)
     monkeypatch.setattr(indexed_dataset, "CHUNK_TOKENS", chunk)
     types = (np.uint16, np.uint8, np.int32, np.uint16)
     prefixes = [write(tmp_path / str(k), part, types[k]) for k, part in enumerate(PARTS)]
@@ -60,7 +54,7 @@ def test_the_bytes_are_those_of_one_writer(tmp_path, monkeypatch, chunk):
         assert (tmp_path / f"all.{suffix}").read_bytes() == (tmp_path / f"once.{suffix}").read_bytes()
     same = merge(tmp_path / "same", [prefixes[0], prefixes[3]])
     assert same.dtype == np.uint16 and same[3].tolist() == [40_000]
-    assert not list(tmp_path.glob("*.tmp")) and list(verify(tmp_path / "all")) == []
+    assert not list(tmp_path.glob("*.unfinished")) and list(verify(tmp_path / "all")) == []
 
 
 def test_manifests_add_up(tmp_path):
@@ -128,7 +122,6 @@ def test_killed_halfway_nothing_has_the_final_name(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path / "all"), *prefixes]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
-    left = {path.name for path in tmp_path.glob("all*")}
-    assert left == {"all.bin.tmp", "all.idx.tmp"}
+    assert [path.name for path in tmp_path.glob("all*")] == ["all.unfinished"]
     assert len(merge(tmp_path / "all", prefixes)) == 4
     assert {path.name for path in tmp_path.glob("all*")} == {"all.bin", "all.idx"}

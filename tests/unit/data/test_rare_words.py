@@ -9,9 +9,10 @@ from megatron_ddrp.data.batches import word_counts
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.rare_words import WordFinder, find_occurrences
 from megatron_ddrp.data.batches.word_counts import count_rare_words, open_rare_words
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 from tests.unit.data.damage import damaged
 
 CLS, SEP, PAD, UNK = 2, 3, 0, 1
@@ -23,13 +24,7 @@ FINDER = WordFinder(STARTS, np.arange(5))
 
 def write(folder, documents, name="d"):
     """One dataset; a document is a list of sequences."""
-    with IndexedDatasetWriter(str(folder / name), "uint16") as writer:
-        for document in documents:
-            for sequence in document:
-                writer.append(sequence)
-            writer.end_document()
-        writer.finalize()
-    return IndexedDataset(str(folder / name))
+    return write_dataset(folder / name, documents)
 
 
 def counted(words):

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ddrp.data.batches.samples import SampleIndex, check_tokenizer, split_documents
+from megatron_ddrp.data.batches.samples import SampleIndex, split_documents
 from megatron_ddrp.data.dataset.dataset_index import HEADER
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.verification import check_tokenizer
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 
 
 class FakeDataset:
@@ -92,7 +94,7 @@ def test_documents_give_consecutive_pieces_and_short_ones_are_dropped():
         list(range(60, 70)),
     ]
     assert samples.lengths([[0, 2], [3, 6]]).tolist() == [[12, 7], [10, 12]]
-    assert samples.source(3) == "corpus"
+    assert samples.prefix == "corpus"
     for index in (-1, 7):
         with pytest.raises(IndexError):
             samples.tokens([index])
@@ -156,13 +158,9 @@ def test_seq_length_must_hold_a_token():
 
 @pytest.fixture
 def prefix(tmp_path):
-    prefix = tmp_path / "corpus_text_document"
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for document in documents_of(30, 9, 3):
-            writer.append(document[0])
-            writer.end_document()
-        writer.finalize({"tokenizer": {"type": "SentencePiece", "fingerprint": "abc", "vocab_size": 100}})
-    return prefix
+    manifest = {"tokenizer": {"type": "SentencePiece", "fingerprint": "abc", "vocab_size": 100}}
+    write_dataset(tmp_path / "corpus_text_document", documents_of(30, 9, 3), manifest=manifest)
+    return tmp_path / "corpus_text_document"
 
 
 def test_samples_of_a_dataset_on_disk(prefix):
@@ -182,11 +180,12 @@ def test_a_damaged_index_gives_no_samples(prefix, place, number):
 
 
 def test_check_tokenizer(prefix):
-    check_tokenizer(prefix, SimpleNamespace(fingerprint="abc", vocab_size=100))
+    other = SimpleNamespace(tokenizer_type="HuggingFace", fingerprint="xyz", vocab_size=50)
+    check_tokenizer(prefix, SimpleNamespace(tokenizer_type="SentencePiece", fingerprint="abc", vocab_size=100))
     with pytest.raises(UserError) as error:
-        check_tokenizer(prefix, SimpleNamespace(fingerprint="xyz", vocab_size=50))
+        check_tokenizer(prefix, other)
     assert error.value.exit_code == 1
-    for part in ("corpus_text_document.json", "abc", "SentencePiece, 100 pieces", "xyz (50 pieces)"):
+    for part in ("corpus_text_document.json", "SentencePiece abc of 100 pieces", "HuggingFace xyz of 50 pieces"):
         assert part in str(error.value)
     prefix.with_suffix(".json").unlink()
-    check_tokenizer(prefix, SimpleNamespace(fingerprint="xyz", vocab_size=50))
+    check_tokenizer(prefix, other)

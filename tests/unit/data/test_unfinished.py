@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.data.dataset.unfinished import PARTS
 from megatron_ddrp.data.preprocess import pipeline as preprocess_module
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
-from megatron_ddrp.data.preprocess.unfinished import PARTS
 from megatron_ddrp.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -162,10 +162,10 @@ def interrupt(monkeypatch, config, after):
     """Run a job in this process and drop dead after so many chunks."""
     add = preprocess_module._Run._add
 
-    def count(run, number, chunk):
+    def count(run, chunk):
         if run.result.chunks == after:
             raise Killed
-        add(run, number, chunk)
+        add(run, chunk)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(preprocess_module._Run, "_add", count)
@@ -267,7 +267,7 @@ def test_a_bad_record_keeps_what_is_done_for_on_error_skip(config, tmp_path, mon
 
 
 def test_two_processes_do_not_write_the_same_datasets(config, tmp_path):
-    from megatron_ddrp.data.preprocess.unfinished import UnfinishedDatasets
+    from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 
     settings = config()
     with (

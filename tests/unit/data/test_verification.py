@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data.batches.samples import document_lengths
 from megatron_ddrp.data.dataset import index_faults, indexed_dataset
 from megatron_ddrp.data.dataset.dataset_index import HEADER
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
-from megatron_ddrp.data.dataset.inspection import document_lengths, first_documents
+from megatron_ddrp.data.dataset.inspection import first_documents
 from megatron_ddrp.data.dataset.verification import check_sums, verify
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 
 VOCAB_SIZE = 1000
 TOKENIZER = SimpleNamespace(tokenizer_type="BertWordPieceLowerCase", fingerprint="f" * 64, vocab_size=VOCAB_SIZE)
@@ -27,13 +28,7 @@ MANIFEST = {"tokenizer": {"type": "BertWordPieceLowerCase", "fingerprint": "f" *
 
 
 def write(prefix, documents, dtype=np.uint16, manifest=None):
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.append(sequence)
-            writer.end_document()
-        writer.finalize(manifest)
-    return str(prefix)
+    return write_dataset(prefix, documents, dtype, manifest).prefix
 
 
 def patch(path: Path, position: int, form: str, value: int) -> None:

@@ -3,11 +3,10 @@
 import json
 import math
 
-import numpy as np
 import pytest
 
-from megatron_ddrp.data.dataset.indexed_dataset import IndexedDatasetWriter
 from megatron_ddrp.errors import UserError
+from tests.datasets import write_dataset
 from tools.training_report import draw_losses, panels, read_metrics, read_text, report, series, unigram_level
 
 ROWS = [
@@ -77,11 +76,7 @@ def test_the_figure_is_a_png(tmp_path, rows):
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr("megatron_ddrp.data.dataset.indexed_dataset.CHUNK_TOKENS", chunk)
-    with IndexedDatasetWriter(tmp_path / "p", np.uint16) as writer:
-        for ids in ([1, 1], [7, 5]):
-            writer.append(ids)
-            writer.end_document()
-        writer.finalize()
+    write_dataset(tmp_path / "p", [[[1, 1]], [[7, 5]]])
     assert unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
 
 

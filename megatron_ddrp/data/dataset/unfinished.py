@@ -1,17 +1,16 @@
-"""Datasets being written: a folder that a killed run leaves behind and the same command takes up again.
+"""Datasets being written, in a folder that a killed run leaves behind and the same command takes up again.
 
-PREFIX.unfinished/ holds one set of growing files a dataset (ids, sizes, documents) and job.json: which command this is,
-and the length and CRC-32 of the part of each growing file that is known to be on the disk. Taking up cuts the files
-back to that point; another command's leftovers and damaged ones are thrown away, never added to. When all is written,
-the index and the manifest are made in the same folder, and only then are the three files of each dataset renamed to
-where they belong, the index last: a kill at any moment leaves either no dataset or the whole one, and the same command
-finishes the renaming.
+PREFIX.unfinished/ holds one set of growing files per dataset (ids, sizes, documents) and job.json: which command this
+is, and the length and CRC-32 of the part of each growing file that is known to be on the disk. A resumed run cuts the
+files back to that point. Another command's leftovers and damaged ones are thrown away, never added to. When all is
+written, the index and the manifest are made in the same folder, and only then are the three files of each dataset
+renamed to where they belong, the index last: a kill at any moment leaves either no dataset or the whole one, and the
+same command finishes the renaming.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -22,21 +21,23 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.data.dataset.dataset_index import dataset_path, write_index
+from megatron_ddrp.data.atomic import AtomicFile, lock, sync, sync_folder
+from megatron_ddrp.data.dataset.dataset_index import SIZE, dataset_path, write_index
 from megatron_ddrp.data.dataset.manifest import write_manifest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
 PARTS = ("ids", "sizes", "documents")
-"""What grows: token ids; int32 tokens of each sequence; int32 sequences of each document."""
+"""Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
 
 SUM = "crc32"
 """Key of job.json's own sum."""
 
+NOTHING = np.empty(0, SIZE)
+
 
 class _GrowingFile:
-    """A file that bytes are appended to; `crc` is the sum of all that it holds."""
+    """A file to which bytes are appended; `crc` is the sum of all of them."""
 
     def __init__(self, path: Path, length: int, crc: int):
         """Open `path` and cut it back to its first `length` bytes, whose sum is `crc`."""
@@ -52,72 +53,76 @@ class _GrowingFile:
 
     def sync(self) -> list[int]:
         """Bring everything to the disk; return the file's length and sum."""
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
+        sync(self.stream)
         return [self.stream.tell(), self.crc]
 
 
 class UnfinishedDatasets:
-    """The growing files of some datasets; use it as a context manager.
+    """Growing files of some datasets; use it as a context manager.
+
+    Leaving the block before the first `checkpoint` and without `publish` removes everything that was written.
 
     Attributes:
-        state: what `checkpoint` was last given, by this or a killed run; None at the start.
-        discarded: another command's leftovers lay here, or damaged ones, and are gone.
+        dtype: type of the ids.
+        state: the last argument of `checkpoint`, in this run or in the killed one; None at the start.
+        published: whether only the renaming is left to do.
+        discarded: whether leftovers of another command, or damaged ones, were found and removed.
     """
 
     def __init__(self, folder: str, prefixes: Sequence[str], dtype: np.dtype, job: dict[str, Any]):
-        """`job` tells this command from others: JSON values. Raises `UserError` when another process is at it."""
+        """`job` tells this command from others: JSON values. Raises `UserError` when another process writes here."""
         self.folder = Path(folder)
-        self._prefixes, self._dtype, self._job = prefixes, dtype, job
+        self._prefixes, self.dtype, self._job = prefixes, dtype, job
         self._lock = self._take_lock()
-        self.discarded = False
+        self.discarded = self.published = False
         self.state: dict[str, Any] | None = None
-        self._published = False
         saved = self._read_job()
         if saved is not None:
-            self.state, self._published = saved["state"], saved["published"]
-        self._files: list[list[_GrowingFile]] = [] if self._published else self._open_files(saved)
+            self.state, self.published = saved["state"], saved["published"]
+        self._files: list[list[_GrowingFile]] = [] if self.published else self._open_files(saved)
 
-    def append(self, number: int, ids: bytes, sizes: np.ndarray, documents: np.ndarray) -> None:
-        """Add documents to dataset `number`: ids end to end; int32 sizes `[sequences]`; int32 `[documents]`."""
-        for file, data in zip(self._files[number], (ids, sizes.tobytes(), documents.tobytes()), strict=True):
+    def append(
+        self, number: int, ids: bytes = b"", sizes: np.ndarray = NOTHING, documents: np.ndarray = NOTHING
+    ) -> None:
+        """Append to dataset `number`: ids end to end, tokens of each sequence `[sequences]`, sequences of each document
+        `[documents]`. The three may come apart, as long as they fit together in the end."""
+        for file, data in zip(self._files[number], (ids, _as_sizes(sizes), _as_sizes(documents)), strict=True):
             file.write(data)
 
     def checkpoint(self, state: dict[str, Any]) -> None:
-        """From here a killed run goes on: everything appended is on the disk, and `state` beside it."""
+        """Bring everything to the disk, and `state` beside it: a killed run resumes from here."""
         written = [[file.sync() for file in files] for files in self._files]
         self.state = state
         self._write_job(written, published=False)
 
-    def publish(self, manifests: Sequence[dict[str, Any]]) -> None:
-        """Give every dataset its name, with its manifest."""
-        if not self._published:
+    def publish(self, manifests: Sequence[dict[str, Any] | None]) -> None:
+        """Give every dataset its name, with its manifest if it has one."""
+        if not self.published:
             for number, manifest in enumerate(manifests):
-                for growing in self._files[number]:
-                    growing.sync()
-                ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
-                with AtomicFile(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
-                    write_index(file, self._dtype, lengths, counts)
-                write_manifest(text, manifest, ids, index)
+                self._complete(number, manifest)
             self._write_job([], published=True)
-            self._published = True
+            self.published = True
         for number, prefix in enumerate(self._prefixes):
             ids, index, manifest_path = (dataset_path(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
             if self._path(number, "ids").exists():
                 # An old index or manifest must never stand beside the new ids, not even after a crash right here.
                 index.unlink(missing_ok=True)
                 manifest_path.unlink(missing_ok=True)
-                os.replace(self._path(number, "ids"), ids)
-            for part, path in (("json", manifest_path), ("idx", index)):
+            for part, path in (("ids", ids), ("json", manifest_path), ("idx", index)):
                 if self._path(number, part).exists():
                     os.replace(self._path(number, part), path)
         self.discard()
-        _sync_folder(self.folder.parent)
+        sync_folder(self.folder.parent)
 
-    @property
-    def published(self) -> bool:
-        """Whether only the renaming is left to do."""
-        return self._published
+    def _complete(self, number: int, manifest: dict[str, Any] | None) -> None:
+        """Write the index and the manifest of a dataset whose growing files are complete."""
+        for growing in self._files[number]:
+            growing.sync()
+        ids, sizes, documents, index, text = (self._path(number, part) for part in (*PARTS, "idx", "json"))
+        with AtomicFile(index) as file, open(sizes, "rb") as lengths, open(documents, "rb") as counts:
+            write_index(file, self.dtype, lengths, counts)
+        if manifest is not None:
+            write_manifest(text, manifest, ids, index)
 
     def discard(self) -> None:
         """Remove the folder and everything in it."""
@@ -127,6 +132,8 @@ class UnfinishedDatasets:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.state is None and not self.published:
+            self.discard()
         for stream in [file.stream for files in self._files for file in files] + [self._lock]:
             with contextlib.suppress(OSError):  # a full disk refuses the last flush too
                 stream.close()
@@ -138,21 +145,13 @@ class UnfinishedDatasets:
         path = self.folder / "lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "wb")  # noqa: SIM115
+            stream = open(path, "wb")  # noqa: SIM115
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held the lock before may just have finished and removed the folder.
-            ours = path.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
-        except BlockingIOError:
-            ours = False
-        except OSError:
-            ours = True  # a file system without locks
-        if not ours:
-            lock.close()
+        if not lock(stream, path):
+            stream.close()
             raise UserError(f"{self.folder}: another process is writing here; wait for it, or choose another prefix")
-        return lock
+        return stream
 
     def _read_job(self) -> dict[str, Any] | None:
         """Return job.json of a run of this same command whose files are whole; remove any other leftovers."""
@@ -173,13 +172,10 @@ class UnfinishedDatasets:
         return None
 
     def _open_files(self, saved: dict[str, Any] | None) -> list[list[_GrowingFile]]:
-        nothing = [[0, 0]] * len(PARTS)
+        nothing = [[[0, 0]] * len(PARTS)] * len(self._prefixes)
         return [
-            [
-                _GrowingFile(self._path(number, part), *written)
-                for part, written in zip(PARTS, saved["written"][number] if saved else nothing, strict=True)
-            ]
-            for number in range(len(self._prefixes))
+            [_GrowingFile(self._path(number, part), *done) for part, done in zip(PARTS, written, strict=True)]
+            for number, written in enumerate(saved["written"] if saved else nothing)
         ]
 
     def _write_job(self, written: list[list[list[int]]], published: bool) -> None:
@@ -187,6 +183,10 @@ class UnfinishedDatasets:
         content = json.loads(json.dumps(content))  # as it will be read
         with AtomicFile(self.folder / "job.json") as stream:
             stream.write(json.dumps({**content, SUM: object_sum(content)}).encode())
+
+
+def _as_sizes(numbers: np.ndarray) -> bytes:
+    return numbers.astype(SIZE).tobytes()
 
 
 def _crc_of(path: Path, length: int) -> int | None:
@@ -199,11 +199,3 @@ def _crc_of(path: Path, length: int) -> int | None:
                 return None
             crc, length = zlib.crc32(data, crc), length - len(data)
     return crc
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

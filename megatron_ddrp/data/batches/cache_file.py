@@ -1,0 +1,104 @@
+"""Cache files beside the data: each ends in a sum, so that a damaged file is made again instead of being believed.
+
+The sum is the CRC-32 of the file's name and content: it finds flipped, missing and zeroed bytes, files of an earlier
+version, and another dataset's file under this name. It costs about a second per gigabyte. A file's content follows from
+its name alone, so there is nothing to wait for: processes that find no file each compute the same bytes, write them
+under a name of their own and rename; the last one replaces a file by its equal.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_ddrp.data.atomic import AnyPath, renamed
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset, dataset_path
+from megatron_ddrp.errors import UserError
+
+_SUM = struct.Struct("<I")
+T = TypeVar("T")
+
+
+class BrokenSealError(Exception):
+    """A file whose sum does not fit its name and content."""
+
+
+class CacheFile:
+    """`FOLDER/NAME.FINGERPRINT.ENDING`, in `folder` (`--index-cache-dir`) or beside the dataset.
+
+    Attributes:
+        path: the file.
+        damaged: whether `load` found a file that is damaged or of an earlier version.
+    """
+
+    def __init__(self, dataset: IndexedDataset, fingerprint: str, ending: str, folder: AnyPath | None = None):
+        self._index = dataset_path(dataset.prefix, ".idx")
+        self._folder = folder
+        self.path = Path(folder or self._index.parent) / f"{self._index.stem}.{fingerprint}.{ending}"
+        self.damaged = False
+
+    def load(self, read: Callable[[Path], T]) -> T | None:
+        """Return `read(path)`, or None where there is no whole file; `read` may raise `BrokenSealError`."""
+        try:
+            check_seal(self.path)
+            return read(self.path)
+        except OSError:  # no file yet, or a folder that cannot be made, which writing will tell
+            return None
+        except BrokenSealError:
+            self.damaged = True
+            return None
+
+    def write(self, content: bytes) -> str | None:
+        """Write the file, whole or not at all. Return None, or why the data's own folder cannot be written to.
+
+        Raises `UserError` where the user named a folder that cannot be.
+        """
+        try:
+            self._write(content)
+        except OSError as error:
+            if self._folder is None:
+                return f"{self.path.parent} cannot be written ({error.strerror})"
+            raise UserError(
+                f"--index-cache-dir {self._folder}: cannot be written: {error.strerror}; give a folder that can be"
+            ) from None
+        return None
+
+    def _write(self, content: bytes) -> None:
+        mode = self._index.stat().st_mode & 0o666  # for the same users as the data; mkstemp gives it to one
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        stream = os.fdopen(descriptor, "wb")
+        with renamed(stream, Path(temporary), self.path):
+            stream.write(seal(self.path.name, content))
+            os.fchmod(descriptor, mode)
+
+
+def seal(name: str, content: bytes) -> bytes:
+    """Return the bytes of a sealed file: `content`, then the sum."""
+    return content + _SUM.pack(_sum(name, content))
+
+
+def check_seal(path: Path) -> None:
+    """Raise `BrokenSealError` for a file that is not as `seal` made it, `OSError` for one that cannot be opened."""
+    status = path.stat()  # once: another process may replace or remove the file at any moment
+    if not stat.S_ISREG(status.st_mode) or status.st_size < _SUM.size:
+        raise BrokenSealError(path)
+    with (
+        open(path, "rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        memoryview(data)[: -_SUM.size] as content,
+    ):
+        whole = _SUM.pack(_sum(path.name, content)) == data[-_SUM.size :]
+    if not whole:
+        raise BrokenSealError(path)
+
+
+def _sum(name: str, content: bytes | memoryview) -> int:
+    return zlib.crc32(content, zlib.crc32(name.encode()))

@@ -1,0 +1,36 @@
+"""Signals that ask a command to stop: SIGTERM ends it as Ctrl-C does, and neither cuts a write in two."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+TERMINATED = 143
+
+
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM into `SystemExit`, so that `with` blocks end and what is done is kept or removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait for the end of the block, so that the block writes whole."""
+    if threading.current_thread() is not threading.main_thread():  # which alone has signal handlers
+        yield
+        return
+    waiting: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda received, _: waiting.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for received in waiting:
+            signal.raise_signal(received)

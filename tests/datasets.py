@@ -1,0 +1,29 @@
+"""Small indexed datasets, written from lists of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+
+
+def write_dataset(prefix: Any, documents: Sequence, dtype: Any = np.uint16, manifest: Any = None) -> IndexedDataset:
+    """Write documents of sequences of ids, and return the dataset."""
+    sequences = [np.asarray(sequence, dtype) for document in documents for sequence in document]
+    ids = b"".join(sequence.tobytes() for sequence in sequences)
+    sizes, lengths = np.array([*map(len, sequences)], int), np.array([*map(len, documents)], int)
+    with UnfinishedDatasets(f"{prefix}.unfinished", [str(prefix)], np.dtype(dtype), {}) as output:
+        output.append(0, ids, sizes, lengths)
+        output.publish([manifest])
+    return IndexedDataset(prefix)
+
+
+def fake_tokenizer(word_starts: np.ndarray) -> Any:
+    """Return what a loader needs of a tokenizer whose ids 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK]."""
+    roles = {"pad_id": 0, "unk_id": 1, "cls_id": 2, "sep_id": 3, "mask_id": 4}
+    return SimpleNamespace(vocab_size=len(word_starts), word_starts=word_starts, special_ids=np.arange(5), **roles)
