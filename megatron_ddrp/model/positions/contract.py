@@ -58,6 +58,8 @@ class PositionTerms:
     """Smallest i − j with a row of its own; it serves everything below as well."""
     highest: int = 0
     """Largest i − j with a row of its own; it serves everything above as well."""
+    offset_bias: Tensor | None = None
+    """v `[1 or heads, num_relative]`, added unscaled."""
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
@@ -85,8 +87,12 @@ class LayerPositions(nn.Module):
         super().__init__()
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The shared tensors as they are."""
+        """Map the shared tensors to this layer's tensors; by default they are the same."""
         return tensors
+
+    def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
+        """Turn queries or keys `[batch, heads, seq, head_dim]` by their positions `[batch, seq]`; by default not."""
+        return states
 
 
 class PositionEncoding(nn.Module):

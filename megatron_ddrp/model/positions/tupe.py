@@ -95,7 +95,12 @@ class TupeR(TupeA):
 
 
 def restarts(position_ids: Tensor) -> bool:
-    """Whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding."""
+    """Whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding.
+
+    A captured graph cannot ask; there the answer is True, which is right for every row and only takes more memory.
+    """
+    if torch.compiler.is_compiling():
+        return True
     place = torch.arange(position_ids.shape[1], device=position_ids.device)
     return bool(((position_ids != place) & (position_ids != 0)).any())
 
