@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.config.registry import encoding_class
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
-from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
 
 
 def check_length(seq: int, longest: int) -> None:
@@ -37,9 +36,9 @@ class PassInputs(NamedTuple):
 class Embeddings(nn.Module):
     """Token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
 
-    def __init__(self, config: DdrpConfig) -> None:
+    def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
         super().__init__()
-        encoding, longest = encoding_class(config.position_encoding), config.max_position_embeddings
+        longest = config.max_position_embeddings
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.absolute = nn.Embedding(longest, config.hidden_size) if config.absolute_embedding else None
@@ -118,7 +117,7 @@ class EncoderLayer(nn.Module):
     The feed-forward block is two linear maps with an exact GELU between them.
     """
 
-    def __init__(self, config: DdrpConfig) -> None:
+    def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
         super().__init__()
         self.config = config
         self.norm_before = config.layernorm_position == "pre"
@@ -128,7 +127,6 @@ class EncoderLayer(nn.Module):
         contract = nn.Linear(config.intermediate_size, config.hidden_size)
         self.feed_forward = nn.Sequential(OrderedDict(input=expand, activation=nn.GELU(), output=contract))
         self.feed_forward_norm = layer_norm(config)
-        encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
         self.name_terms = encoding.terms

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
+from megatron_ddrp.config.registry import encoding_class
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
 from megatron_ddrp.conversion.layers_ddrp import Embeddings, EncoderLayer, PassInputs, check_length, layer_norm
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
@@ -95,8 +96,9 @@ class DdrpModel(DdrpPreTrainedModel):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
-        self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+        encoding = encoding_class(config.position_encoding)
+        self.embeddings = Embeddings(config, encoding)
+        self.layers = nn.ModuleList(EncoderLayer(config, encoding) for _ in range(config.num_hidden_layers))
         self.final_norm = layer_norm(config) if config.layernorm_position == "pre" else None
         self.post_init()
 

@@ -65,7 +65,7 @@ class TupeA(PositionEncoding):
         return untie_cls(scores[:, 1:, 1:], to_cls, from_cls)
 
     def _split(self, states: Tensor) -> Tensor:
-        return states.view(len(states), -1, self.head_dim).transpose(0, 1)  # [heads, rows, head_dim]
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)  # [heads, rows, head_dim]
 
     @staticmethod
     def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
