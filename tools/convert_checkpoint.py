@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.config import load_plugin
 from megatron_ddrp.errors import run_command
 
 TERMINATED = 143
@@ -62,11 +63,20 @@ def build_parser() -> ArgumentParser:
         action="store_true",
         help="replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)",
     )
+    parser.add_argument_group("plug-ins").add_argument(
+        "--plugin",
+        type=Path,
+        action="append",
+        metavar="FILE.py",
+        help="the file of the position encoding or objective that the run was trained with; may be given again",
+    )
     return parser
 
 
 def main() -> None:
     arguments = build_parser().parse_args()
+    for plugin in arguments.plugin or ():
+        load_plugin(plugin)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder

@@ -76,12 +76,16 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
     known = {field.name: field for field in fields(ModelConfig)}
     settings = {}
     for key, name in keys.items():
-        choices = known[name].metadata.get("choices") or ((True, False) if "bool" in str(known[name].type) else ())
+        value, kind = values.get(key), str(known[name].type)
+        choices = known[name].metadata.get("choices") or ((True, False) if "bool" in kind else ())
         if choices:
             settings[name] = one_of(path, values, key, tuple(choices))
+        elif kind != "float":
+            settings[name] = whole_number(path, values, key)
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
         else:
-            read = finite_number if known[name].type == "float" else whole_number
-            settings[name] = read(path, values, key)
+            settings[name] = value
     return settings
 
 
@@ -100,14 +104,6 @@ def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, m
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise UserError(f"{path}: {key} is {shown(value)}, expected a whole number from {least} to {most}")
-    return value
-
-
-def finite_number(path: Path, values: dict[str, Any], key: str) -> float:
-    """Return a number of config.json that is at least 0. Raises `UserError` for another value."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
     return value
 
 

@@ -20,7 +20,27 @@ from megatron_ddrp.conversion.foreign_config import (
     whole_number,
 )
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.embeddings import NUM_SEGMENTS
+
+EXACT_GELU = ("gelu", "gelu_python")
+"""Names of the activation that our feed-forward block has; "gelu_new" is an approximation of it, so another one."""
+
+FOLLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "bert": {
+        "hidden_act": EXACT_GELU,
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "type_vocab_size": (2, 1, 0),
+    },
+    "deberta": {
+        "hidden_act": EXACT_GELU,
+        "relative_attention": (True,),
+        "position_biased_input": (True, False),
+        "talking_head": (False,),
+        "type_vocab_size": (0, 1, 2),
+    },
+}
+"""Settings that change what a model computes → the values that our encoder can follow, transformers' default first."""
 
 SHARED_DEFAULTS = {
     "hidden_size": 768,
@@ -31,48 +51,17 @@ SHARED_DEFAULTS = {
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
     "initializer_range": 0.02,
-    "hidden_act": "gelu",
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "bert": {
-        "vocab_size": 30522,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "position_embedding_type": "absolute",
-        "is_decoder": False,
-        "add_cross_attention": False,
-    },
+    "bert": {"vocab_size": 30522, "layer_norm_eps": 1e-12},
     "deberta": {
         "vocab_size": 50265,
-        "type_vocab_size": 0,
         "layer_norm_eps": 1e-7,
-        "position_biased_input": True,
+        "relative_attention": False,  # which our encoder cannot follow
         "max_relative_positions": -1,
-        "relative_attention": False,
-        "talking_head": False,
+        "pos_att_type": None,
     },
 }
-
-SEGMENTS = tuple(range(NUM_SEGMENTS + 1))
-EXACT_GELU = ("gelu", "gelu_python")
-"""Names of the activation that our feed-forward block has; "gelu_new" is an approximation of it, so another one."""
-REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "bert": {
-        "hidden_act": EXACT_GELU,
-        "position_embedding_type": ("absolute",),
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
-        "type_vocab_size": SEGMENTS,
-    },
-    "deberta": {
-        "hidden_act": EXACT_GELU,
-        "relative_attention": (True,),
-        "position_biased_input": (True, False),
-        "talking_head": (False,),
-        "type_vocab_size": SEGMENTS,
-    },
-}
-"""Settings that change what a model computes → the values that our encoder can follow."""
 
 SECOND_LAYOUT = {
     "position_buckets": "relative positions in logarithmic buckets",
@@ -99,7 +88,8 @@ def read_layout(folder: Path) -> tuple[ModelConfig, int]:
         raise UserError(f"{path}: exported from a checkpoint of ours: go on from that one, pretrain_bert.py --load")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise UserError(f"{path}: model_type is {shown(kind)}; expected {' or '.join(DEFAULTS)}")
-    values = {**SHARED_DEFAULTS, **DEFAULTS[kind], **values}
+    usual = {key: allowed[0] for key, allowed in FOLLOWED[kind].items()}
+    values = {**usual, **SHARED_DEFAULTS, **DEFAULTS[kind], **values}
     _refuse_unknown_parts(path, values, kind)
     settings = {"position_encoding": "absolute", **read_settings(path, values, SIZES)}
     if kind == "deberta":
@@ -125,15 +115,14 @@ def _second_layout(values: dict[str, Any]) -> list[str]:
 
 def _refuse_unknown_parts(path: Path, values: dict[str, Any], kind: str) -> None:
     """Stop at the first setting that our encoder cannot follow."""
-    required = REQUIRED[kind]
+    followed = FOLLOWED[kind]
     if kind == "deberta":
-        values = {"embedding_size": values["hidden_size"], "pos_att_type": None, **values}
-        required = {**required, "embedding_size": (values["hidden_size"],)}
+        followed = {**followed, "embedding_size": (values["hidden_size"],)}
         terms = values["pos_att_type"] or []
         terms = terms.split("|") if isinstance(terms, str) else terms
         if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
             raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
-    for key, allowed in required.items():
-        if values[key] not in allowed:
+    for key, allowed in followed.items():
+        if values.get(key, allowed[0]) not in allowed:
             expected = " or ".join(map(repr, allowed))
             raise UserError(f"{path}: {key} is {shown(values[key])}, which is not built here: need {expected}")
