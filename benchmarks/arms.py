@@ -16,6 +16,7 @@ import torch
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
 from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.heads import DecodingStage
@@ -156,7 +157,7 @@ def added_parts(encoding: str, arrays: Batch, dropout: float) -> dict[str, Step]
 
         def run() -> None:
             terms = module.terms(config, layer_part(tensors))
-            context, cosine = backend_function(name)(*inputs, terms, document_ids, chosen, dropout)
+            context, cosine = backend_function(name)(Attending(*inputs, terms, document_ids, chosen, dropout))
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine.mean()).backward()
             for tensor in (*inputs, *tensors):

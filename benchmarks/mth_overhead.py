@@ -27,6 +27,7 @@ from measure import Interval, median_interval, time_rounds, verdict
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import Bert, build_model
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
 from megatron_ddrp.model.similarity import token_cosine
 from megatron_ddrp.model.stages import Draws
@@ -95,7 +96,7 @@ def added_work(model: Bert, batch: Batch, dropout: float) -> dict[str, Callable[
 
         def run() -> None:
             terms = encoding.terms(config, encoding(batch.position_ids))
-            context, cosine = attend(query, key, value, terms, batch.document_ids, chosen, dropout)
+            context, cosine = attend(Attending(query, key, value, terms, batch.document_ids, chosen, dropout))
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine.mean()).backward()
 

@@ -33,12 +33,13 @@ class ModelConfig:
     position_encoding: str = option(
         "ddrp",
         "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
-        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's",
+        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's, rope rotary positions, "
+        "t5 one learned number per bucket of distances and head",
         choices=ENCODINGS,
     )
     relative_distance: int = option(  # None is resolved below
         None,
-        "r_s: relative distances from here on share one embedding (default: 64; for tupe-r 128, its released code's)",
+        "r_s: relative distances from here on share one embedding (default: 64; for tupe-r and t5 128, as released)",
         within=COUNT,
     )
     relative_table: str = option(
@@ -68,9 +69,6 @@ class ModelConfig:
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
     def __post_init__(self) -> None:
-        if self.relative_distance is None:
-            distance = encoding_class(self.position_encoding).relative_distance
-            object.__setattr__(self, "relative_distance", distance)
         if self.position_encoding == "absolute" and self.absolute_embedding is False:
             refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")
         if self.absolute_embedding is (self.position_encoding == "absolute"):
@@ -82,6 +80,22 @@ class ModelConfig:
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                 f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
             )
+        if self.position_encoding in ENCODINGS or self.relative_distance is None:
+            self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
+
+    def _ask_encoding(self) -> None:
+        """Take the encoding's default distance; refuse a distance or sizes that the encoding cannot serve."""
+        encoding, name = encoding_class(self.position_encoding), f"--position-encoding {self.position_encoding}"
+        if self.relative_distance is None:
+            object.__setattr__(self, "relative_distance", encoding.relative_distance)
+        elif encoding.relative_distance is None:
+            refuse(
+                f"--relative-distance {self.relative_distance} with {name}, which has no relative embeddings: "
+                "leave the distance out"
+            )
+        reason = encoding.refusal(self)
+        if reason is not None:
+            refuse(f"{name}: {reason}")
 
     @property
     def head_dim(self) -> int:

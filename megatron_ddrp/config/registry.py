@@ -26,6 +26,8 @@ ENCODINGS = {
     "tupe-r": f"{_POSITIONS}.tupe:TupeR",
     "deberta": f"{_POSITIONS}.deberta:Deberta",
     "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
+    "rope": f"{_POSITIONS}.rope:Rope",
+    "t5": f"{_POSITIONS}.t5:T5",
 }
 """Value of `--position-encoding` → "module:Class"."""
 

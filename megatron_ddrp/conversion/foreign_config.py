@@ -74,11 +74,13 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
     Raises `UserError` for a value that is not of its field's kind.
     """
     known = {field.name: field for field in fields(ModelConfig)}
-    settings = {}
+    settings: dict[str, Any] = {}
     for key, name in keys.items():
         value, kind = values.get(key), str(known[name].type)
         choices = known[name].metadata.get("choices") or ((True, False) if "bool" in kind else ())
-        if choices:
+        if key in values and value is None and known[name].default is None:
+            settings[name] = None
+        elif choices:
             settings[name] = one_of(path, values, key, tuple(choices))
         elif kind != "float":
             settings[name] = whole_number(path, values, key)

@@ -10,11 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import HCD, StageState
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+"""`LayerPositions.rotate`."""
 
 
 class SelfAttention(nn.Module):
@@ -47,21 +51,21 @@ class SelfAttention(nn.Module):
         return self.output(context.transpose(1, 2).flatten(2))
 
     def forward(
-        self, hidden: Tensor, terms: PositionTerms, state: StageState, layer: int
+        self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: StageState, layer: int
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
         backend, _ = resolve_backend(self.backend, hidden.device, self.in_logits, self.dropout)
         hidden = self.enter(hidden)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
+        query, key = rotate(query, state.position_ids), rotate(key, state.position_ids)
         dropout = self.dropout if self.training else 0.0
         heads, documents = state.heads[layer], (state.document_ids, state.num_documents)
         cosine = None
         if self.cosine_of_all_ranks is not None and len(heads):
             cosine, heads = self.cosine_of_all_ranks(query, key, terms, heads, *documents), heads[:0]
         with self.own_randomness():
-            context, own_cosine = backend_function(backend)(
-                query, key, value, terms, documents[0], heads, dropout, documents[1]
-            )
+            attending = Attending(query, key, value, terms, documents[0], heads, dropout, documents[1])
+            context, own_cosine = backend_function(backend)(attending)
         return self.merge(context), own_cosine if cosine is None else cosine
 
 
@@ -97,7 +101,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state = StageState.unpack(tensors)
-        attended, cosine = self.attention(self._attention_input(state.hidden), self.terms(state), state, self.number)
+        source, rotate = self._attention_input(state.hidden), self.layer_position.rotate
+        attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
         hidden = self._join(state.hidden, attended)
         losses = state.losses if cosine is None else state.losses + self._hcd_share(cosine, state)
         return state._replace(hidden=hidden, losses=losses).pack()
@@ -110,8 +115,11 @@ class EncoderLayer(nn.Module):
         attention, terms = self.attention, self.terms(state)
         source = attention.enter(self._attention_input(state.hidden))
         key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
+        rotate, own_places = self.layer_position.rotate, state.position_ids.gather(1, places)
+        key = rotate(key, state.position_ids)
         for _ in range(times):
             query = attention.split(attention.query(attention.enter(self._attention_input(queries))))
+            query = rotate(query, own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
                 context = attend_from(query, key, value, terms, places, state.document_ids, dropout)
@@ -123,6 +131,8 @@ class EncoderLayer(nn.Module):
         attention = self.attention
         source = attention.enter(self._attention_input(state.hidden))
         query, key = (attention.split(projection(source)) for projection in (attention.query, attention.key))
+        rotate = self.layer_position.rotate
+        query, key = rotate(query, state.position_ids), rotate(key, state.position_ids)
         return attention_logits(query, key, self.terms(state))
 
     def terms(self, state: StageState) -> PositionTerms:

@@ -11,9 +11,6 @@ summed later (`tensor_parallel`): so the cosine's share must be counted by one r
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,9 +19,6 @@ from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.parallel.collectives import sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
-
-TENSORS = {"query_table": 0, "key_table": 0, "bias": 1}
-"""Tensors of `PositionTerms` and the dimension along which their heads lie."""
 
 
 class CosineOfAllRanks:
@@ -56,20 +50,20 @@ class CosineOfAllRanks:
         query, key = _wide(query), _wide(key)
         if terms.content_only:
             return similarity.content_total(query, key, documents)
-        terms = _with_tensors(terms, {name: getattr(terms, name) for name in TENSORS}, query.dtype)
+        terms = terms.map(lambda x, _: x.to(query.dtype))
         return similarity.logits_total(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
         """The terms of `heads`: fetched where they are by head, else the shared ones, for one rank to learn from."""
-        chosen = {}
-        for name, dimension in TENSORS.items():
-            tensor = getattr(terms, name)
-            if tensor is not None and self.terms_by_head:
+
+        def chosen(tensor: Tensor, dimension: int) -> Tensor:
+            if self.terms_by_head:
                 tensor = sum_of_ranks(self._own(tensor, heads, dimension), self.ranks)
-            elif tensor is not None and self.ranks.tensor_rank:
+            elif self.ranks.tensor_rank:
                 tensor = tensor.detach()
-            chosen[name] = tensor
-        return _with_tensors(terms, chosen, dtype)
+            return tensor.to(dtype)
+
+        return terms.map(chosen)
 
     def _own(self, tensor: Tensor, heads: Tensor, dimension: int) -> Tensor:
         """Of our heads along `dimension`, those of `heads`; zeros in place of those that other ranks have."""
@@ -77,11 +71,6 @@ class CosineOfAllRanks:
         here = (own >= 0) & (own < tensor.shape[dimension])
         chosen = tensor.index_select(dimension, torch.where(here, own, 0))
         return chosen * here.view([-1 if d == dimension else 1 for d in range(chosen.dim())])
-
-
-def _with_tensors(terms: PositionTerms, tensors: dict[str, Tensor | None], dtype: torch.dtype) -> PositionTerms:
-    cast: dict[str, Any] = {name: x if x is None else x.to(dtype) for name, x in tensors.items()}
-    return replace(terms, **cast)
 
 
 def _wide(x: Tensor) -> Tensor:

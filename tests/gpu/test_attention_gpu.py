@@ -11,7 +11,6 @@ from megatron_ddrp.model.attention.backends import eager_attention, sdpa_attenti
 from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import (
-    NO_HEADS,
     answer,
     assert_answers_close,
     make_case,
@@ -34,6 +33,7 @@ CASES = {
     "ddrp": (LONG, (-63, 63), {"tables": "q", "heads": 4, "head_dim": 64}),
     "deberta": (LONG, (-64, 63), {"tables": "QK", "heads": 4, "head_dim": 64}),
     "tupe": (LONG, (0, 0), {"bias_batch": 1, "heads": 4, "head_dim": 64}),
+    "t5": (LONG, (-127, 127), {"tables": "V", "heads": 4, "head_dim": 64}),
     "packed tupe": (LONG, (0, 0), {"bias_batch": 2, "heads": 4, "head_dim": 64}),
     "wide heads": (LONG, (-63, 63), {"tables": "qk", "heads": 2, "head_dim": 128}),
     "narrow heads": ([[1] * 130], (-4, 3), {"tables": "qk", "heads": 2, "head_dim": 16}),
@@ -44,8 +44,7 @@ CASES = {
 
 def skip_unless_served(name, case, dropout=0.0):
     if name in REASONS:
-        query = case.query
-        reason = REASONS[name](torch.device("cuda"), query.dtype, case.terms, dropout, query.shape[-1])
+        reason = REASONS[name](torch.device("cuda"), case.query.dtype, dropout, case.query.shape[-1])
         if reason:
             pytest.skip(reason)
 
@@ -81,7 +80,7 @@ def test_triton_dropout_draws_one_mask_for_forward_and_backward(case_name):
     skip_unless_served("triton", case, 0.25)
     torch.manual_seed(5)
     unit = torch.eye(128, device="cuda").expand_as(case.value)
-    kept = triton_attention(case.query, case.key, unit, case.terms, case.document_ids, NO_HEADS.cuda(), 0.25)[0] > 0
+    kept = triton_attention(case.attending(0.25)._replace(value=unit))[0] > 0
     torch.manual_seed(5)
     got = answer(case, triton_attention, 0.25)
     assert_answers_close(got, reference_with_mask(case, kept.cpu(), 0.25), rtol=1e-3, atol=1e-3)

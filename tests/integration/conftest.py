@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ddrp.config import encoding_class
 from tests.conftest import TinyCorpus
 
 TINY: dict[str, Any] = {
@@ -43,4 +44,11 @@ def command_line(flags: dict[str, Any]) -> list[str]:
 def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
     """`flags(train_iters=9, bf16=True)`: the command line of a tiny run with some settings changed."""
     data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
-    return lambda **changes: command_line(TINY | data | changes)
+
+    def tiny(**changes: Any) -> list[str]:
+        settings = TINY | data | changes
+        if encoding_class(settings.get("position_encoding", "ddrp")).relative_distance is None:
+            settings.pop("relative_distance", None)
+        return command_line(settings)
+
+    return tiny

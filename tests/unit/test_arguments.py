@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_ddrp.arguments import build_parser, parse_arguments
-from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config import ENCODINGS, Config, concerns, flag
 from megatron_ddrp.errors import UserError
 
 
@@ -30,7 +30,7 @@ def test_help_names_choices_defaults_and_sections(capsys):
         parse_arguments(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    encodings = "{absolute,bert-r,tupe-a,tupe-r,deberta,ddrp}"
+    encodings = "{" + ",".join(ENCODINGS) + "}"
     for piece in (encodings, "(default: 512)", "Objective:", "Checkpoints:", "--dry-run", "example:"):
         assert piece in text
     assert "==SUPPRESS==" not in text and "--local-rank" not in text

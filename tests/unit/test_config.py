@@ -13,6 +13,7 @@ from megatron_ddrp.config import (
     ObjectiveConfig,
     changed_settings,
     concerns,
+    encoding_class,
     flag,
     load_config,
     save_config,
@@ -68,6 +69,20 @@ def test_every_flag_has_help_and_every_section_a_title():
 )
 def test_the_distance_is_the_encodings_unless_given(encoding, given, distance):
     assert ModelConfig(position_encoding=encoding, **given).relative_distance == distance
+
+
+def test_a_distance_is_refused_for_an_encoding_that_takes_none(monkeypatch):
+    monkeypatch.setattr(encoding_class("bert-r"), "relative_distance", None)
+    assert ModelConfig(position_encoding="bert-r").relative_distance is None
+    with pytest.raises(UserError, match=r"^--relative-distance 8 with --position-encoding bert-r, .*: leave the dist"):
+        ModelConfig(position_encoding="bert-r", relative_distance=8)
+
+
+def test_sizes_that_an_encoding_cannot_serve_are_refused_by_its_reason(monkeypatch):
+    monkeypatch.setattr(encoding_class("bert-r"), "refusal", lambda sizes: f"heads are {sizes.head_dim} wide")
+    with pytest.raises(UserError, match=r"^--position-encoding bert-r: heads are 64 wide$") as caught:
+        ModelConfig(position_encoding="bert-r")
+    assert caught.value.exit_code == 2
 
 
 def test_the_absolute_embedding_is_said_in_one_way():

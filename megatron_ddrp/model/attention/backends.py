@@ -1,23 +1,22 @@
 """The one attention: logits (logits.py), mask, softmax, dropout, value, for every encoding.
 
 Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
-attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles, the fastest on CPUs; `triton`
-(triton_attention.py) does so in kernels of its own on GPUs and computes A again in the backward pass; `flex`
-(flex_attention.py) leaves that to torch's compiler. Each returns HCD's mean pairwise cosine as well, by the cheapest
-way it has.
+attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles and is the fastest on CPUs; `triton`
+(triton_attention.py) works in tiles with kernels of its own on GPUs and computes A again in the backward pass; `flex`
+(flex_attention.py) leaves that to torch's compiler. Each takes an `Attending` and returns HCD's mean pairwise cosine
+as well, by the cheapest way it has.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.model import similarity
+from megatron_ddrp.model.attention.attending import Attending, Backend
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
 from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
@@ -25,40 +24,24 @@ from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 
-def eager_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: PositionTerms,
-    document_ids: Tensor,
-    heads: Tensor,
-    dropout: float,
-    num_documents: int = 1,
-) -> tuple[Tensor, Tensor | None]:
-    """The reference: A is materialised, masked with a finite value, normalised in fp32 at least."""
+def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
+    """Compute the reference: A is materialised, masked with a finite value and normalised in fp32 at least."""
+    query, key, value, terms, document_ids, heads, dropout, num_documents = attending
     logits = attention_logits(query, key, terms)
     allowed = allowed_pairs(document_ids)
     weights = probabilities(logits, allowed, dropout).to(value.dtype)
     cosine = None
-    if heads.shape[0]:
+    if len(heads):
         chosen = logits.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
         cosine = similarity.logits_cosine(chosen, allowed, similarity.document_mask(document_ids, num_documents))
     return weights @ value, cosine
 
 
-def sdpa_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: PositionTerms,
-    document_ids: Tensor,
-    heads: Tensor,
-    dropout: float,
-    num_documents: int = 1,
-) -> tuple[Tensor, Tensor | None]:
-    """torch's fused attention with a dense bias `[b, h, s, s]`, or a mask alone where the encoding adds nothing."""
-    query, key, cosine = tapped_cosine(query, key, terms, document_ids, heads, num_documents)
+def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
+    """Call torch's fused attention with a dense bias `[b, h, s, s]`, or with a mask where the encoding adds nothing."""
+    attending, cosine = tapped_cosine(attending)
+    query, key, value, terms, document_ids, _, dropout, _ = attending
     position, mask = position_logits(query, key, terms), None
     if position is not None:
         mask = position.masked_fill(~allowed_pairs(document_ids), torch.finfo(query.dtype).min)
@@ -70,6 +53,14 @@ def sdpa_attention(
     return context, cosine
 
 
+def cpu_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
+    """Call `blocked_attention`, with HCD in closed form where the logits are content alone: this costs less."""
+    if not attending.terms.content_only:
+        return blocked_attention(attending)
+    attending, cosine = tapped_cosine(attending)
+    return blocked_attention(attending._replace(heads=attending.heads[:0]))[0], cosine
+
+
 def attend_from(
     query: Tensor,
     key: Tensor,
@@ -79,9 +70,9 @@ def attend_from(
     document_ids: Tensor,
     dropout: float,
 ) -> Tensor:
-    """Attention of some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → `[b, h, m, d]`.
+    """Compute attention of some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → the same.
 
-    `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so that offsets are gathered, m·s of them.
+    `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so offsets are gathered, m·s of them.
     """
     batch, num_heads, count, _ = query.shape
     seq = key.shape[2]
@@ -97,55 +88,38 @@ def attend_from(
     if terms.bias is not None:
         rows = places[:, None, :, None].expand(-1, num_heads, -1, seq)
         logits = logits + terms.bias.expand(batch, -1, -1, -1).gather(2, rows)
+    if terms.offset_bias is not None:
+        logits = logits + terms.offset_bias[:, None].expand(batch, num_heads, count, -1).gather(-1, index)
     own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
     allowed = ((own == document_ids.unsqueeze(1)) & (own > 0)).unsqueeze(1)
     return probabilities(logits, allowed, dropout).to(value.dtype) @ value
 
 
 def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
-    """Softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
+    """Apply softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
     masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
 
 
-def cpu_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: PositionTerms,
-    document_ids: Tensor,
-    heads: Tensor,
-    dropout: float,
-    num_documents: int = 1,
-) -> tuple[Tensor, Tensor | None]:
-    """`blocked_attention`, with HCD in closed form where the logits are content alone: cheaper than holding them."""
-    if not terms.content_only:
-        return blocked_attention(query, key, value, terms, document_ids, heads, dropout, num_documents)
-    query, key, cosine = tapped_cosine(query, key, terms, document_ids, heads, num_documents)
-    return blocked_attention(query, key, value, terms, document_ids, heads[:0], dropout)[0], cosine
-
-
-BACKENDS = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
+BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
 """Backends that run everywhere."""
 
 GPU_BACKENDS = {"triton": (triton_attention, why_not_triton), "flex": (flex_attention, why_not_flex)}
-"""Backends for some GPUs, each with what says why it cannot serve."""
+"""Backends for some GPUs, each with the function that says why it cannot serve."""
 
 
-def backend_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention of a backend's name; all take and give what `eager_attention` does."""
+def backend_function(name: str) -> Backend:
+    """Return the attention of a backend's name."""
     return BACKENDS[name] if name in BACKENDS else GPU_BACKENDS[name][0]
 
 
 def refusal(name: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
-    """Why a backend cannot serve here, in one line; None where it can."""
-    if name not in GPU_BACKENDS:
-        return None
-    return GPU_BACKENDS[name][1](device, dtype, PositionTerms(1.0), dropout, head_dim)
+    """Say in one line why a backend cannot serve here; None where it can."""
+    return GPU_BACKENDS[name][1](device, dtype, dropout, head_dim) if name in GPU_BACKENDS else None
 
 
 def resolve_backend(name: str, device: torch.device, in_logits: bool, dropout: float) -> tuple[str, str]:
-    """What `--attention-backend` means for an encoding, and why, in a few words.
+    """Return the backend that `--attention-backend` means for an encoding, and the reason in a few words.
 
     `in_logits` says whether the encoding adds anything to the logits, `dropout` is that of the attention in training.
     """

@@ -1,6 +1,6 @@
 """The attention logits A of every encoding, and what HCD (eq. 18) needs of them.
 
-    A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[h,i,j]
+    A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
 `attention_logits` materialises A and is the reference. HCD compares the logits of some heads by their inner products,
 which for content alone have a closed form. Names: b = batch, h = heads, s = sequence, d = head size.
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.model import similarity
-from megatron_ddrp.model.attention.relative import spread
+from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.relative import diagonals, spread, toeplitz
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 
@@ -23,73 +24,71 @@ def allowed_pairs(document_ids: Tensor) -> Tensor:
 
 
 def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor | None:
-    """Everything in A but Q·K·scale: `[b, h, s, s]`, or None where the encoding adds nothing. No `[s, s, d]` arises."""
-    logits = None
+    """Return everything in A but Q·K·scale, `[1 or b, h, s, s]`, or None where the encoding adds nothing.
+
+    No `[s, s, d]` arises.
+    """
+    parts = []
     if terms.query_table is not None:
         per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, s, num_relative]
-        logits = spread(per_offset, terms.lowest, terms.highest) * terms.scale
+        parts.append(spread(per_offset, terms.lowest, terms.highest) * terms.scale)
     if terms.key_table is not None:
         # Row j of this matrix holds K_j·T^k by i − j, so its own "row − column" is j − i: bounds swap sign and place.
         per_offset = (key @ terms.key_table.transpose(-1, -2)).flip(-1)
-        by_key = spread(per_offset, -terms.highest, -terms.lowest).transpose(-1, -2) * terms.scale
-        logits = by_key if logits is None else logits + by_key
+        parts.append(spread(per_offset, -terms.highest, -terms.lowest).transpose(-1, -2) * terms.scale)
     if terms.bias is not None:
-        logits = terms.bias if logits is None else logits + terms.bias
-    return logits
+        parts.append(terms.bias)
+    if terms.offset_bias is not None:
+        seq, num_heads = query.shape[2], query.shape[1]
+        by_diagonal = diagonals(terms.offset_bias, terms.lowest, terms.highest, seq).expand(num_heads, -1)
+        parts.append(toeplitz(by_diagonal, slice(0, seq)).unsqueeze(0))
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
-    """A, before the padding mask: `query`, `key` `[b, h, s, d]` → `[b, h, s, s]`."""
+    """Return A before the padding mask: `query`, `key` `[b, h, s, d]` → `[b, h, s, s]`."""
     content = (query * terms.scale) @ key.transpose(-1, -2)
     position = position_logits(query, key, terms)
     return content if position is None else content + position
 
 
 def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
-    """The terms of some heads only; what all heads share stays."""
-
-    def pick(tensor: Tensor | None, dim: int) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, heads)
-
-    return PositionTerms(
-        terms.scale,
-        pick(terms.query_table, 0),
-        pick(terms.key_table, 0),
-        pick(terms.bias, 1),
-        terms.lowest,
-        terms.highest,
-    )
+    """Return the terms of some heads; tensors that all heads share stay as they are."""
+    return terms.map(lambda x, dimension: x if x.shape[dimension] == 1 else x.index_select(dimension, heads))
 
 
-def head_cosine(
-    query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor, num_documents: int
-) -> Tensor:
-    """Mean pairwise cosine of the logits of `heads` `[m′]`, for backends that never hold A → `[b, documents]`."""
-    all_heads = heads.shape[0] == query.shape[1]
-    if not all_heads:
+def head_cosine(attending: Attending) -> Tensor | None:
+    """Return HCD's mean pairwise cosine `[b, documents]` for backends that never hold A; None for no heads."""
+    query, key, terms, heads = attending.query, attending.key, attending.terms, attending.heads
+    if not len(heads):
+        return None
+    if len(heads) < query.shape[1]:
         query, key, terms = query.index_select(1, heads), key.index_select(1, heads), choose_heads(terms, heads)
-    return _cosine(query, key, terms, document_ids, num_documents, all_heads)
+    return _cosine(attending, query, key, terms)
 
 
-def _cosine(
-    query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, num_documents: int, all_heads: bool
-) -> Tensor:
-    """Mean pairwise cosine of the logits of the heads given, `[b, m′, s, d]`, by the cheapest closed form."""
+def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
+    """Return the mean pairwise cosine of the compared heads, whose parts are given, by the cheapest closed form.
+
+    `query`, `key` `[b, m′, s, d]` → `[b, documents]`.
+    """
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
-    documents = similarity.document_mask(document_ids, num_documents)
+    documents = similarity.document_mask(attending.document_ids, attending.num_documents)
     if terms.content_only:
-        if all_heads:
+        if len(attending.heads) == attending.query.shape[1]:
             return similarity.content_cosine_of_all(query, key, documents)
         return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
-    logits = attention_logits(query, key, _in_dtype(terms, query.dtype))
-    return similarity.logits_cosine(logits, allowed_pairs(document_ids), documents)
+    logits = attention_logits(query, key, terms.map(lambda x, _: x.to(query.dtype)))
+    return similarity.logits_cosine(logits, allowed_pairs(attending.document_ids), documents)
 
 
 class _TapHeads(torch.autograd.Function):
-    """x and some of its heads. The heads' gradient is added into that of x in place, where `index_select` would fill a
-    tensor as large as x with zeros and add all of it: several times what HCD itself costs. So whatever else reads x
-    must give it a gradient tensor of its own, as matrix products and torch's fused attention do.
+    """Returns x and some of its heads.
+
+    The backward pass adds the heads' gradient into the gradient of x in place. `index_select` would fill a tensor as
+    large as x with zeros and add all of it, several times the cost of HCD itself. So whatever else reads x must give
+    it a gradient tensor of its own, as matrix products and torch's fused attention do.
     """
 
     @staticmethod
@@ -103,23 +102,13 @@ class _TapHeads(torch.autograd.Function):
         return gradient.index_add_(1, heads, chosen_gradient), None
 
 
-def tapped_cosine(
-    query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, heads: Tensor, num_documents: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries and keys to go on with, and the mean pairwise cosine `[b, documents]` of `heads` (None for none)."""
-    if not heads.shape[0]:
-        return query, key, None
-    if heads.shape[0] == query.shape[1]:
-        return query, key, _cosine(query, key, terms, document_ids, num_documents, all_heads=True)
+def tapped_cosine(attending: Attending) -> tuple[Attending, Tensor | None]:
+    """Return HCD's mean pairwise cosine `[b, documents]` (None for no heads), and what attention must go on with."""
+    query, key, terms, heads = attending.query, attending.key, attending.terms, attending.heads
+    if not len(heads):
+        return attending, None
+    if len(heads) == query.shape[1]:
+        return attending, _cosine(attending, query, key, terms)
     (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
-    some_terms = choose_heads(terms, heads)
-    return query, key, _cosine(some_queries, some_keys, some_terms, document_ids, num_documents, all_heads=False)
-
-
-def _in_dtype(terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None else tensor.to(dtype)
-
-    return PositionTerms(
-        terms.scale, cast(terms.query_table), cast(terms.key_table), cast(terms.bias), terms.lowest, terms.highest
-    )
+    cosine = _cosine(attending, some_queries, some_keys, choose_heads(terms, heads))
+    return attending._replace(query=query, key=key), cosine

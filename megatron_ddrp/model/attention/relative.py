@@ -10,7 +10,8 @@ Offsets are taken between *rows*. Within a document positions run 0, 1, …, so 
 positions; pairs of two documents get a value that the attention mask then removes.
 
 `spread` does whole matrices under autograd; `BandTile` is the geometry of some query rows, for attention that writes
-its own gradient tile by tile.
+its own gradient tile by tile. A value that depends on the offset alone needs no row of its own per query: `diagonals`
+lays it out by j − i once, of which every row of a matrix is a window (`toeplitz`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -76,6 +78,26 @@ def spread(per_offset: Tensor, lowest: int, highest: int) -> Tensor:
     assert lowest <= 0 <= highest, f"offset 0 needs a row of its own, got {lowest} … {highest}"
     assert per_offset.shape[-1] == highest - lowest + 1, (per_offset.shape, lowest, highest)
     return _Spread.apply(per_offset, highest)
+
+
+def diagonals(per_offset: Tensor, lowest: int, highest: int, n: int) -> Tensor:
+    """Lay out `[.., num_relative]` by j − i for n places: `[.., 2·n − 1]`, j − i = 1 − n first."""
+    offset = torch.arange(n - 1, -n, -1, device=per_offset.device)  # i − j
+    return per_offset.index_select(-1, offset.clamp(lowest, highest) - lowest)
+
+
+def toeplitz(by_diagonal: Tensor, rows: slice) -> Tensor:
+    """Return `rows` of the matrix whose diagonals `[.., 2·n − 1]` are given: `[.., t, n]`."""
+    n = (by_diagonal.shape[-1] + 1) // 2
+    return by_diagonal.unfold(-1, n, 1)[..., n - rows.stop : n - rows.start, :].flip(-2)
+
+
+def add_diagonal_sums(per_pair: Tensor, rows: slice, by_diagonal: Tensor) -> None:
+    """The adjoint of `toeplitz`: add the sum of each diagonal of `[.., t, n]` to `[.., 2·n − 1]`, in place."""
+    t, n = per_pair.shape[-2:]
+    # With t zeros behind each row, taken from the last row upwards, rows of t + n − 1 hold a diagonal per column.
+    skewed = F.pad(per_pair.flip(-2), (0, t)).flatten(-2)[..., :-t].unflatten(-1, (t, t + n - 1))
+    by_diagonal[..., n - rows.stop : 2 * n - 1 - rows.start] += skewed.sum(-2)
 
 
 @functools.lru_cache(maxsize=64)

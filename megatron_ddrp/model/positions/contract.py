@@ -1,15 +1,17 @@
-"""What a position encoding hands to the one attention: data, not a code path.
+"""The contract between position encodings and the one attention: an encoding hands over data, not a code path.
 
-    A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[h,i,j]        i = query, j = key
+    A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
-Every relative encoding in scope uses `r(i,j) = clip(i − j, lowest, highest) − lowest`, so two integers say which table
-row serves which pair. Attention never asks which encoding it serves.
+i is the query and j the key. Every relative encoding uses `r(i,j) = clip(i − j, lowest, highest) − lowest`, so two
+integers say which row of a table serves which pair. Bucketed distances fit as well: an encoding gathers the buckets'
+rows at the offsets lowest, …, highest once per pass. Q and K may be rotated first (`LayerPositions.rotate`). Attention
+never asks which encoding it serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -42,6 +44,10 @@ class Sizes(Protocol):
     def head_dim(self) -> int: ...
 
 
+HEAD_DIMENSIONS: Mapping[str, int] = MappingProxyType({"query_table": 0, "key_table": 0, "bias": 1, "offset_bias": 0})
+"""Tensor fields of `PositionTerms` → the dimension along which their heads lie, of size 1 where heads share."""
+
+
 @dataclass(frozen=True)
 class PositionTerms:
     """The position part of the attention logits for one forward pass."""
@@ -55,9 +61,9 @@ class PositionTerms:
     bias: Tensor | None = None
     """B `[1 or batch, heads, seq, seq]`, added unscaled."""
     lowest: int = 0
-    """Smallest i − j with a row of its own; it serves everything below as well."""
+    """Smallest i − j with a row of its own; this row also serves all smaller ones."""
     highest: int = 0
-    """Largest i − j with a row of its own; it serves everything above as well."""
+    """Largest i − j with a row of its own; this row also serves all larger ones."""
     offset_bias: Tensor | None = None
     """v `[1 or heads, num_relative]`, added unscaled."""
 
@@ -65,8 +71,22 @@ class PositionTerms:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensor fields, in the order of `HEAD_DIMENSIONS`."""
+        return tuple(getattr(self, name) for name in HEAD_DIMENSIONS)
+
+    @property
     def content_only(self) -> bool:
-        return self.query_table is None and self.key_table is None and self.bias is None
+        return all(tensor is None for tensor in self.tensors)
+
+    def with_tensors(self, tensors: Iterable[Tensor | None]) -> PositionTerms:
+        """Return the terms with other tensor fields, given in the order of `HEAD_DIMENSIONS`."""
+        return replace(self, **dict(zip(HEAD_DIMENSIONS, tensors, strict=True)))  # type: ignore[arg-type]
+
+    def map(self, function: Callable[[Tensor, int], Tensor]) -> PositionTerms:
+        """Apply `function(tensor, dimension of its heads)` to every tensor field that is set."""
+        pairs = zip(self.tensors, HEAD_DIMENSIONS.values(), strict=True)
+        return self.with_tensors(None if x is None else function(x, dimension) for x, dimension in pairs)
 
 
 NOTHING_BY_HEAD: Mapping[str, int] = MappingProxyType({})
@@ -78,7 +98,7 @@ PROJECTIONS_BY_HEAD: Mapping[str, int] = MappingProxyType(
 
 
 class LayerPositions(nn.Module):
-    """Base of what an encoding adds to every layer: maps the shared tensors to this layer's."""
+    """Base of an encoding's part in every layer."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
@@ -99,14 +119,14 @@ class PositionEncoding(nn.Module):
     """Base of the encodings that `config/registry.py` names.
 
     `forward` computes the tensors that depend on parameters, once a pass for a shared table or once a layer; `terms`
-    says what they mean. The two are apart because the tensors travel between pipeline stages and the meaning need not.
+    names them. The two are apart because the tensors travel between pipeline stages and their names need not.
     """
 
     is_relative = False
     """Whether the logits depend on i − j, which the triangle effect is asked of."""
 
-    relative_distance = 64
-    """`--relative-distance` where none is given."""
+    relative_distance: int | None = 64
+    """Default of `--relative-distance`; None for an encoding that refuses the flag."""
 
     in_logits = True
     """Whether the encoding adds anything to the attention logits."""
@@ -138,6 +158,11 @@ class PositionEncoding(nn.Module):
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """`position_ids` int64 `[batch, seq]` → the tensors of `terms`, all floating point."""
         return ()
+
+    @staticmethod
+    def refusal(config: Sizes) -> str | None:
+        """Say in one line why the encoding cannot serve a model of these sizes; None where it can."""
+        return None
 
     @staticmethod
     def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import Config, ObjectiveConfig
+from megatron_ddrp.config import Config, ObjectiveConfig, encoding_class
 from megatron_ddrp.conversion.from_export import load_hugging_face
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
@@ -33,6 +33,8 @@ def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
         "vocab_size": tokenizer.vocab_size,
         **model_settings,
     }
+    if encoding_class(settings.get("position_encoding", "ddrp")).relative_distance is None:
+        settings["relative_distance"] = None
     config = Config(objective=ObjectiveConfig(objective=objective)).replace(model=settings)
     torch.manual_seed(1)
     model = build_model(config.model, objective=config.objective)

@@ -1,9 +1,10 @@
 """Random attention problems in fp32, and the eager float64 answer to each: for backends that know no float64."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
@@ -22,9 +23,11 @@ class Case:
     @property
     def inputs(self):
         """Everything that takes a gradient."""
-        terms = self.terms
-        optional = (terms.query_table, terms.key_table, terms.bias)
-        return [self.query, self.key, self.value, *(x for x in optional if x is not None)]
+        return [self.query, self.key, self.value, *(x for x in self.terms.tensors if x is not None)]
+
+    def attending(self, dropout=0.0, heads=NO_HEADS):
+        heads = heads.to(self.query.device)
+        return Attending(self.query, self.key, self.value, self.terms, self.document_ids, heads, dropout)
 
     @property
     def valid(self):
@@ -35,12 +38,9 @@ class Case:
         """The same numbers on another device or in another dtype, as leaves."""
 
         def move(x):
-            return None if x is None else x.detach().to(*args).requires_grad_()
+            return x.detach().to(*args).requires_grad_()
 
-        terms = self.terms
-        moved = replace(
-            terms, query_table=move(terms.query_table), key_table=move(terms.key_table), bias=move(terms.bias)
-        )
+        moved = self.terms.map(lambda x, _: move(x))
         # Heads side by side in memory, as the projections leave them.
         query, key, value = (move(x.transpose(1, 2)).transpose(1, 2) for x in (self.query, self.key, self.value))
         return Case(query, key, value, moved, self.document_ids.to(query.device))
@@ -63,7 +63,10 @@ def make_case(
     seed=0,
     dtype=torch.float32,
 ):
-    """`tables`: letters out of q, Q, k, K (query and key table; capital = a table a head). `bias_batch`: 1 or b."""
+    """`tables`: letters out of q, Q, k, K, v, V (query and key table, offset bias; capital = one per head).
+
+    `bias_batch`: 1 or b.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -72,10 +75,11 @@ def make_case(
     ids = torch.tensor(document_ids)
     batch, seq = ids.shape
     rows = highest - lowest + 1
-    chosen = {"query_table": None, "key_table": None}
+    names = {"q": "query_table", "k": "key_table", "v": "offset_bias"}
+    chosen = {}
     for letter in tables:
-        name = "query_table" if letter in "qQ" else "key_table"
-        chosen[name] = random(heads if letter.isupper() else 1, rows, head_dim)
+        shape = (rows,) if letter in "vV" else (rows, head_dim)
+        chosen[names[letter.lower()]] = random(heads if letter.isupper() else 1, *shape)
     bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
     vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
     return Case(*vectors, PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest), ids)
@@ -83,7 +87,7 @@ def make_case(
 
 def answer(case, backend, dropout=0.0):
     """Context of the valid tokens and the gradients of a weighted sum of it."""
-    context, _ = backend(case.query, case.key, case.value, case.terms, case.document_ids, NO_HEADS, dropout)
+    context, _ = backend(case.attending(dropout))
     context = context * case.valid
     return context, torch.autograd.grad((context * case.weight()).sum(), case.inputs)
 
@@ -96,7 +100,8 @@ def reference(case):
 def reference_with_mask(case, keep, dropout):
     """Eager attention in float64 under a given dropout mask `[b, h, s, s]`."""
 
-    def backend(query, key, value, terms, document_ids, heads, _):
+    def backend(attending):
+        query, key, value, terms, document_ids, *_ = attending
         allowed = (document_ids[:, None, :, None] == document_ids[:, None, None, :]) & (document_ids > 0)[
             :, None, :, None
         ]

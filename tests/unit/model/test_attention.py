@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
@@ -23,7 +24,18 @@ DOCUMENT_IDS = torch.tensor(
     [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0]]
 )
 LOWEST, HIGHEST = -4, 3
-TERMS = ["content", "query-shared", "query-per-head", "key-shared", "key-per-head", "bias-1", "bias-batch", "all"]
+TERMS = [
+    "content",
+    "query-shared",
+    "query-per-head",
+    "key-shared",
+    "key-per-head",
+    "bias-1",
+    "bias-batch",
+    "offset-shared",
+    "offset-per-head",
+    "all",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,17 +57,20 @@ def make_terms(kind):
         "key-per-head": {"key_table": random(HEADS, rows, DIM)},
         "bias-1": {"bias": random(1, HEADS, SEQ, SEQ)},
         "bias-batch": {"bias": random(BATCH, HEADS, SEQ, SEQ)},
+        "offset-shared": {"offset_bias": random(1, rows)},
+        "offset-per-head": {"offset_bias": random(HEADS, rows)},
         "all": {
             "query_table": random(HEADS, rows, DIM),
             "key_table": random(1, rows, DIM),
             "bias": random(BATCH, HEADS, SEQ, SEQ),
+            "offset_bias": random(HEADS, rows),
         },
     }[kind]
     return PositionTerms(0.6, **tables, lowest=LOWEST, highest=HIGHEST)
 
 
 def tensors_of(terms):
-    return [x for x in (terms.query_table, terms.key_table, terms.bias) if x is not None]
+    return [x for x in terms.tensors if x is not None]
 
 
 def loop_logits(query, key, terms):
@@ -73,6 +88,8 @@ def loop_logits(query, key, terms):
                     entry = entry * terms.scale
                     if terms.bias is not None:
                         entry = entry + terms.bias[b if len(terms.bias) > 1 else 0, h, i, j]
+                    if terms.offset_bias is not None:
+                        entry = entry + terms.offset_bias[h if len(terms.offset_bias) > 1 else 0, row]
                     entries.append(entry)
     return torch.stack(entries).reshape(BATCH, HEADS, SEQ, SEQ)
 
@@ -96,7 +113,7 @@ def test_logits_equal_the_contract_formula(kind):
 def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS):
     """Context of the valid tokens, cosine of the documents that count, and the gradients of both together."""
     documents = int(document_ids.max())
-    context, cosine = BACKENDS[name](query, key, value, terms, document_ids, heads, 0.0, documents)
+    context, cosine = BACKENDS[name](Attending(query, key, value, terms, document_ids, heads, 0.0, documents))
     context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
     if cosine is not None:
         assert cosine.shape == (len(document_ids), documents) and cosine.isfinite().all()
@@ -142,7 +159,7 @@ def test_context_and_cosine_equal_the_twins(backend, kind):
     terms = make_terms(kind)
     heads = torch.tensor([0, 2])
     inputs = [query, key, value, *tensors_of(terms)]
-    context, cosine = BACKENDS[backend](query, key, value, terms, DOCUMENT_IDS, heads, 0.0, 2)
+    context, cosine = BACKENDS[backend](Attending(query, key, value, terms, DOCUMENT_IDS, heads, 0.0, 2))
     context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
     logits = loop_logits(query, key, terms)
     slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS, strict=True)])
@@ -165,7 +182,8 @@ def test_packed_documents_attend_as_if_alone(backend, encoding_name):
     def context(part, document_ids, position_ids):
         terms = encoding.terms(config, layer_part(encoding(torch.tensor([position_ids]))))
         q, k, v = (x[:, :, part] for x in (query, key, value))
-        return BACKENDS[backend](q, k, v, terms, torch.tensor([document_ids]), none, 0.0)[0]
+        q, k = (layer_part.rotate(x, torch.tensor([position_ids])) for x in (q, k))
+        return BACKENDS[backend](Attending(q, k, v, terms, torch.tensor([document_ids]), none))[0]
 
     packed = context(slice(0, 6), [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0])
     alone = torch.cat((context(slice(0, 3), [1] * 3, [0, 1, 2]), context(slice(3, 5), [1] * 2, [0, 1])), 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_ddrp.model.attention import relative
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.cpu import blocked, blocks
 from megatron_ddrp.model.attention.cpu import positions as blocked_positions
@@ -80,13 +81,13 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_hea
     document_ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
     query, key, value = (random(2, 9, HEADS, DIM).transpose(1, 2) for _ in range(3))
     tables = [random(table_heads, 6, DIM) for _ in range(2)]
-    bias = random(1, HEADS, 9, 9)
-    terms = PositionTerms(0.5, *tables, bias, lowest=-3, highest=2)
+    bias, offset_bias = random(1, HEADS, 9, 9), random(table_heads, 6)
+    terms = PositionTerms(0.5, *tables, bias, lowest=-3, highest=2, offset_bias=offset_bias)
     heads = torch.tensor(numbers, dtype=torch.long)
-    inputs = [query, key, value, *tables, bias]
+    inputs = [query, key, value, *tables, bias, offset_bias]
 
     def run(attend):
-        context, cosine = attend(query, key, value, terms, document_ids, heads, 0.0, 2)
+        context, cosine = attend(Attending(query, key, value, terms, document_ids, heads, 0.0, 2))
         loss = (context * (document_ids > 0)[:, None, :, None]).sin().sum()
         if cosine is not None:
             loss = loss + (cosine * torch.tensor([[1.0, 2.0], [3.0, 0.0]])).sum()  # row 1 has one document only
@@ -107,7 +108,7 @@ def test_a_second_backward_pass_finds_what_the_first_one_used(dropout):
     tables = [random(1, 6, DIM) for _ in range(2)]
     terms = PositionTerms(0.5, *tables, lowest=-3, highest=2)
     inputs = [query, key, value, *tables]
-    context, cosine = blocked_attention(query, key, value, terms, document_ids, heads, dropout, 2)
+    context, cosine = blocked_attention(Attending(query, key, value, terms, document_ids, heads, dropout, 2))
     loss = context.sin().sum() + cosine.sum()
     once, again = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
     for first, second in zip(once, again, strict=True):
@@ -124,7 +125,7 @@ def test_hcd_keeps_no_pairs_of_its_own():
         sizes: list[int] = []
         heads = torch.tensor(numbers, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), lambda _: None):
-            blocked_attention(*inputs, terms, document_ids, heads, 0.0)
+            blocked_attention(Attending(*inputs, terms, document_ids, heads))
         return sum(sizes)
 
     assert kept() > 2 * HEADS * length**2
@@ -140,7 +141,7 @@ def test_training_goes_on_after_scoring_in_inference_mode(monkeypatch):
 
     def run():
         terms = PositionTerms(0.5, *tables, lowest=-3, highest=2)
-        context, cosine = blocked_attention(*inputs, terms, document_ids, heads, 0.0)
+        context, cosine = blocked_attention(Attending(*inputs, terms, document_ids, heads))
         return context.sum() + cosine.sum()
 
     with torch.inference_mode():
@@ -158,7 +159,7 @@ def test_pairs_wait_for_the_backward_pass_up_to_a_length_only(monkeypatch, kept_
 
     def run():
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            blocked_attention(*inputs, PositionTerms(0.5), ids, none, 0.0)
+            blocked_attention(Attending(*inputs, PositionTerms(0.5), ids, none))
 
     run()
     assert sum(x.numel() for x in saved if x.shape[-1] == 9 and x.is_floating_point()) == pairs

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.positions import PositionTerms
@@ -19,7 +20,7 @@ def test_the_share_is_dropped_and_the_rest_rescaled(backend, rate):
     zeros = torch.zeros(batch, heads, n, n)
     identity = torch.eye(n).expand(batch, heads, n, n)  # the context is then the probabilities, 1/n before dropout
     ids = torch.ones(batch, n, dtype=torch.long)
-    context, _ = BACKENDS[backend](zeros, zeros, identity, PositionTerms(1.0), ids, NONE, rate)
+    context, _ = BACKENDS[backend](Attending(zeros, zeros, identity, PositionTerms(1.0), ids, NONE, rate))
     dropped = context == 0
     torch.testing.assert_close(context[~dropped], torch.full_like(context[~dropped], 1 / n / (1 - rate)))
     count = dropped.numel()
@@ -41,7 +42,7 @@ def test_the_gradient_is_that_of_the_mask_drawn_in_the_forward_pass(backend, kep
     def attend(query, key, value, table):
         torch.manual_seed(7)  # finite differences must meet the same mask
         terms = PositionTerms(0.5, query_table=table, lowest=-2, highest=2)
-        context, cosine = BACKENDS[backend](query, key, value, terms, ids, torch.tensor(heads).long(), 0.4)
+        context, cosine = BACKENDS[backend](Attending(query, key, value, terms, ids, torch.tensor(heads).long(), 0.4))
         context = context * (ids > 0)[:, None, :, None]
         return context if cosine is None else (context, cosine)
 
@@ -54,7 +55,7 @@ def test_the_cosine_of_logits_knows_no_dropout(backend):
     query, key, value = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
     ids, heads = torch.ones(2, 5, dtype=torch.long), torch.tensor([0, 2])
     without, with_dropout = (
-        BACKENDS[backend](query, key, value, PositionTerms(0.5), ids, heads, rate)[1] for rate in (0.0, 0.6)
+        BACKENDS[backend](Attending(query, key, value, PositionTerms(0.5), ids, heads, rate))[1] for rate in (0.0, 0.6)
     )
     assert torch.equal(without, with_dropout)
 

@@ -1,12 +1,18 @@
 """Whole layers and whole models against the loop twin, in sums, hidden states and every parameter's gradient."""
 
+import math
+from typing import ClassVar
+
 import pytest
 import torch
 
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
+from megatron_ddrp.model.positions import LayerPositions, PositionEncoding, PositionTerms
 from megatron_ddrp.model.stages import Draws
+from tests.reference.positions import clip, dot
+from tests.unit.model import twins
 from tests.unit.model.tiny import (
     encode,
     gradients,
@@ -36,6 +42,70 @@ def test_model_equals_the_twin(encoding, order, relative_table):
     draws = some_draws(batch)
     expected = twin_sums(model, batch, draws)
     assert expected.abs().min() > 1e-3
+    expected_gradients = gradients(model, expected)
+    for backend in BACKENDS:
+        for layer in model.layers:
+            layer.attention.backend = backend
+        sums = model(batch, draws)
+        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
+        assert_same(gradients(model, sums), expected_gradients)
+
+
+class Turn(LayerPositions):
+    """Turns the first two numbers of each head by 0.7 per position."""
+
+    def rotate(self, states, position_ids):
+        cos, sin = (f(0.7 * position_ids.double())[:, None] for f in (torch.cos, torch.sin))  # [batch, 1, seq]
+        first, second, *rest = states.unbind(-1)
+        return torch.stack([first * cos - second * sin, second * cos + first * sin, *rest], -1)
+
+
+class Turned(PositionEncoding):
+    """Queries and keys that a layer turns by their positions, and a bias by offset and head."""
+
+    layer_part = Turn
+    by_head: ClassVar = {"table": 1}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Parameter(torch.randn(4, config.num_attention_heads))
+
+    def forward(self, position_ids):
+        return (self.table.T,)
+
+    @staticmethod
+    def terms(config, tensors):
+        return PositionTerms(0.5, lowest=-2, highest=1, offset_bias=tensors[0])
+
+
+def turned_twin(name, encoding, layer_part, places):
+    """The logits of `Turned`, pair by pair."""
+
+    def turned(vector, place):
+        (a, b, *rest), cos, sin = vector, math.cos(0.7 * place), math.sin(0.7 * place)
+        return torch.stack([a * cos - b * sin, b * cos + a * sin, *rest])
+
+    def scores(query, key):
+        pairs = [
+            0.5 * dot(turned(query[h, a], i), turned(key[h, b], j)) + encoding.table[clip(i - j, -2, 1) + 2, h]
+            for h in range(len(query))
+            for a, i in enumerate(places)
+            for b, j in enumerate(places)
+        ]
+        return torch.stack(pairs).reshape(len(query), len(places), len(places))
+
+    return scores
+
+
+@pytest.mark.parametrize("relative_table", ["shared", "per-layer"])
+@pytest.mark.parametrize("emd", [False, True], ids=["", "mask decoder"])
+def test_rotation_and_offset_bias_act_in_every_backend_and_in_the_mask_decoder(emd, relative_table, monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "turned", f"{__name__}:Turned")
+    monkeypatch.setattr(twins, "twin_scores", turned_twin)
+    model = tiny_model(position_encoding="turned", deberta_emd=emd, relative_table=relative_table)
+    batch = packed_batch(tiny_batch(lengths=(4, 1, 3), seq=4), [[0, 2], [1]])
+    draws = some_draws(batch)
+    expected = twin_sums(model, batch, draws)
     expected_gradients = gradients(model, expected)
     for backend in BACKENDS:
         for layer in model.layers:

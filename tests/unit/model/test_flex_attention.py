@@ -6,7 +6,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from megatron_ddrp.model.attention.backends import sdpa_attention
 from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
-from tests.unit.model.attention_cases import NO_HEADS, answer, assert_answers_close, make_case, reference
+from tests.unit.model.attention_cases import answer, assert_answers_close, make_case, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -18,7 +18,9 @@ CASES = {
     "both tables a head": (PADDED, {"tables": "QK"}),
     "packed": (PACKED, {"tables": "qK"}),
     "bias": (PADDED, {"bias_batch": 1}),
-    "everything": (PADDED, {"tables": "Qk", "bias_batch": 2}),
+    "offset bias": (PADDED, {"tables": "v"}),
+    "packed offset bias a head": (PACKED, {"tables": "V"}),
+    "everything": (PADDED, {"tables": "QkV", "bias_batch": 2}),
     "more than a block": ([[1] * 130], {"tables": "qk"}),
     "a row of padding": ([[1] * 6, [0] * 6], {"tables": "q"}),
 }
@@ -39,10 +41,10 @@ def test_half_precision_stays_near(monkeypatch):
 
 def test_cosine_is_that_of_the_other_backends(monkeypatch):
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    case = make_case(PADDED, -4, 3, tables="qk", heads=3)
-    arguments = (case.query, case.key, case.value, case.terms, case.document_ids, torch.tensor([0, 2]), 0.0)
-    torch.testing.assert_close(flex_attention(*arguments)[1], sdpa_attention(*arguments)[1])
-    assert flex_attention(*arguments[:5], NO_HEADS, 0.0)[1] is None
+    case = make_case(PADDED, -4, 3, tables="qkV", heads=3)
+    attending = case.attending(heads=torch.tensor([0, 2]))
+    torch.testing.assert_close(flex_attention(attending)[1], sdpa_attention(attending)[1])
+    assert flex_attention(case.attending())[1] is None
 
 
 def test_dropout_is_refused():
@@ -63,11 +65,11 @@ def test_dropout_is_refused():
 )
 def test_reasons_not_to_serve(device, dtype, dropout, head_dim, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    reason = why_not_flex(torch.device(device), dtype, make_case(PADDED, -4, 3).terms, dropout, head_dim)
+    reason = why_not_flex(torch.device(device), dtype, dropout, head_dim)
     assert reason is None if expected is None else expected in reason
 
 
 def test_old_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    reason = why_not_flex(torch.device("cuda"), torch.float16, make_case(PADDED, -4, 3).terms, 0.0)
+    reason = why_not_flex(torch.device("cuda"), torch.float16, 0.0, 64)
     assert reason is not None and "8.0 (A100) or newer, this GPU has 7.0: use sdpa" in reason

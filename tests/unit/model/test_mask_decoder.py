@@ -58,7 +58,7 @@ def test_sum_and_gradients_equal_the_twin_for_uneven_rows(order, asked):
     assert asked == [(3, 3, 3, 4)] * 2  # two applications; rows, heads, the most that one row predicts, head size
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "bert-r", "tupe-r", "ddrp"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_any_encoding_can_be_given_the_decoder(encoding):
     model = tiny_model(position_encoding=encoding, deberta_emd=True)
     batch, draws = packed_batch(uneven_batch(), [[1, 2], [0]]), NOTHING

@@ -1,7 +1,6 @@
 """Each encoding's logits against its loop twin, and proofs that every row of every table serves its own pairs."""
 
 import re
-from itertools import product
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, eager_attention
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions.tupe import relative_bucket
@@ -18,6 +18,8 @@ from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
 from tests.unit.model.twins import twin_scores
 
 HEADS, SEQ, DIM = 3, 7, 4
+TABLED = [name for name in ENCODINGS if (own := encoding_class(name)).is_relative and own.relative_distance]
+"""Encodings that `--relative-distance` acts on."""
 LIMITED = [name for name in ENCODINGS if encoding_class(name).limits_length]
 
 
@@ -45,8 +47,14 @@ class Encoding:
         places = torch.arange(self.seq) if places is None else torch.tensor(places)
         return self.table.terms(self.config, self.layer_part(self.table(places.expand(2, -1))))
 
+    def rotated(self, states, places=None):
+        """Queries or keys `[2, h, s, d]` as attention takes them."""
+        places = torch.arange(self.seq) if places is None else torch.tensor(places)
+        return self.layer_part.rotate(states, places.expand(2, -1))
+
     def logits(self, places=None):
-        return attention_logits(self.query, self.key, self.terms(places))
+        query, key = self.rotated(self.query, places), self.rotated(self.key, places)
+        return attention_logits(query, key, self.terms(places))
 
     def twin(self, places):
         scores = twin_scores(self.name, self.table, self.layer_part, places)
@@ -55,11 +63,7 @@ class Encoding:
 
 @pytest.mark.parametrize(
     "name, relative_distance",
-    [
-        *product(["bert-r", "deberta", "ddrp"], [1, 3, SEQ, 12]),
-        *product(["absolute", "tupe-a"], [4]),
-        *product(["tupe-r"], [1, 4, SEQ, 128]),
-    ],
+    [(name, distance) for name in ENCODINGS for distance in ([1, 3, 4, SEQ, 12, 128] if name in TABLED else [4])],
 )
 def test_logits_equal_the_twin(name, relative_distance):
     """r_s below, at and above the sequence."""
@@ -83,31 +87,41 @@ def test_logits_of_packed_documents_equal_the_twin(name, places):
 def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
     encoding = Encoding(name)
     value, document_ids = random(2, HEADS, SEQ, DIM), torch.tensor([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
-    terms = encoding.terms([0, 1, 2, 3, 0, 1, 2])
+    position_ids = [0, 1, 2, 3, 0, 1, 2]
+    terms = encoding.terms(position_ids)
+    query, key = (encoding.rotated(x, position_ids) for x in (encoding.query, encoding.key))
     places = torch.tensor([[6, 1, 4], [0, 4, 2]])
     rows = places[:, None, :, None].expand(-1, HEADS, -1, DIM)
     none = torch.empty(0, dtype=torch.long)
-    whole, _ = eager_attention(encoding.query, encoding.key, value, terms, document_ids, none, 0.0)
-    some = attend_from(encoding.query.gather(2, rows), encoding.key, value, terms, places, document_ids, 0.0)
+    whole, _ = eager_attention(Attending(query, key, value, terms, document_ids, none))
+    some = attend_from(query.gather(2, rows), key, value, terms, places, document_ids, 0.0)
     inputs = [encoding.query, encoding.key, value, *encoding.parameters.values()]
     assert_same(some, whole.gather(2, rows), inputs)
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODINGS if name != "absolute"])
+@pytest.mark.parametrize("name", [name for name in ENCODINGS if Encoding(name).parameters])
 def test_every_row_of_every_parameter_moves_the_logits(name):
-    """Each row of each parameter draws a gradient, but for the buckets that no pair of 7 places reads."""
+    """Each row of each parameter draws a gradient, but for the buckets that no pair of 7 places reads in the twin."""
     encoding = Encoding(name, relative_distance=4)
-    assert encoding.parameters
     weight = torch.randn_like(encoding.logits())
-    gradients = torch.autograd.grad((encoding.logits() * weight).sum(), list(encoding.parameters.values()))
-    for parameter, gradient in zip(encoding.parameters, gradients, strict=True):
-        still = (gradient.abs() < 1e-9).reshape(len(gradient), -1).all(-1).nonzero().flatten().tolist()
-        known = unread_buckets() if (name, parameter) == ("tupe-r", "relative") else []
-        assert still == known, parameter
+    logits = encoding.logits(), encoding.twin(list(range(SEQ)))
+    still, known = (still_rows((x * weight).sum(), encoding.parameters) for x in logits)
+    assert still == known
+    if name == "tupe-r":
+        assert known.pop("relative") == unread_buckets()
+    for parameter, rows in known.items():
+        assert not rows or encoding.table.by_head[parameter] == 1, "only tables of buckets have rows that wait"
+
+
+def still_rows(total, parameters):
+    """Rows of each parameter that `total` gives no gradient."""
+    gradients = torch.autograd.grad(total, list(parameters.values()))
+    still = ((x.abs() < 1e-9).reshape(len(x), -1).all(-1).nonzero().flatten().tolist() for x in gradients)
+    return dict(zip(parameters, still, strict=True))
 
 
 def unread_buckets():
-    """Rows of T5's table that no pair of 7 places reads at distance 4."""
+    """Rows of TUPE-R's table that no pair of 7 places reads at distance 4."""
     return sorted(set(range(33)) - {tupe_bucket(i, j, 4) for i in range(SEQ) for j in range(SEQ)})
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
-from tests.unit.model.attention_cases import NO_HEADS, make_case
+from tests.unit.model.attention_cases import make_case
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -41,25 +41,21 @@ def test_package_needs_no_triton():
     assert result.returncode == 0, result.stderr
 
 
-def terms(**options):
-    return make_case([[1] * 4], -1, 1, **options).terms
-
-
 @pytest.mark.parametrize(
-    "device, capability, dtype, options, expected",
+    "device, capability, dtype, head_dim, expected",
     [
-        ("cpu", None, torch.bfloat16, {}, "needs an NVIDIA GPU, got cpu"),
-        ("cuda", (7, 0), torch.float16, {}, "compute capability 8.0 .* this GPU has 7.0: use sdpa"),
-        ("cuda", (8, 0), torch.float64, {}, "takes bfloat16, float16 or float32, got float64"),
-        ("cuda", (9, 0), torch.bfloat16, {"tables": "q", "head_dim": 256}, "heads up to 128 wide, got 256"),
-        ("cuda", (8, 0), torch.bfloat16, {"tables": "Qk", "bias_batch": 1}, None),
+        ("cpu", None, torch.bfloat16, 64, "needs an NVIDIA GPU, got cpu"),
+        ("cuda", (7, 0), torch.float16, 64, "compute capability 8.0 .* this GPU has 7.0: use sdpa"),
+        ("cuda", (8, 0), torch.float64, 64, "takes bfloat16, float16 or float32, got float64"),
+        ("cuda", (9, 0), torch.bfloat16, 256, "heads up to 128 wide, got 256"),
+        ("cuda", (8, 0), torch.bfloat16, 128, None),
     ],
 )
-def test_reasons_not_to_serve(device, capability, dtype, options, expected, monkeypatch):
+def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = why_not_triton(torch.device(device), dtype, terms(**options), 0.1)
+    reason = why_not_triton(torch.device(device), dtype, 0.1, head_dim)
     if expected is None:
         assert reason is None
     else:
@@ -69,10 +65,10 @@ def test_reasons_not_to_serve(device, capability, dtype, options, expected, monk
 def test_missing_triton_and_full_dropout_are_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
-    reason = why_not_triton(torch.device("cpu"), torch.float32, terms(), 1.0)
+    reason = why_not_triton(torch.device("cpu"), torch.float32, 1.0, 64)
     assert reason is not None and "dropout below 1, got 1.0" in reason
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    reason = why_not_triton(torch.device("cpu"), torch.float32, terms(), 0.0)
+    reason = why_not_triton(torch.device("cpu"), torch.float32, 0.0, 64)
     assert reason is not None and "needs the package triton" in reason
 
 
@@ -80,7 +76,7 @@ def test_call_where_it_cannot_serve_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = make_case([[1] * 4], -1, 1)
     with pytest.raises(ValueError, match="use another backend"):
-        triton_attention(case.query, case.key, case.value, case.terms, case.document_ids, NO_HEADS, 0.0)
+        triton_attention(case.attending())
 
 
 COMPILE = """
@@ -95,7 +91,8 @@ def zeros(*shape):
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 vectors = zeros(2, 20, 3, 16)
-terms = PositionTerms(0.2, zeros(1, 8, 16), zeros(3, 8, 16), zeros(1, 3, 20, 20), lowest=-4, highest=3)
+tables = zeros(1, 8, 16), zeros(3, 8, 16), zeros(1, 3, 20, 20)
+terms = PositionTerms(0.2, *tables, lowest=-4, highest=3, offset_bias=zeros(3, 8))
 ids = torch.ones(2, 20, dtype=torch.long)
 constants = _Problem(vectors, vectors, vectors, terms, ids, torch.ones(1, dtype=torch.long), 0.1).constants
 constants |= {"BLOCK_M": 32, "BLOCK_N": 32}

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.stages import Draws
@@ -23,7 +23,10 @@ TINY = {
 
 def tiny_config(**changes):
     """2 layers of 3 heads 4 wide; initialised so widely that every term of the logits matters."""
-    return ModelConfig(**(TINY | changes))
+    settings = TINY | changes
+    if encoding_class(settings.get("position_encoding", "ddrp")).relative_distance is None:
+        del settings["relative_distance"]
+    return ModelConfig(**settings)
 
 
 def tiny_model(seed=0, **changes):

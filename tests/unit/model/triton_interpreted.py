@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import sdpa_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
@@ -44,6 +45,10 @@ CASES = {
     "a row of padding": ([[1] * 6, [0] * 6], (-2, 2), {"tables": "qk"}),
     "bias": (PADDED, (0, 0), {"bias_batch": 1, "heads": 2}),
     "bias a sequence": (PADDED, (-4, 3), {"tables": "qk", "bias_batch": 2, "heads": 2}),
+    "offset bias": (PADDED, (-4, 3), {"tables": "v", "heads": 2}),
+    "offset bias a head, packed": (PACKED, (-9, 5), {"tables": "V", "heads": 2}),
+    "offset bias with tables": (PADDED, (-4, 3), {"tables": "qKV", "bias_batch": 1, "heads": 2}),
+    "offset bias over whole tiles": ([[1] * 130], (-4, 3), {"tables": "V", "heads": 2}),
     "band holds everything": ([[1] * 64], (-63, 63), {"tables": "qk"}),
     "wide heads": ([[1] * 64], (-4, 3), {"tables": "qk", "head_dim": 128}),
     "whole tiles in each bin": ([[1] * 130], (-4, 3), {"tables": "qk"}),
@@ -70,7 +75,7 @@ def dropped_probabilities(case, dropout, seed):
     """What dropout leaves of the probabilities: the context of unit vectors. Needs head_dim = seq."""
     torch.manual_seed(seed)
     unit = torch.eye(case.query.shape[-1]).expand_as(case.value)
-    return triton_attention(case.query, case.key, unit, case.terms, case.document_ids, NO_HEADS, dropout)[0].detach()
+    return triton_attention(case.attending(dropout)._replace(value=unit))[0].detach()
 
 
 @pytest.mark.parametrize("bounds", [(-4, 3), (-20, 30)], ids=str)
@@ -109,11 +114,11 @@ def test_dropout_keeps_the_expected_value():
 def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
     case = make_case(PADDED, -4, 3, tables="qk", heads=2, bias_batch=1)
 
-    def checkpointed(query, key, value, terms, document_ids, heads, dropout):
+    def checkpointed(attending):
         def run(*vectors):
-            return triton_attention(*vectors, terms, document_ids, heads, dropout)[0]
+            return triton_attention(Attending(*vectors, *attending[3:]))[0]
 
-        return checkpoint(run, query, key, value, use_reentrant=False), None
+        return checkpoint(run, *attending[:3], use_reentrant=False), None
 
     answers = []
     for backend in (triton_attention, triton_attention, checkpointed):
@@ -128,7 +133,7 @@ def test_runs_repeat_bit_by_bit_also_under_activation_checkpointing():
 def test_padding_gives_zero_and_is_not_read():
     case = make_case(PADDED, -4, 3, tables="qk", heads=2)
     vectors = case.query, case.key, case.value
-    context, _ = triton_attention(*vectors, case.terms, case.document_ids, NO_HEADS, 0.0)
+    context, _ = triton_attention(case.attending())
     padding = ~case.valid.expand_as(context)
     assert context[padding].eq(0).all()
     gradients = torch.autograd.grad(context.square().sum(), case.inputs)
@@ -137,29 +142,29 @@ def test_padding_gives_zero_and_is_not_read():
     with torch.no_grad():
         for x in vectors:
             x[padding] = 1e6
-    again, _ = triton_attention(*vectors, case.terms, case.document_ids, NO_HEADS, 0.0)
+    again, _ = triton_attention(case.attending())
     assert torch.equal(again, context)
 
 
 def test_packed_documents_attend_as_if_alone():
     case = make_case(PACKED, -4, 3, tables="qK", heads=2)
-    packed, _ = triton_attention(case.query, case.key, case.value, case.terms, case.document_ids, NO_HEADS, 0.0)
+    packed, _ = triton_attention(case.attending())
     for part in (slice(0, 5), slice(5, 12), slice(12, 15)):
         vectors = (x[:, :, part] for x in (case.query, case.key, case.value))
         ids = torch.ones_like(case.document_ids[:, part])
-        alone, _ = triton_attention(*vectors, case.terms, ids, NO_HEADS, 0.0)
+        alone, _ = triton_attention(Attending(*vectors, case.terms, ids, NO_HEADS))
         torch.testing.assert_close(packed[:, :, part], alone, **CLOSE)
 
 
 def test_cosine_is_that_of_the_other_backends():
-    case = make_case(PADDED, -4, 3, tables="qk", heads=3)
-    arguments = (case.query, case.key, case.value, case.terms, case.document_ids, torch.tensor([0, 2]), 0.0)
-    torch.testing.assert_close(triton_attention(*arguments)[1], sdpa_attention(*arguments)[1])
-    assert triton_attention(*arguments[:5], NO_HEADS, 0.0)[1] is None
+    case = make_case(PADDED, -4, 3, tables="qkV", heads=3)
+    attending = case.attending(heads=torch.tensor([0, 2]))
+    torch.testing.assert_close(triton_attention(attending)[1], sdpa_attention(attending)[1])
+    assert triton_attention(case.attending())[1] is None
 
 
 def test_serves_no_float64_and_says_so():
     case = make_case(PADDED, -4, 3).to(torch.float64)
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
-    assert why_not_triton(torch.device("cpu"), torch.float32, case.terms, 0.1) is None
+    assert why_not_triton(torch.device("cpu"), torch.float32, 0.1, 16) is None

@@ -3,6 +3,8 @@
 `twin_sums` reads the parameters of a `Bert` but calls none of its code: every number comes out of a loop.
 """
 
+import importlib
+
 import torch
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
@@ -44,6 +46,7 @@ def twin_scores(name, table, projections, place):
     """The twin of one encoding as a function of query and key `[heads, S, d]`.
 
     table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers.
+    An encoding without a line here has a module of its name in tests/reference, whose `twin` takes these three.
     """
     if name == "absolute":
         return positions.absolute_scores
@@ -54,7 +57,9 @@ def twin_scores(name, table, projections, place):
     if name == "deberta":
         params = deberta_parameters(table, projections)
         return lambda query, key: deberta.deberta_scores(query, key, params, place)
-    assert name in ("tupe-a", "tupe-r")
+    if name not in ("tupe-a", "tupe-r"):
+        module = importlib.import_module(f"tests.reference.{name.replace('-', '_')}")
+        return module.twin(table, projections, place)
     params, distance = tupe_parameters(table), getattr(table, "largest_distance", tupe.MAX_DISTANCE)
     return lambda query, key: tupe.tupe_scores(query, key, params, place, distance)
 

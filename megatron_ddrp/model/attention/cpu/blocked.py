@@ -12,19 +12,24 @@ R = rows of a relative table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_ddrp.model import similarity
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.cpu.blocks import Block
 from megatron_ddrp.model.attention.cpu.heads import ComparedHeads, by_document, by_query
 from megatron_ddrp.model.attention.cpu.positions import KeyTable, QueryTable
 from megatron_ddrp.model.attention.cpu.scratch import product, scratch
-from megatron_ddrp.model.attention.relative import BandTile
-from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.attention.relative import BandTile, add_diagonal_sums, diagonals, toeplitz
+from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
+
+Tensors = Sequence[Tensor | None]
+"""Tensor fields of `PositionTerms` or their gradients, in the order of `HEAD_DIMENSIONS`."""
 
 
 class _Positions:
@@ -59,9 +64,12 @@ class _Positions:
             self.key_table.add(logits, tile)
         if self.terms.bias is not None:
             self._per_row(logits).add_(self._bias(self.terms.bias)[:, :, rows, : self.block.length])
+        if self.terms.offset_bias is not None:
+            self._per_row(logits).add_(toeplitz(self._diagonals(self.terms.offset_bias), rows))
 
-    def collect(self, d_logits: Tensor, rows: slice, tile: BandTile, d_query: Tensor, d_bias: Tensor | None) -> None:
-        """The adjoint of `add`; adds to `d_query` `[g, t, d]` and to `d_bias`, shaped as the bias."""
+    def collect(self, d_logits: Tensor, rows: slice, tile: BandTile, d_query: Tensor, d_tensors: Tensors) -> None:
+        """The adjoint of `add`; adds to `d_query` `[g, t, d]` and to the gradients of the biases."""
+        _, _, d_bias, d_offset_bias = d_tensors
         if self.query_table is not None:
             self.query_table.collect(d_logits, rows, tile, d_query)
         if self.key_table is not None:
@@ -69,9 +77,18 @@ class _Positions:
         if d_bias is not None:
             part, into = self._per_row(d_logits), self._bias(d_bias)[:, :, rows, : self.block.length]
             into += part.sum(0, keepdim=True) if len(d_bias) == 1 else part
+        if d_offset_bias is not None:
+            part = self._per_row(d_logits).sum(0)  # [h, t, n]
+            part = part.sum(0, keepdim=True) if len(d_offset_bias) == 1 else part
+            add_diagonal_sums(part, rows, self._diagonals(d_offset_bias))
 
     def _per_row(self, logits: Tensor) -> Tensor:
         return logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+
+    def _diagonals(self, by_diagonal: Tensor) -> Tensor:
+        """View of `[.., 2·s − 1]` as that of the block's shorter rows, `[.., 2·n − 1]`."""
+        beyond = (by_diagonal.shape[-1] + 1) // 2 - self.block.length
+        return by_diagonal[..., beyond : by_diagonal.shape[-1] - beyond]
 
     def _bias(self, bias: Tensor) -> Tensor:
         return bias if len(bias) == 1 else bias[self.block.rows]
@@ -132,10 +149,9 @@ def _drop(probabilities: Tensor, kept: Tensor) -> Tensor:
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx, query, key, value, query_table, key_table, bias, terms, document_ids, heads, dropout, documents, training
-    ):
-        terms = replace(terms, query_table=query_table, key_table=key_table, bias=bias)
+    def forward(ctx, attending: Attending, training: bool, query, key, value, *tensors):  # type: ignore[override]
+        terms = attending.terms.with_tensors(tensors)
+        document_ids, heads, dropout, documents = attending[4:]
         batch, num_heads, seq = query.shape[:3]
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -162,19 +178,19 @@ class _BlockedAttention(torch.autograd.Function):
                     if keep:
                         compared.keep(chosen, probabilities)
             context[block.rows, :, block.length :] = 0
-        ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, heads, *kept)
-        ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
+        ctx.save_for_backward(query, key, value, document_ids, heads, *tensors, *kept)
+        ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
         ctx.logits_are_kept = len(heads) > 0
         return context, by_document(products, similarity.document_mask(document_ids, documents))
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
-        query, key, value, query_table, key_table, bias, document_ids, heads, *kept = ctx.saved_tensors
-        terms = replace(ctx.terms, query_table=query_table, key_table=key_table, bias=bias)
+        query, key, value, document_ids, heads, *rest = ctx.saved_tensors
+        tensors, kept = rest[: len(HEAD_DIMENSIONS)], rest[len(HEAD_DIMENSIONS) :]
+        terms = ctx.terms.with_tensors(tensors)
         num_heads, keep = query.shape[1], iter(kept)
         whole = [torch.empty_like(x) for x in (query, key, value)]
-        d_tables = [None if x is None else torch.zeros_like(x) for x in (query_table, key_table, bias)]
-        d_query_table, d_key_table, d_bias = d_tables
+        d_tensors = [None if x is None else torch.zeros_like(x) for x in tensors]
         margin, both_ways = terms.highest - terms.lowest + 1, gram_gradient + gram_gradient.transpose(-1, -2)
         d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # a second pass over what the first one restored
@@ -208,44 +224,26 @@ class _BlockedAttention(torch.autograd.Function):
                 narrow = d_logits.to(q.dtype)
                 d_tile = torch.bmm(narrow, keys)
                 d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])
-                positions.collect(d_logits, rows, tile, d_tile, d_bias)
+                positions.collect(d_logits, rows, tile, d_tile, d_tensors)
                 whole[0][block.rows, :, rows] = d_tile.mul_(terms.scale).unflatten(0, (-1, num_heads))
             if positions.query_table is not None:
-                _add(d_query_table, positions.query_table.gradient(d_key))
+                _add(d_tensors[0], positions.query_table.gradient(d_key))
             if positions.key_table is not None:
                 of_table, of_key = positions.key_table.gradients()
-                _add(d_key_table, of_table)
+                _add(d_tensors[1], of_table)
                 d_key += of_key.mul_(terms.scale)
             whole[1][block.rows, :, : block.length] = d_key.unflatten(0, (-1, num_heads))
             whole[2][block.rows, :, : block.length] = d_value.unflatten(0, (-1, num_heads))
             for into in whole:
                 into[block.rows, :, block.length :] = 0
-        return (*whole, d_query_table, d_key_table, d_bias, None, None, None, None, None, None)
+        return (None, None, *whole, *d_tensors)
 
 
-def blocked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: PositionTerms,
-    document_ids: Tensor,
-    heads: Tensor,
-    dropout: float,
-    num_documents: int = 1,
-) -> tuple[Tensor, Tensor | None]:
-    """Context `[b, h, s, d]`, and HCD's mean pairwise cosine `[b, documents]` of `heads` `[m′]` (None for no heads)."""
-    context, gram = _BlockedAttention.apply(
-        query,
-        key,
-        value,
-        terms.query_table,
-        terms.key_table,
-        terms.bias,
-        terms,
-        document_ids,
-        heads,
-        dropout,
-        num_documents,
-        torch.is_grad_enabled(),
-    )
+def blocked_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
+    """Compute attention as the other backends do, tile by tile."""
+    query, key, value, terms, _, heads, _, _ = attending
+    if terms.offset_bias is not None:  # goes in by diagonals: gathered once, and a tile is a window
+        wide = terms.offset_bias.to(torch.promote_types(terms.offset_bias.dtype, torch.float32))
+        terms = replace(terms, offset_bias=diagonals(wide, terms.lowest, terms.highest, query.shape[2]))
+    context, gram = _BlockedAttention.apply(attending, torch.is_grad_enabled(), query, key, value, *terms.tensors)
     return context, similarity.cosine_of_gram(gram) if len(heads) else None

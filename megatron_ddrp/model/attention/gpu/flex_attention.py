@@ -1,9 +1,9 @@
 """torch's FlexAttention with the position terms as a learned score modification: compiled, no logits are stored.
 
-The formula of `model/attention/backends.py`: P^q = Q·T^qᵀ and P^k = K·T^kᵀ (`[b, h, s, rows]`) are captured and
+The formula of `model/attention/logits.py`: P^q = Q·T^qᵀ, P^k = K·T^kᵀ (`[b, h, s, rows]`) and v are captured and
 looked up by clip(i − j, lowest, highest) for each pair, and document ids make the block mask. Limits of FlexAttention:
-no dropout; no backward pass on CPUs; the gradient of P is summed by atomic additions, in an order that changes from run
-to run. So it is offered, not chosen by `auto`.
+no dropout; no backward pass on CPUs; the gradients of P and v are summed by atomic additions, in an order that changes
+from run to run. So it is offered, not chosen by `auto`.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.logits import head_cosine
 from megatron_ddrp.model.positions.contract import PositionTerms
 
@@ -25,14 +26,8 @@ SMALLEST_HEAD = 16
 LOWEST_CAPABILITY = (8, 0)
 
 
-def why_not_flex(
-    device: torch.device,
-    dtype: torch.dtype,
-    terms: PositionTerms,
-    dropout: float,
-    head_dim: int | None = None,
-) -> str | None:
-    """One line that says why this backend cannot serve training, or None where it can."""
+def why_not_flex(device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+    """Say in one line why this backend cannot serve training; None where it can."""
     if dropout > 0:
         return f"flex attention has no dropout, got {dropout}: use --attention-dropout 0 or another backend"
     if device.type != "cuda":
@@ -43,26 +38,28 @@ def why_not_flex(
         return f"flex attention needs compute capability 8.0 (A100) or newer, this GPU has {got}: use sdpa"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"flex attention takes bfloat16, float16 or float32, got {str(dtype).removeprefix('torch.')}"
-    if head_dim is not None and head_dim < SMALLEST_HEAD:
+    if head_dim < SMALLEST_HEAD:
         return f"flex attention takes heads of {SMALLEST_HEAD} and wider, got {head_dim}: use another backend"
     return None
 
 
 def _by_offset(vectors: Tensor, table: Tensor | None) -> Tensor | None:
-    """P `[b, h, s, rows]`, in fp32 at least, since its gradient is a long sum of atomic additions."""
-    if table is None:
-        return None
-    per_offset = vectors @ table.to(vectors.dtype).transpose(-1, -2)
-    return per_offset.to(torch.promote_types(per_offset.dtype, torch.float32))
+    """Return P `[b, h, s, rows]`, in fp32 at least, since its gradient is a long sum of atomic additions."""
+    return None if table is None else _wide(vectors @ table.to(vectors.dtype).transpose(-1, -2))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _score_mod(query: Tensor, key: Tensor, terms: PositionTerms) -> Callable[..., Tensor] | None:
-    """What turns Q_i·K_j·scale into A, or None where nothing is to be added."""
+    """Return the function that turns Q_i·K_j·scale into A, or None where nothing is to be added."""
     if terms.content_only:
         return None
     by_query, by_key = _by_offset(query, terms.query_table), _by_offset(key, terms.key_table)
     bias, scale, lowest, highest = terms.bias, terms.scale, terms.lowest, terms.highest
     shares_bias = bias is not None and bias.shape[0] == 1
+    by_offset = None if terms.offset_bias is None else _wide(terms.offset_bias).expand(query.shape[1], -1)
 
     def add_terms(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         row = (i - j).clamp(lowest, highest) - lowest
@@ -72,6 +69,8 @@ def _score_mod(query: Tensor, key: Tensor, terms: PositionTerms) -> Callable[...
             score = score + by_key[b, h, j, row] * scale
         if bias is not None:
             score = score + bias[b * 0 if shares_bias else b, h, i, j]
+        if by_offset is not None:
+            score = score + by_offset[h, row]
         return score
 
     return add_terms
@@ -90,26 +89,18 @@ _eager: Any = flex.flex_attention
 
 @cache
 def _compiled() -> Any:
-    """One compiled function a process; past its recompile limit it fails loudly instead of storing all logits."""
+    """Return one compiled function per process; past its recompile limit it fails instead of storing all logits."""
     return torch.compile(_eager, fullgraph=True)
 
 
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: PositionTerms,
-    document_ids: Tensor,
-    heads: Tensor,
-    dropout: float,
-    num_documents: int = 1,
-) -> tuple[Tensor, Tensor | None]:
-    """Context `[b, h, s, d]` and the cosines of the logits of `heads` (None for no heads), as the other backends.
+def flex_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
+    """Compute attention as the other backends do. Raises ValueError for dropout.
 
-    Raises ValueError for dropout. CPUs take the uncompiled function, forward only.
+    CPUs take the uncompiled function, forward only.
     """
+    query, key, value, terms, document_ids, _, dropout, _ = attending
     if dropout > 0:
-        raise ValueError(why_not_flex(query.device, query.dtype, terms, dropout))
+        raise ValueError(why_not_flex(query.device, query.dtype, dropout, query.shape[-1]))
     attend = _compiled() if query.device.type == "cuda" else _eager
     context = attend(
         query,
@@ -119,6 +110,4 @@ def flex_attention(
         block_mask=_block_mask(document_ids),
         scale=terms.scale,
     )
-    if not heads.shape[0]:
-        return context, None
-    return context, head_cosine(query, key, terms, document_ids, heads, num_documents)
+    return context, head_cosine(attending)

@@ -1,8 +1,8 @@
 """Attention for GPUs that never stores the logits: flash attention with learned position terms, in Triton.
 
-The same formula as `megatron_ddrp.model.attention.backends`. Outside of the kernels stay the products with the tables,
-P^q = Q·T^qᵀ and P^k = K·T^kᵀ (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients
-T^q′ = P^q′ᵀQ, Q′ += P^q′·T^q; they are recomputed in the backward pass. Results repeat to the last bit.
+The formula of `megatron_ddrp.model.attention.logits`. Outside of the kernels stay P^q = Q·T^qᵀ + v/scale and
+P^k = K·T^kᵀ (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`) and their gradients T^q′ = P^q′ᵀQ,
+Q′ += P^q′·T^q, v′ = Σ P^q′/scale; P is recomputed in the backward pass. Results repeat to the last bit.
 
 Triton is imported at the first call, so that the package works without it. Queries that may attend to nothing
 (padding) give 0 and take no gradient.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.logits import head_cosine
-from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
@@ -32,16 +32,8 @@ DROPOUT_STEPS = 65536
 """Dropout decides by 16 bits a pair: 0.1 acts as 6554/65536, and kept values grow by exactly that."""
 
 
-def why_not_triton(
-    device: torch.device,
-    dtype: torch.dtype,
-    terms: PositionTerms,
-    dropout: float,
-    head_dim: int | None = None,
-) -> str | None:
-    """One line that says why this backend cannot serve, or None where it can."""
-    for table in (terms.query_table, terms.key_table):
-        head_dim = head_dim if table is None else table.shape[-1]
+def why_not_triton(device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+    """Say in one line why this backend cannot serve; None where it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton attention needs the package triton, which torch brings along for CUDA: use another backend"
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -55,7 +47,7 @@ def why_not_triton(
         return f"triton attention takes bfloat16, float16 or float32, got {dtype}: use another backend".replace(
             "torch.", ""
         )
-    if head_dim is not None and head_dim > LARGEST_HEAD:
+    if head_dim > LARGEST_HEAD:
         return f"triton attention takes heads up to {LARGEST_HEAD} wide, got {head_dim}: use sdpa"
     if dropout >= 1:
         return f"triton attention takes a dropout below 1, got {dropout}"
@@ -112,6 +104,8 @@ class _Problem:
         self.query, self.key, self.value, self.terms = query, key, value, terms
         self.query_table, self.key_table = self._table(terms.query_table), self._table(terms.key_table)
         self.by_query, self.by_key = self._by_offset(query, self.query_table), self._by_offset(key, self.key_table)
+        if terms.offset_bias is not None:
+            self.by_query = self._with_offset_bias(terms.offset_bias / terms.scale, self.by_query)
         self.bias = None if terms.bias is None else terms.bias.contiguous()
         drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
         self.inputs = (query, key, value, self.by_query, self.by_key, self.bias, document_ids.contiguous(), seed)
@@ -124,7 +118,7 @@ class _Problem:
             "TABLE_ROWS": -(-(terms.highest - terms.lowest + 1) // 8) * 8,
             "LOWEST": terms.lowest,
             "HIGHEST": terms.highest,
-            "RUNS": 1 if terms.query_table is None and terms.key_table is None else 3,
+            "RUNS": 1 if self.by_query is None and self.by_key is None else 3,
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
             # fp32 as three products of tensor-core numbers: as good as fp32, where one alone keeps 10 bits.
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
@@ -143,8 +137,16 @@ class _Problem:
         """P: `[b, s, h, d]`, `[h, rows′, d]` → `[h, b·s, rows′]`."""
         return None if table is None else _by_head(vectors) @ table.transpose(-1, -2)
 
+    def _with_offset_bias(self, per_row: Tensor, by_query: Tensor | None) -> Tensor:
+        """Add `[1 | h, rows]` to every query of P `[h, b·s, rows′]`, which starts as 0 where there is no table."""
+        batch, num_heads, seq = self.query.shape[0], self.query.shape[2], self.query.shape[1]
+        padded = F.pad(per_row, (0, -per_row.shape[1] % 8)).unsqueeze(1)
+        if by_query is not None:
+            return (by_query + padded).to(self.query.dtype)
+        return padded.to(self.query.dtype).expand(num_heads, batch * seq, -1).contiguous()
+
     def statistics(self) -> Tensor:
-        """Room for one fp32 number a query: `[h, b, s]`."""
+        """Allocate one fp32 number per query: `[h, b, s]`."""
         batch, num_heads, seq = self.sizes
         return self.query.new_empty(num_heads, batch, seq, dtype=torch.float32)
 
@@ -153,7 +155,7 @@ class _Problem:
             kernel[(programs,)](*self.inputs, *self.numbers, *outputs, *self.sizes, **self.constants, **tile)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Context `[b, s, h, d]` and the base-2 log-sum-exp `[h, b, s]`."""
+        """Return the context `[b, s, h, d]` and the base-2 log-sum-exp `[h, b, s]`."""
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
         tile = self.tiles[0]
@@ -162,7 +164,7 @@ class _Problem:
         return context, lse
 
     def backward(self, context: Tensor, d_context: Tensor, lse: Tensor, wants_bias: bool) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key, value `[b, s, h, d]`, of the tables and of the bias, shaped as these are."""
+        """Return the gradients of query, key, value `[b, s, h, d]`, and of the terms' tensors in their order."""
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
         delta = self.statistics()
@@ -182,7 +184,15 @@ class _Problem:
             seq, tile = self.sizes[2], self.tiles[1]
             programs = self.bias.shape[:2].numel() * -(-seq // tile["BLOCK_M"]) * -(-seq // tile["BLOCK_N"])
             self.launch(triton_kernels.bias_gradient_kernel, programs, (d_context, lse, delta, d_bias), tile)
-        return d_query, d_key, d_value, d_query_table, d_key_table, d_bias
+        return d_query, d_key, d_value, d_query_table, d_key_table, d_bias, self._offset_bias_gradient(d_by_query)
+
+    def _offset_bias_gradient(self, d_by_query: Tensor | None) -> Tensor | None:
+        """Sum the gradient of P^q over the queries, in fp32."""
+        parameter = self.terms.offset_bias
+        if d_by_query is None or parameter is None:
+            return None
+        per_head = d_by_query[..., : parameter.shape[1]].sum(1, dtype=torch.float32) / self.terms.scale
+        return per_head.sum_to_size(parameter.shape).to(parameter.dtype)
 
     def _blocks(self, block: int) -> int:
         batch, num_heads, seq = self.sizes
@@ -204,47 +214,35 @@ class _Problem:
 
 class _TritonAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, query_table, key_table, bias, terms, document_ids, seed, dropout):  # type: ignore[override]
-        terms = replace(terms, query_table=query_table, key_table=key_table, bias=bias)
+    def forward(ctx, attending: Attending, seed: Tensor | None, query, key, value, *tensors):  # type: ignore[override]
+        terms, document_ids, dropout = attending.terms.with_tensors(tensors), attending.document_ids, attending.dropout
         query, key, value = _by_token(query), _by_token(key), _by_token(value)
         context, lse = _Problem(query, key, value, terms, document_ids, seed, dropout).forward()
-        ctx.save_for_backward(query, key, value, query_table, key_table, bias, document_ids, seed, context, lse)
-        ctx.terms, ctx.dropout = replace(terms, query_table=None, key_table=None, bias=None), dropout
+        ctx.save_for_backward(document_ids, seed, context, lse, query, key, value, *tensors)
+        ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
         return context.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_context):  # type: ignore[override]
-        query, key, value, query_table, key_table, bias, document_ids, seed, context, lse = ctx.saved_tensors
-        terms = replace(ctx.terms, query_table=query_table, key_table=key_table, bias=bias)
+        document_ids, seed, context, lse, query, key, value, *tensors = ctx.saved_tensors
+        terms = ctx.terms.with_tensors(tensors)
         problem = _Problem(query, key, value, terms, document_ids, seed, ctx.dropout)
-        gradients = problem.backward(context, _by_token(d_context), lse, ctx.needs_input_grad[5])
-        d_vectors = (None if x is None else x.transpose(1, 2) for x in gradients[:3])
-        return (*d_vectors, *gradients[3:], None, None, None, None)
+        wants_bias = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))["bias"]
+        gradients = problem.backward(context, _by_token(d_context), lse, wants_bias)
+        return (None, None, *(None if x is None else x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
 
 
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: PositionTerms,
-    document_ids: Tensor,
-    heads: Tensor,
-    dropout: float,
-    num_documents: int = 1,
-) -> tuple[Tensor, Tensor | None]:
-    """Context `[b, h, s, d]` and the cosines of the logits of `heads` (None for no heads), as the other backends.
+def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
+    """Compute attention as the other backends do. Raises ValueError where `why_not_triton` has a reason.
 
-    The seed of dropout is drawn on the device from torch's generator, so that activation checkpointing, which winds
-    the generator back, meets the same mask again. Raises ValueError where `why_not_triton` has a reason.
+    The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
+    generator back, meets the same mask again.
     """
-    reason = why_not_triton(query.device, query.dtype, terms, dropout, query.shape[-1])
+    query, key, value, terms, _, _, dropout, _ = attending
+    reason = why_not_triton(query.device, query.dtype, dropout, query.shape[-1])
     if reason:
         raise ValueError(reason)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
-    context = _TritonAttention.apply(
-        query, key, value, terms.query_table, terms.key_table, terms.bias, terms, document_ids, seed, dropout
-    )
-    if not heads.shape[0]:
-        return context, None
-    return context, head_cosine(query, key, terms, document_ids, heads, num_documents)
+    context = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
+    return context, head_cosine(attending)
