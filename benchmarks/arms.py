@@ -71,7 +71,7 @@ def our_step(encoding: str, objective: str, arrays: Batch, dropout: float, emd: 
         )
         draws = Draws(drawn.token_mask.to(DEVICE), drawn.heads.to(DEVICE))
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            loss = (model(batch, draws) * weights).sum()
+            loss = (model(batch, draws).sums * weights).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

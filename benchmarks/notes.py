@@ -105,12 +105,12 @@ def note_arms(config: ModelConfig, arrays: Batch, device: torch.device) -> dict[
 
     def with_notes() -> torch.Tensor:
         inputs, found = notes.inputs(arrays)
-        sums, taken = model(batch(), draws, inputs.to(device))
+        sums, taken = model(batch(), draws, inputs.to(device)).sums
         notes.update(np.stack([found.words, found.sequence_ids, found.position_ids], axis=1), taken.cpu())
         return sums[0] / 600
 
     def plain() -> torch.Tensor:
-        return model(batch(), draws)[0] / 600
+        return model(batch(), draws).sums[0] / 600
 
     return {"plain": stepper(model, plain), "A/A": stepper(model, plain), "notes": stepper(model, with_notes)}
 
@@ -132,7 +132,7 @@ def electra_arms(config: ModelConfig, arrays: Batch, device: torch.device) -> di
     return {
         "generator": stepper(generator, lambda: generator(masked) / 600),
         "discriminator": stepper(discriminator, lambda: discriminator(judged) * 50 / 4096),
-        "electra": stepper(whole, lambda: (whole(batch, draws) * weights).sum()),
+        "electra": stepper(whole, lambda: (whole(batch, draws).sums * weights).sum()),
     }
 
 

@@ -29,6 +29,7 @@ from megatron_ddrp.errors import (
 )
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
@@ -86,7 +87,7 @@ def train(config: Config) -> int:
         for micro_batches in iterate(loader, progress.consumed_samples, to_do):
             result = steps.take(micro_batches, progress.iteration + 1)
             progress = advance(progress, result, config)
-            clock.count(result.counts.tokens)
+            clock.count(result.counts["tokens"])
             log_step(log, clock, result, progress, config)
             unsaved.warn_once(progress.iteration, log.say)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
@@ -185,7 +186,7 @@ def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
         progress,
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + config.training.global_batch_size,
-        consumed_tokens=progress.consumed_tokens + result.counts.tokens,
+        consumed_tokens=progress.consumed_tokens + result.counts["tokens"],
     )
 
 
@@ -214,7 +215,8 @@ def log_step(log: MetricsLog, clock: Clock, result: StepResult, progress: Progre
         **clock.read(),
     }
     log.write(row)
-    log.say(progress_line(row, config.training.train_iters, clock.eta(progress.iteration)))
+    labels = make_objective(config.objective).labels
+    log.say(progress_line(row, labels, config.training.train_iters, clock.eta(progress.iteration)))
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
@@ -238,7 +240,7 @@ def validate(
     steps = min(config.logging.eval_iters, max(1, len(loader.samples) // size))
     losses = evaluate(engine, iterate(loader, 0, steps), config, ranks, notes)
     log.write({"iteration": progress.iteration, **losses})
-    line = f"validation {terms(losses, 4, 'valid_')}{similarities(losses)}"
+    line = f"validation {terms(losses, make_objective(config.objective).labels, 4, 'valid_')}{similarities(losses)}"
     log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
 

@@ -17,9 +17,8 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.attention.backends import probabilities
 from megatron_ddrp.model.attention.logits import allowed_pairs
-from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.stages import Draws, StageState
+from megatron_ddrp.model.stages import Draws, Inputs
 
 
 @torch.no_grad()
@@ -27,12 +26,12 @@ def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
     """Attention probabilities of each layer, `[batch, heads, seq, seq]`; rows and columns of padding are 0."""
     allowed = allowed_pairs(batch.document_ids)
     nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
-    tensors = model.embeddings(first_tensors(batch, nothing))
+    state = model.embeddings(Inputs(batch, nothing))
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
-        logits = layer.logits(StageState.unpack(tensors))
+        logits = layer.logits(state)
         yield probabilities(logits, allowed, dropout=0.0).masked_fill(~allowed, 0.0)
-        tensors = layer(tensors)
+        state = layer(state)
 
 
 def sides(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

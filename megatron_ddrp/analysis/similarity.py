@@ -18,9 +18,8 @@ from torch import Tensor
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.model.bert import first_tensors
 from megatron_ddrp.model.similarity import document_mask, token_cosine
-from megatron_ddrp.model.stages import HCD, Draws, StageState
+from megatron_ddrp.model.stages import Draws, Inputs
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,11 @@ def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
     config, device = model.config, batch.document_ids.device
     all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
     token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]
-    tensors = model.embeddings(first_tensors(batch, Draws(token_mask, all_heads)))
+    state = model.embeddings(Inputs(batch, Draws(token_mask, all_heads)))
     by_layer = []
     for layer in model.layers:
-        state = StageState.unpack(layer(tensors))
-        by_layer.append(state.losses[HCD] * config.num_layers)  # a layer adds its share of the mean over layers
-        tensors = state._replace(losses=torch.zeros_like(state.losses)).pack()
-    hidden = model.head.last_hidden(StageState.unpack(tensors).hidden)
+        state = layer(state)
+        by_layer.append(state.head_cosine * config.num_layers)  # a layer adds its share of the mean over layers
+        state = state._replace(head_cosine=torch.zeros_like(state.head_cosine))
+    hidden = model.head.last_hidden(state.hidden)
     return token_cosine(hidden, token_mask).sum(), torch.stack(by_layer)

@@ -7,7 +7,7 @@ refused in `__post_init__` of the dataclass that owns them, or in `Config` (run.
 from megatron_ddrp.config.data import DataConfig
 from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
-from megatron_ddrp.config.option import flag
+from megatron_ddrp.config.option import Number, flag
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
 from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.run import Config, changed_settings, concerns, load_config, save_config
@@ -16,6 +16,7 @@ from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, Train
 __all__ = [
     "ENCODINGS",
     "OBJECTIVES",
+    "Number",
     "VOCABULARY_MULTIPLE",
     "CheckpointConfig",
     "Config",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
-from megatron_ddrp.config.registry import OBJECTIVES
+from megatron_ddrp.config.option import COUNT, Number, check_range, check_ranges, flag, option, refuse
+from megatron_ddrp.config.registry import OBJECTIVES, objective_class
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,12 @@ class ObjectiveConfig:
         "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
         "detection by the model proper",
         choices=OBJECTIVES,
+    )
+    objective_options: tuple[str, ...] = option(
+        (),
+        "numbers of the objective's own, such as margin=0.5 (default: what it declares)",
+        nargs="+",
+        metavar="NAME=NUMBER",
     )
     tcd_weight: float | None = option(None, "alpha_1 of eq. 19 (default: 1.0 under mth, else 0)", within="[0, inf)")
     hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)", within="[0, inf)")
@@ -58,9 +65,12 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        default_tcd, default_hcd = (1.0, 0.01) if self.objective == "mth" else (0.0, 0.0)
-        object.__setattr__(self, "tcd_weight", default_tcd if self.tcd_weight is None else self.tcd_weight)
-        object.__setattr__(self, "hcd_weight", default_hcd if self.hcd_weight is None else self.hcd_weight)
+        object.__setattr__(self, "objective_options", tuple(self.objective_options))
+        chosen = objective_class(self.objective)
+        for name in ("tcd_weight", "hcd_weight"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(chosen, name))
+        self.numbers(chosen.options)
         for name in ("tcd_tokens", "hcd_heads"):
             if getattr(self, name) == 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
@@ -73,7 +83,7 @@ class ObjectiveConfig:
     @property
     def generates(self) -> bool:
         """Whether a generator replaces tokens and the model proper detects them (ELECTRA)."""
-        return self.objective == "electra"
+        return objective_class(self.objective).generates
 
     def generator_heads(self, num_attention_heads: int) -> int:
         """Heads of ELECTRA's generator: its share of the model's, rounded, halves to even, and at least one."""
@@ -81,17 +91,29 @@ class ObjectiveConfig:
 
     @property
     def mask_shares(self) -> dict[str, float]:
-        """What becomes of the selected pieces: BERT's 80 % [MASK], 10 % random, 10 % kept; ELECTRA's 85, 0 and 15."""
-        mask, random = (0.85, 0.0) if self.generates else (0.8, 0.1)
-        return {"mask_share": mask, "random_share": random}
+        """The shares of the selected pieces that become [MASK] and a random piece, as arguments of a `Masker`."""
+        chosen = objective_class(self.objective)
+        return {"mask_share": chosen.mask_share, "random_share": chosen.random_share}
+
+    def numbers(self, declared: Mapping[str, Number]) -> dict[str, float]:
+        """Return `--objective-options` over the defaults of the numbers that an objective declares.
+
+        Raises `UserError` for a name that is not declared, for text that is no number, and outside of its range.
+        """
+        numbers = {name: number.default for name, number in declared.items()}
+        for word in self.objective_options:
+            name, _, text = word.partition("=")
+            if name not in declared:
+                takes = f"takes {', '.join(declared)}" if declared else "takes none"
+                refuse(f"--objective-options {word}: --objective {self.objective} {takes}, as name=number")
+            try:
+                numbers[name] = float(text)
+            except ValueError:
+                refuse(f"--objective-options {word}: {text!r} is not a number; give {name}={declared[name].default}")
+            check_range(f"objective_options {name}", numbers[name], declared[name].within)
+        return numbers
 
     @property
     def notes_share(self) -> float:
         """λ where notes are taken, else 0."""
         return self.notes_mix if self.notes else 0.0
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Factors of the LM, TCD and HCD terms in the loss (eq. 19); under ELECTRA also that of RTD."""
-        factors = (1.0, self.tcd_weight or 0.0, self.hcd_weight or 0.0)
-        return (*factors, self.rtd_weight) if self.generates else factors

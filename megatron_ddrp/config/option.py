@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ddrp.errors import UserError
 
 COUNT = "[1, 2147483648)"
 """Range of sizes and numbers of steps. Products of two of them stay exact in 64 bits."""
+
+
+class Number(NamedTuple):
+    """A number that an objective declares for `--objective-options`."""
+
+    default: float
+    within: str
+    """Its range, as for `option`."""
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:

@@ -34,7 +34,8 @@ ENCODINGS = {
 OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
     "mth": "megatron_ddrp.objectives.mth:Mth",
-    "electra": "megatron_ddrp.objectives.electra:Electra",
+    "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
+    "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
 }
 """Value of `--objective` → "module:Class"."""
 

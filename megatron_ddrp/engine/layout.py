@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.parallel.pipeline import PipelinePart, split_stages
+from megatron_ddrp.model.stages import Output
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel.pipeline import Courier, PipelinePart, split_stages
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.sharding import whole_name
 
@@ -47,7 +49,7 @@ class ModelParallelUnit:
 
 
 class WeightedLoss:
-    """A model's output → the loss to descend, a weighted sum of its sums; collects sums and notes on the way.
+    """Turns a model's output into the loss, the weighted sum of its sums, and collects sums and notes.
 
     Attributes:
         sums: of all micro-batches so far.
@@ -58,13 +60,12 @@ class WeightedLoss:
         self.weights, self.sums = weights, torch.zeros_like(weights)
         self.notes: list[Tensor] = []
 
-    def __call__(self, output: Tensor | tuple[Tensor, Tensor], _labels: Tensor | None = None) -> Tensor:
-        """DeepSpeed's pipelines give labels too; ours have travelled with the rest."""
-        if isinstance(output, tuple):
-            output, notes = output
-            self.notes.append(notes)
-        self.sums += output.detach()
-        return spread_nonfinite((output * self.weights).sum())
+    def __call__(self, output: Output, _labels: Tensor | None = None) -> Tensor:
+        """Return the loss. DeepSpeed's pipelines give labels too; ours have travelled with the rest."""
+        if output.notes is not None:
+            self.notes.append(output.notes)
+        self.sums += output.sums.detach()
+        return spread_nonfinite((output.sums * self.weights).sum())
 
 
 def spread_nonfinite(loss: Tensor) -> Tensor:
@@ -84,7 +85,8 @@ def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
     held = [{str(whole_name(weight)): name for name, weight in part.named_parameters()} for part in all_parts]
     tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
     place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
-    make = (PipelinePart, all_parts[place], place == 0, place == last, config.parallel.checkpoint_activations)
+    courier = Courier(make_objective(config.objective).travelling)
+    make = (PipelinePart, all_parts[place], place == last, config.parallel.checkpoint_activations, courier)
     own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
     layers = [  # DeepSpeed makes the one at our place alone
         TiedLayerSpec("tied", *make, tied_weight_attr=own_tied) if held[part].keys() & set(tied) else LayerSpec(*make)
@@ -108,8 +110,8 @@ def _holders(held: list[dict[str, str]]) -> dict[str, list[int]]:
     return {name: [number for number, part in enumerate(held) if name in part] for name in names}
 
 
-def own_part(engine: Any) -> PipelinePart:
-    """This rank's part of a pipeline."""
+def pipeline_part(engine: Any) -> PipelinePart:
+    """Return this rank's part of a pipeline."""
     return engine.module.forward_funcs[0]
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.model.bert import Bert, Encoder
-from megatron_ddrp.model.electra import Electra
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, objective_class
+from megatron_ddrp.model.bert import Encoder
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
@@ -16,15 +15,12 @@ from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 def build_model(
     config: ModelConfig, checkpoint_activations: bool = False, objective: ObjectiveConfig | None = None
 ) -> Encoder:
-    """The model of a configuration, freshly initialised from torch's random state, on the CPU, without DeepSpeed.
+    """Return a freshly initialised model on the CPU, without DeepSpeed, drawn from torch's random state.
 
-    Under `--objective electra` an `Electra`, whose encoder is the discriminator; else, also by default, a `Bert`.
+    The objective, masked LM if none is given, decides which model it is.
     """
-    if objective is None:
-        return Bert(config, checkpoint_activations)
-    if objective.generates:
-        return Electra(config, objective, checkpoint_activations)
-    return Bert(config, checkpoint_activations, objective.notes_share)
+    settings = objective or ObjectiveConfig(objective="mlm")
+    return objective_class(settings.objective)(settings).build(config, checkpoint_activations)
 
 
 def on_meta_device(config: ModelConfig, objective: ObjectiveConfig | None = None) -> Encoder:

@@ -19,6 +19,7 @@ HCD and notes belong to the discriminator.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +31,37 @@ from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, predicted_places
-from megatron_ddrp.model.notes import NoteInputs, blend
-from megatron_ddrp.model.stages import GENERATOR_CORRECT, LM, NUM_ELECTRA_SUMS, StageState
+from megatron_ddrp.model.notes import blend
+from megatron_ddrp.model.stages import Inputs, Judge, State
+
+
+class SampleKeys(NamedTuple):
+    """What ELECTRA draws of its own."""
+
+    keys: Tensor
+    """int64 `[batch, seq]`: what the noise of each token's replacement grows from."""
+
+
+class OfGenerator(NamedTuple):
+    """The generator's sums, which the sampling stage leaves for the last stage."""
+
+    lm: Tensor
+    """fp32 (or fp64) scalar: −log p of the labels."""
+    correct: Tensor
+    """The same type: predicted tokens whose likeliest piece is the label."""
 
 
 class Electra(Encoder):
-    """A discriminator with the generator that is trained beside it. Call it for the sums `[8]`."""
+    """A discriminator with the generator that is trained beside it. `config` is the discriminator's."""
 
     head: ReplacedTokenHead
 
     def __init__(
-        self,
-        config: ModelConfig,
-        objective: ObjectiveConfig,
-        checkpoint_activations: bool = False,
+        self, config: ModelConfig, settings: ObjectiveConfig, objective: Judge, checkpoint_activations: bool = False
     ) -> None:
-        super().__init__(config, checkpoint_activations, objective.notes_share)
-        self.head = ReplacedTokenHead(config)
-        self.generator = Generator(generator_config(config, objective), objective, self.embeddings)
+        super().__init__(config, objective, checkpoint_activations)
+        self.head = ReplacedTokenHead(config, objective)
+        self.generator = Generator(generator_config(config, settings), settings, self.embeddings, objective)
         self.apply(self._initialise)
 
     def stages(self) -> list[nn.Module]:
@@ -58,9 +72,9 @@ class Electra(Encoder):
         return [self.generator.embeddings, *layers, sampling, *self.layers, self.head]
 
 
-def generator_config(config: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
-    """The generator's configuration: some of the discriminator's heads, each as wide as there."""
-    heads = objective.generator_heads(config.num_attention_heads)
+def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelConfig:
+    """Return the generator's configuration: some of the discriminator's heads, each as wide as there."""
+    heads = settings.generator_heads(config.num_attention_heads)
     return replace(
         config,
         num_attention_heads=heads,
@@ -72,34 +86,21 @@ def generator_config(config: ModelConfig, objective: ObjectiveConfig) -> ModelCo
 class Generator(nn.Module):
     """A small masked LM over the embeddings of another encoder."""
 
-    def __init__(self, config: ModelConfig, objective: ObjectiveConfig, shared: Embeddings) -> None:
+    def __init__(self, config: ModelConfig, settings: ObjectiveConfig, shared: Embeddings, objective: Judge) -> None:
         super().__init__()
-        layout = GeneratorEmbeddings if objective.generator_embeddings == "shared" else FormerGeneratorEmbeddings
-        self.embeddings = layout(config, objective.notes_share, shared)
+        layout = GeneratorEmbeddings if settings.generator_embeddings == "shared" else FormerGeneratorEmbeddings
+        self.embeddings = layout(config, settings.notes_share, shared)
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
-        self.head = MaskedLMHead(config, shared.token)
+        self.head = MaskedLMHead(config, shared.token, objective)
         self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
 
 
 class GeneratorEmbeddings(Embeddings):
-    """The first stage. The discriminator's draws and notes are carried along, the generator's own being none."""
+    """The first stage. HCD, like TCD, belongs to the discriminator: the generator's layers compare no heads."""
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `first_tensors` gives → packed `StageState`."""
-        input_ids, segment_ids, document_ids, position_ids, labels, token_mask, heads, keys, *notes = tensors
-        hidden = self.embed(input_ids, segment_ids, position_ids, NoteInputs.from_integers(*notes) if notes else None)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return StageState(
-            hidden,
-            torch.zeros(NUM_ELECTRA_SUMS, dtype=dtype, device=hidden.device),
-            self.shared_positions(position_ids),
-            document_ids,
-            position_ids,
-            labels,
-            token_mask[..., :0],
-            heads[:, :0],
-            (input_ids, segment_ids, token_mask, heads, keys, *notes),
-        ).pack()
+    def forward(self, inputs: Inputs) -> State:
+        state = super().forward(inputs)
+        return state._replace(heads=state.heads[:, :0])
 
 
 class FormerGeneratorEmbeddings(GeneratorEmbeddings):
@@ -109,23 +110,22 @@ class FormerGeneratorEmbeddings(GeneratorEmbeddings):
     happens at the generator's width.
     """
 
-    def __init__(self, config: ModelConfig, notes_mix: float, shared: Embeddings) -> None:
-        super().__init__(config, notes_mix, shared)
+    def __init__(self, config: ModelConfig, notes_share: float, shared: Embeddings) -> None:
+        super().__init__(config, notes_share, shared)
         if shared.absolute is not None:
             self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
 
-    def embed(
-        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, notes: NoteInputs | None = None
-    ) -> Tensor:
+    def embed(self, inputs: Inputs) -> Tensor:
         assert self.projection is not None
+        batch, notes = inputs.batch, inputs.notes
         if self.longest is not None:
-            check_length(input_ids.shape[1], self.longest)
-        hidden = self.projection(self.token(input_ids) + self.segment(segment_ids))
+            check_length(batch.input_ids.shape[1], self.longest)
+        hidden = self.projection(self.token(batch.input_ids) + self.segment(batch.segment_ids))
         if self.absolute is not None:
-            hidden = hidden + self.absolute(position_ids)
+            hidden = hidden + self.absolute(batch.position_ids)
         if notes is not None:
-            hidden = blend(hidden, notes.places, self.projection(notes.vectors.to(hidden.dtype)), self.notes_mix)
+            hidden = blend(hidden, notes.places, self.projection(notes.vectors.to(hidden.dtype)), self.notes_share)
         return self.dropout(self.norm(hidden))
 
 
@@ -141,37 +141,28 @@ class SamplingStage(nn.Module):
         self.decoder = generator.mask_decoder
         self.last_layer = None if self.decoder is None else generator.layers[-1]
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The generator's packed `StageState`, its last or (with a mask decoder) its last but one → the first one of
-        the discriminator, whose labels are RTD's targets."""
-        state = StageState.unpack(tensors)
-        input_ids, segment_ids, token_mask, heads, keys, *notes = state.carried
-        places = predicted_places(state.labels)  # [num_predicted]
-        labels = state.labels.flatten().index_select(0, places)
-        logits = self.generator_head.logits(self._predicted_hidden(tensors, state, places))  # [num_predicted, vocab]
-        sampled = self.generator_head.sample(logits, keys.flatten().index_select(0, places))
-        originals = torch.where(state.labels == IGNORED_LABEL, input_ids, state.labels)
-        replaced = replacing.replace(originals, places, sampled)
-        sums = list(state.losses.unbind())
-        sums[LM] = self.generator_head.lm_sum(logits, labels).to(state.losses.dtype)
-        sums[GENERATOR_CORRECT] = (self.generator_head.best(logits) == labels).sum().to(state.losses.dtype)
-        reads = NoteInputs.from_integers(*notes) if notes else None
-        return StageState(
-            self.embeddings.embed(replaced, segment_ids, state.position_ids, reads),
-            torch.stack(sums),
-            self.embeddings.shared_positions(state.position_ids),
-            state.document_ids,
-            state.position_ids,
-            replacing.rtd_targets(replaced, originals, state.document_ids),
-            token_mask,
-            heads,
-            () if reads is None else (reads.windows,),
-        ).pack()
+    def forward(self, state: State) -> State:
+        """Return the state that enters the discriminator's first layer, with RTD's targets as labels.
 
-    def _predicted_hidden(self, tensors: tuple[Tensor, ...], state: StageState, places: Tensor) -> Tensor:
-        """`[num_predicted, width]`, in the order of the labels."""
+        `state` is the generator's last one; with a mask decoder its last but one.
+        """
+        head, batch = self.generator_head, state.inputs.batch
+        places = predicted_places(batch.labels)  # [num_predicted]
+        labels = batch.labels.flatten().index_select(0, places)
+        logits = head.logits(self._predicted_hidden(state, places))  # [num_predicted, vocab]
+        sampled = head.sample(logits, state.inputs.draws.own.keys.flatten().index_select(0, places))
+        originals = torch.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)
+        replaced = replacing.replace(originals, places, sampled)
+        targets = replacing.rtd_targets(replaced, originals, batch.document_ids)
+        correct = (head.best(logits) == labels).sum()
+        sums = OfGenerator(*(x.to(state.head_cosine.dtype) for x in (head.lm_sum(logits, labels), correct)))
+        inputs = state.inputs._replace(batch=batch._replace(input_ids=replaced, labels=targets))
+        return self.embeddings(inputs)._replace(own=sums)
+
+    def _predicted_hidden(self, state: State, places: Tensor) -> Tensor:
+        """Return `[num_predicted, width]`, in the order of the labels."""
         if self.decoder is None:
             hidden = state.hidden.flatten(0, 1).index_select(0, places)
         else:
-            hidden = self.decoder(tensors, self.last_layer)
+            hidden = self.decoder(state, self.last_layer)
         return self.generator_head.last_hidden(hidden)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.notes import NoteInputs, blend
-from megatron_ddrp.model.stages import NUM_LOSSES, StageState
+from megatron_ddrp.model.notes import blend
+from megatron_ddrp.model.stages import Inputs, State
 
 NUM_SEGMENTS = 2
 
@@ -30,15 +30,15 @@ def adds_absolute_embedding(config: ModelConfig) -> bool:
 
 
 class Embeddings(nn.Module):
-    """Ids → the first `StageState`; computes the position tensors that all layers share.
+    """`Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
 
     `shared`, for ELECTRA's generator, lends its token, segment and absolute embeddings and their LayerNorm; their sum,
     normalised at the width of `shared`, is projected to this one's.
     """
 
-    def __init__(self, config: ModelConfig, notes_mix: float = 0.0, shared: Embeddings | None = None) -> None:
+    def __init__(self, config: ModelConfig, notes_share: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
-        self.config, self.notes_mix = config, notes_mix
+        self.config, self.notes_share = config, notes_share
         self.projection: nn.Module | None = None
         if shared is None:
             self.token = nn.Embedding(config.padded_vocab_size, config.hidden_size)
@@ -58,40 +58,22 @@ class Embeddings(nn.Module):
         self.norm: nn.Module = norm
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def embed(
-        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, notes: NoteInputs | None = None
-    ) -> Tensor:
-        """int64 `[batch, seq]` each, and the notes to read → `[batch, seq, hidden]`."""
+    def forward(self, inputs: Inputs) -> State:
+        """Return the state that enters the first layer."""
+        hidden = self.embed(inputs)
+        nothing = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        position = self.position(inputs.batch.position_ids) if self.position is not None else ()
+        return State(inputs, hidden, position, inputs.draws.heads, nothing)
+
+    def embed(self, inputs: Inputs) -> Tensor:
+        """Return `[batch, seq, hidden]`: the sum of the embeddings, with notes blended in, normalised."""
+        batch, notes = inputs.batch, inputs.notes
         if self.longest is not None:
-            check_length(input_ids.shape[1], self.longest)
-        hidden = self.token(input_ids) + self.segment(segment_ids)
+            check_length(batch.input_ids.shape[1], self.longest)
+        hidden = self.token(batch.input_ids) + self.segment(batch.segment_ids)
         if self.absolute is not None:
-            hidden = hidden + self.absolute(position_ids)
+            hidden = hidden + self.absolute(batch.position_ids)
         if notes is not None:
-            hidden = blend(hidden, notes.places, notes.vectors.to(hidden.dtype), self.notes_mix)
+            hidden = blend(hidden, notes.places, notes.vectors.to(hidden.dtype), self.notes_share)
         hidden = self.dropout(self.norm(hidden))
         return hidden if self.projection is None else self.projection(hidden)
-
-    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `first_tensors` gives → packed `StageState`."""
-        input_ids, segment_ids, document_ids, position_ids, labels, token_mask, heads, *rest = tensors
-        notes = NoteInputs.from_integers(*rest) if rest else None
-        hidden = self.embed(input_ids, segment_ids, position_ids, notes)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.zeros(NUM_LOSSES, dtype=dtype, device=hidden.device)
-        windows = () if notes is None else (notes.windows,)
-        return StageState(
-            hidden,
-            losses,
-            self.shared_positions(position_ids),
-            document_ids,
-            position_ids,
-            labels,
-            token_mask,
-            heads,
-            windows,
-        ).pack()
-
-    def shared_positions(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """The position tensors of all layers; none where each layer has its own."""
-        return self.position(position_ids) if self.position is not None else ()

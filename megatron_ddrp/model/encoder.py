@@ -15,7 +15,7 @@ from megatron_ddrp.model.attention.backends import attend_from, backend_function
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
-from megatron_ddrp.model.stages import HCD, StageState
+from megatron_ddrp.model.stages import State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """`LayerPositions.rotate`."""
@@ -24,8 +24,7 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 class SelfAttention(nn.Module):
     """Projections around the one attention. The number of heads here follows from the weights' shapes.
 
-    Where tensor parallelism leaves only some of a layer's heads here, it also sets what needs all of them
-    (`cosine_of_all_ranks`) and what must differ between ranks (`own_randomness`), and acts on what enters (`enter`).
+    Tensor parallelism leaves some of a layer's heads here and overrides `enter`, `own_randomness` and `cosine_apart`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -33,14 +32,26 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.backend = config.attention_backend
-        self.in_logits = encoding_class(config.position_encoding).in_logits
-        self.enter = nn.Identity()
-        self.cosine_of_all_ranks: Callable[..., Tensor] | None = None
-        self.own_randomness: Callable[[], AbstractContextManager] = nullcontext
+        self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states as the projections take them."""
+        return hidden
+
+    def own_randomness(self) -> AbstractContextManager:
+        """Return the context in which dropout draws for these heads."""
+        return nullcontext()
+
+    def cosine_apart(self, attending: Attending) -> Tensor | None:
+        """Return HCD's cosine `[batch, documents]` where it takes heads that are not here.
+
+        None leaves it to the backend, which has the logits at hand.
+        """
+        return None
 
     def split(self, projected: Tensor) -> Tensor:
         """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
@@ -51,39 +62,42 @@ class SelfAttention(nn.Module):
         return self.output(context.transpose(1, 2).flatten(2))
 
     def forward(
-        self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: StageState, layer: int
+        self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
-        backend, _ = resolve_backend(self.backend, hidden.device, self.in_logits, self.dropout)
+        backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
         hidden = self.enter(hidden)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
-        query, key = rotate(query, state.position_ids), rotate(key, state.position_ids)
-        dropout = self.dropout if self.training else 0.0
-        heads, documents = state.heads[layer], (state.document_ids, state.num_documents)
-        cosine = None
-        if self.cosine_of_all_ranks is not None and len(heads):
-            cosine, heads = self.cosine_of_all_ranks(query, key, terms, heads, *documents), heads[:0]
+        batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
+        query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
+        documents = (batch.document_ids, state.inputs.draws.num_documents)
+        attending = Attending(query, key, value, terms, documents[0], state.heads[layer], dropout, documents[1])
+        apart = self.cosine_apart(attending) if len(attending.heads) else None
+        if apart is not None:
+            attending = attending._replace(heads=attending.heads[:0])
         with self.own_randomness():
-            attending = Attending(query, key, value, terms, documents[0], heads, dropout, documents[1])
-            context, own_cosine = backend_function(backend)(attending)
-        return self.merge(context), own_cosine if cosine is None else cosine
+            context, cosine = backend_function(backend)(attending)
+        return self.merge(context), cosine if apart is None else apart
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them. Tensor parallelism acts on what enters (`enter`)."""
+    """Two linear maps with an exact GELU between them. Tensor parallelism overrides `enter`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.enter = nn.Identity()
         self.input = nn.Linear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states as the first map takes them."""
+        return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output(F.gelu(self.input(self.enter(hidden))))
 
 
 class EncoderLayer(nn.Module):
-    """Packed `StageState` → packed `StageState`; adds this layer's share of HCD to the losses."""
+    """One layer: `State` → `State`. Adds this layer's share of HCD to `head_cosine`."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
@@ -99,45 +113,45 @@ class EncoderLayer(nn.Module):
         self.name_terms = encoding.terms
         self.norm_before = config.layernorm_position == "pre"
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        state = StageState.unpack(tensors)
+    def forward(self, state: State) -> State:
         source, rotate = self._attention_input(state.hidden), self.layer_position.rotate
         attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
-        hidden = self._join(state.hidden, attended)
-        losses = state.losses if cosine is None else state.losses + self._hcd_share(cosine, state)
-        return state._replace(hidden=hidden, losses=losses).pack()
+        state = state._replace(hidden=self._join(state.hidden, attended))
+        if cosine is not None:
+            state = state._replace(head_cosine=state.head_cosine + self._hcd_share(cosine, state))
+        return state
 
-    def decode(self, queries: Tensor, places: Tensor, state: StageState, times: int) -> Tensor:
-        """Apply this layer `times` over to queries at some places, keys and values always being those of `state`.
+    def decode(self, queries: Tensor, places: Tensor, state: State, times: int) -> Tensor:
+        """Apply this layer `times` times to queries at some places; keys and values stay those of `state`.
 
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
         source = attention.enter(self._attention_input(state.hidden))
         key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
-        rotate, own_places = self.layer_position.rotate, state.position_ids.gather(1, places)
-        key = rotate(key, state.position_ids)
+        rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
+        key = rotate(key, state.inputs.batch.position_ids)
         for _ in range(times):
             query = attention.split(attention.query(attention.enter(self._attention_input(queries))))
             query = rotate(query, own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
-                context = attend_from(query, key, value, terms, places, state.document_ids, dropout)
+                context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
             queries = self._join(queries, attention.merge(context))
         return queries
 
-    def logits(self, state: StageState) -> Tensor:
-        """This layer's attention logits A before the padding mask, `[batch, heads, seq, seq]`: for whoever looks on."""
+    def logits(self, state: State) -> Tensor:
+        """Return this layer's attention logits A before the padding mask, `[batch, heads, seq, seq]`, for analyses."""
         attention = self.attention
         source = attention.enter(self._attention_input(state.hidden))
         query, key = (attention.split(projection(source)) for projection in (attention.query, attention.key))
         rotate = self.layer_position.rotate
-        query, key = rotate(query, state.position_ids), rotate(key, state.position_ids)
+        query, key = rotate(query, state.inputs.batch.position_ids), rotate(key, state.inputs.batch.position_ids)
         return attention_logits(query, key, self.terms(state))
 
-    def terms(self, state: StageState) -> PositionTerms:
-        """The position terms of this layer."""
-        position = state.position if self.position is None else self.position(state.position_ids)
+    def terms(self, state: State) -> PositionTerms:
+        """Return the position terms of this layer."""
+        position = state.position if self.position is None else self.position(state.inputs.batch.position_ids)
         return self.name_terms(self.config, self.layer_position(position))
 
     def _attention_input(self, hidden: Tensor) -> Tensor:
@@ -151,9 +165,8 @@ class EncoderLayer(nn.Module):
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
 
-    def _hcd_share(self, cosine: Tensor, state: StageState) -> Tensor:
-        """Σ over the documents with at least two valid tokens ÷ layers, at HCD's place among the sums."""
-        counted = document_mask(state.document_ids, state.num_documents).sum(-1) >= 2  # [batch, documents]
-        share = torch.where(counted, cosine, 0.0).sum() / self.config.num_layers
-        place = torch.arange(len(state.losses), device=share.device) == HCD
-        return torch.where(place, share, 0.0).to(state.losses.dtype)
+    def _hcd_share(self, cosine: Tensor, state: State) -> Tensor:
+        """Return Σ ÷ layers of `cosine` `[batch, documents]` over the documents with at least two valid tokens."""
+        inputs = state.inputs
+        lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
+        return (torch.where(lengths >= 2, cosine, 0.0).sum() / self.config.num_layers).to(state.head_cosine.dtype)

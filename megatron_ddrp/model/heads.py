@@ -1,4 +1,4 @@
-"""The last stage: TCD on the last hidden states, and the masked-LM head on the predicted positions, or ELECTRA's."""
+"""The last stage: it hands hidden states to the objective, and gives logits of pieces or of "replaced"."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.notes import window_means
-from megatron_ddrp.model.replacing import best, rtd_sums, sample
-from megatron_ddrp.model.similarity import token_cosine
-from megatron_ddrp.model.stages import HCD, REPLACED, REPLACED_FOUND, RTD, RTD_CORRECT, TCD, StageState
+from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.stages import End, Judge, Output, State
 
 
 def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -25,32 +23,42 @@ def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-class MaskedLMHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the token embedding itself as the output matrix (tied), plus a bias a piece.
+class Head(nn.Module):
+    """Base of the last stages: `State` → `Output`. The objective says what is summed."""
+
+    def __init__(self, config: ModelConfig, objective: Judge) -> None:
+        super().__init__()
+        self.objective = objective
+        self.own = objective.modules(config.hidden_size)
+        is_pre_norm = config.layernorm_position == "pre"
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if is_pre_norm else None
+
+    def last_hidden(self, hidden: Tensor) -> Tensor:
+        """Return the encoder's output, `[.., hidden]`: normalised once more in a pre-LN model."""
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def forward(self, state: State) -> Output:
+        return self.objective.output(End(state, self.last_hidden(state.hidden), self))
+
+
+class MaskedLMHead(Head):
+    """Dense, GELU, LayerNorm, then the token embedding itself as the output matrix (tied), plus a bias per piece.
 
     The embedding may be of another width than the hidden states, as for ELECTRA's generator; the dense map goes there.
+    Where the vocabulary is split over ranks, tensor parallelism overrides `first_piece`, `lm_sum` and `winner`.
     """
 
-    def __init__(self, config: ModelConfig, token_embedding: nn.Embedding) -> None:
-        super().__init__()
+    first_piece = 0
+    """Piece of the first logit."""
+
+    def __init__(self, config: ModelConfig, token_embedding: nn.Embedding, objective: Judge) -> None:
+        super().__init__(config, objective)
         self.vocab_size = config.vocab_size
-        self.first_piece = 0  # that of the first logit: tensor parallelism gives each rank some rows of the vocabulary
-        self.lm_sum = masked_lm_sum  # … and over all of them a cross entropy
-        self.sample, self.best = sample, best  # … and ELECTRA's choices of a piece
-        self.final_norm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-            if config.layernorm_position == "pre"
-            else None
-        )
         width = token_embedding.embedding_dim
         self.dense = nn.Linear(config.hidden_size, width)
         self.norm = nn.LayerNorm(width, eps=config.layernorm_epsilon)
         self.decoder = nn.Linear(width, config.padded_vocab_size)
         self.decoder.weight = token_embedding.weight
-
-    def last_hidden(self, hidden: Tensor) -> Tensor:
-        """The encoder's output, `[batch, seq, hidden]`: normalised once more in a pre-LN model."""
-        return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[.., hidden]` → `[.., padded_vocab]`, −∞ at the padding of the vocabulary."""
@@ -61,66 +69,44 @@ class MaskedLMHead(nn.Module):
         padding = torch.arange(self.first_piece, end, device=logits.device) >= self.vocab_size
         return logits.masked_fill(padding, float("-inf"))
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
-        """Packed `StageState` → the sums `[3]` of the LM, TCD and HCD terms over this micro-batch, and the notes."""
-        state = StageState.unpack(tensors)
+    def lm_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return `masked_lm_sum` over the whole vocabulary."""
+        return masked_lm_sum(logits, labels)
+
+    def winner(self, scores: Tensor, columns: Tensor) -> Tensor:
+        """Return the piece with the largest score, int64 `[n]`, from the best score and its column here, `[n]` each."""
+        return columns
+
+    def sample(self, logits: Tensor, keys: Tensor) -> Tensor:
+        """Draw a piece for each token from softmax(logits): int64 `[n]`. `keys` int64 `[n]`, see `gumbel_argmax`."""
+        return self.winner(*gumbel_argmax(logits, keys, self.first_piece))
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Return the likeliest piece of each token, int64 `[n]`."""
+        return self.winner(*logits.detach().max(-1))
+
+    def forward(self, state: State) -> Output:
         hidden = self.last_hidden(state.hidden)
-        chosen = hidden.flatten(0, 1).index_select(0, predicted_places(state.labels))  # [num_predicted, hidden]
-        return self.losses(chosen, hidden, state)
-
-    def losses(self, predicted_hidden: Tensor, hidden: Tensor, state: StageState) -> Tensor | tuple[Tensor, Tensor]:
-        """The sums `[3]`: LM of `predicted_hidden` `[num_predicted, hidden]`, TCD of the last hidden states."""
-        lm = self.lm_sum(self.logits(predicted_hidden), state.labels[state.labels != IGNORED_LABEL])
-        return with_notes(torch.stack((lm, tcd_sum(hidden, state), state.losses[HCD])), hidden, state)
+        predicted = hidden.flatten(0, 1).index_select(0, predicted_places(state.inputs.batch.labels))
+        return self.objective.output(End(state, hidden, self, predicted))
 
 
-class ReplacedTokenHead(nn.Module):
+class ReplacedTokenHead(Head):
     """ELECTRA's judge of every token, original or replaced: dense, GELU, one logit."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.final_norm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-            if config.layernorm_position == "pre"
-            else None
-        )
+    def __init__(self, config: ModelConfig, objective: Judge) -> None:
+        super().__init__(config, objective)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, 1)
-
-    def last_hidden(self, hidden: Tensor) -> Tensor:
-        """The encoder's output, `[batch, seq, hidden]`: normalised once more in a pre-LN model."""
-        return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
         return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
-        """Packed `StageState`, whose labels are RTD's targets → its sums `[8]` with TCD and RTD's, and the notes."""
-        state = StageState.unpack(tensors)
-        hidden = self.last_hidden(state.hidden)
-        loss, correct, replaced, found = rtd_sums(self.logits(hidden), state.labels)
-        sums = list(state.losses.unbind())
-        sums[TCD], sums[RTD] = tcd_sum(hidden, state), loss
-        sums[RTD_CORRECT], sums[REPLACED], sums[REPLACED_FOUND] = correct, replaced, found
-        return with_notes(torch.stack(sums), hidden, state)
-
 
 def predicted_places(labels: Tensor) -> Tensor:
     """int64 `[num_predicted]`: flat places of the tokens of `labels` `[batch, seq]` that are to be predicted."""
     return (labels.flatten() != IGNORED_LABEL).nonzero().squeeze(-1)
-
-
-def tcd_sum(hidden: Tensor, state: StageState) -> Tensor:
-    """TCD of the last hidden states `[batch, seq, hidden]`, summed over the documents; 0 where it is off."""
-    if not state.token_mask.shape[2]:
-        return state.losses.new_zeros(())
-    return token_cosine(hidden, state.token_mask).sum().to(state.losses.dtype)
-
-
-def with_notes(sums: Tensor, hidden: Tensor, state: StageState) -> Tensor | tuple[Tensor, Tensor]:
-    """The sums, and beside them the notes of the rare words' windows where these were carried here."""
-    return (sums, window_means(hidden, state.carried[0])) if state.carried else sums
 
 
 class EnhancedMaskDecoder(nn.Module):
@@ -136,16 +122,16 @@ class EnhancedMaskDecoder(nn.Module):
         super().__init__()
         self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
 
-    def forward(self, before: tuple[Tensor, ...], last_layer: EncoderLayer) -> Tensor:
-        """Packed `StageState` with H[L−1] → `[num_predicted, hidden]`, in the order of the labels."""
-        state = StageState.unpack(before)
-        check_length(state.hidden.shape[1], self.absolute.num_embeddings)
-        predicted = state.labels != IGNORED_LABEL  # [batch, seq]
+    def forward(self, state: State, last_layer: EncoderLayer) -> Tensor:
+        """Return `[num_predicted, hidden]`, in the order of the labels, from the state with H[L−1]."""
+        batch = state.inputs.batch
+        check_length(batch.input_ids.shape[1], self.absolute.num_embeddings)
+        predicted = batch.labels != IGNORED_LABEL  # [batch, seq]
         counts = predicted.sum(-1, keepdim=True)  # [batch, 1]
         most = int(counts.max())
         # The predicted places of each row first, then others to fill up; what these give is thrown away.
         places = (~predicted).long().argsort(dim=-1, stable=True)[:, :most]  # [batch, most]
-        states = self.absolute(state.position_ids) + state.hidden
+        states = self.absolute(batch.position_ids) + state.hidden
         queries = states.gather(1, places.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
         decoded = last_layer.decode(queries, places, state, self.APPLICATIONS)
         return decoded[torch.arange(most, device=places.device) < counts]
@@ -159,8 +145,8 @@ class DecodingStage(nn.Module):
         assert isinstance(last_layer, EncoderLayer)
         self.last_layer, self.decoder, self.head = last_layer, decoder, head
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
-        """Packed `StageState` with H[L−1] → the sums `[3]`, and the notes."""
-        state = StageState.unpack(self.last_layer(tensors))
-        decoded = self.head.last_hidden(self.decoder(tensors, self.last_layer))
-        return self.head.losses(decoded, self.head.last_hidden(state.hidden), state)
+    def forward(self, before: State) -> Output:
+        """Return the sums of the objective, from the state with H[L−1]."""
+        state = self.last_layer(before)
+        predicted = self.head.last_hidden(self.decoder(before, self.last_layer))
+        return self.head.objective.output(End(state, self.head.last_hidden(state.hidden), self.head, predicted))

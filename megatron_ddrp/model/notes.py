@@ -24,19 +24,6 @@ class NoteInputs(NamedTuple):
     windows: Tensor
     """int64 `[occurrences, 2]`: flat begin and end (exclusive) of each rare word's window."""
 
-    def to(self, device: torch.device) -> NoteInputs:
-        """On another device."""
-        return NoteInputs(*(tensor.to(device, non_blocking=True) for tensor in self))
-
-    def integers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As integers, the vectors by their bits: a pipeline asks a gradient of every float that it sends."""
-        return self.places, self.vectors.view(torch.int32), self.windows
-
-    @classmethod
-    def from_integers(cls, places: Tensor, bits: Tensor, windows: Tensor) -> NoteInputs:
-        """The inverse of `integers`."""
-        return cls(places, bits.view(torch.float32), windows)
-
 
 def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor:
     """`hidden` `[batch, seq, hidden]` with (1 − mix)·x + mix·note at the flat `places` `[m]`; `vectors` `[m, hidden]`.

@@ -44,16 +44,6 @@ def gumbel_argmax(logits: Tensor, keys: Tensor, first_piece: int = 0) -> tuple[T
     return scores, winners
 
 
-def sample(logits: Tensor, keys: Tensor) -> Tensor:
-    """int64 `[tokens]`: a piece drawn for each token from softmax(logits), see `gumbel_argmax`."""
-    return gumbel_argmax(logits, keys)[1]
-
-
-def best(logits: Tensor) -> Tensor:
-    """int64 `[tokens]`: the likeliest piece of each."""
-    return logits.argmax(-1)
-
-
 def _gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise −log(−log u), fp32, from int32 counters, which are overwritten.
 

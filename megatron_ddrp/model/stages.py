@@ -1,86 +1,105 @@
-"""The tuple that travels from stage to stage: floats first, then integers, tensors only.
+"""What travels from stage to stage: `Inputs` → first stage → `State` → layers → `State` → last stage → `Output`.
 
-One process hands it on in memory; a pipeline sends it between ranks, where every float must require a gradient and must
-come before the integers. Auxiliary losses travel in it as one small tensor to which each stage adds.
+All three are named tuples of tensors, named tuples, tuples and None: DeepSpeed's hooks and torch's recomputation look
+into these and into nothing else. One process hands them on in memory; `parallel/pipeline.py` alone knows how they
+travel between ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-LM, TCD, HCD = 0, 1, 2
-"""Places in the tensor of loss sums."""
-
-NUM_LOSSES = 3
-
-RTD, GENERATOR_CORRECT, RTD_CORRECT, REPLACED, REPLACED_FOUND = 3, 4, 5, 6, 7
-"""Further places under ELECTRA: replaced-token detection, and four counts that only ride along."""
-
-NUM_ELECTRA_SUMS = 8
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.model.notes import NoteInputs
 
 
-@dataclass(frozen=True)
-class Draws:
-    """What TCD and HCD look at in one step. Their shapes say, without waiting for a device, what there is to do."""
+class Draws(NamedTuple):
+    """The random choices of an objective for one micro-batch. Their shapes say what there is to do, without a sync."""
 
     token_mask: Tensor
     """int64 `[batch, documents, seq]`: 1 at the tokens of TCD, by the documents of a row; `[batch, documents, 0]`
     switches TCD off."""
     heads: Tensor
-    """int64 `[layers, m′]` head numbers, ascending; `[layers, 0]` switches HCD off."""
-    sample_keys: Tensor | None = None
-    """int64 `[batch, seq]`: what ELECTRA samples its replacements by; None under other objectives."""
+    """int64 `[layers, m′]`: HCD's head numbers, ascending; `[layers, 0]` switches HCD off."""
+    own: Any = None
+    """A named tuple of tensors, the objective's `own_draws`, or None."""
+
+    @property
+    def num_documents(self) -> int:
+        """The largest number of documents in a row."""
+        return self.token_mask.shape[1]
 
     @classmethod
     def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
-        """Neither term."""
+        """Return draws that switch both terms off."""
         return cls(
             torch.empty(batch_size, 1, 0, dtype=torch.long, device=device),
             torch.empty(num_layers, 0, dtype=torch.long, device=device),
         )
 
 
-class StageState(NamedTuple):
-    """What every encoder layer reads and writes."""
+class Inputs(NamedTuple):
+    """One micro-batch, as the first stage takes it."""
 
+    batch: Batch
+    draws: Draws
+    notes: NoteInputs | None = None
+
+
+class State(NamedTuple):
+    """What every encoder layer reads and returns."""
+
+    inputs: Inputs
+    """The micro-batch; ELECTRA's sampling stage puts replaced ids and new labels here."""
     hidden: Tensor
-    """`[batch, seq, hidden]`."""
-    losses: Tensor
-    """fp32 `[3]`: sums so far of the LM, TCD and HCD terms; `[8]` under ELECTRA."""
+    """`[batch, seq, hidden]`; `[batch, ⌈seq / ranks⌉, hidden]` between the cut regions of sequence parallelism."""
     position: tuple[Tensor, ...]
-    """The position encoding's tensors, where one set serves all layers."""
-    document_ids: Tensor
-    """`[batch, seq]`, see `Batch`."""
-    position_ids: Tensor
-    """`[batch, seq]`, see `Batch`."""
-    labels: Tensor
-    """`[batch, seq]`, or `[batch, 0]` where nothing is predicted."""
-    token_mask: Tensor
-    """`[batch, documents, seq]` tokens of TCD, or `[batch, documents, 0]`; see `Draws`."""
+    """The position encoding's tensors; empty where every layer has an encoding of its own."""
     heads: Tensor
-    """`[layers, m′]` heads of HCD, or `[layers, 0]`."""
-    carried: tuple[Tensor, ...] = ()
-    """Integers that the layers hand on unread: what a later stage needs of the batch."""
+    """int64 `[layers, m′]`: HCD's heads in the layers that follow; `[layers, 0]` in ELECTRA's generator."""
+    head_cosine: Tensor
+    """fp32 (or fp64) scalar: HCD summed over the documents, as far as the layers have come."""
+    own: Any = None
+    """A named tuple of tensors that an earlier stage of the objective leaves for the last one, or None."""
+
+
+LEARNED = ("hidden", "position", "head_cosine", "own")
+"""Fields of `State` whose floating-point tensors receive gradients."""
+
+
+class Output(NamedTuple):
+    """What the last stage returns."""
+
+    sums: Tensor
+    """fp32 (or fp64) `[n]`: sums over the micro-batch, in the order of the objective's `sum_names`."""
+    notes: Tensor | None = None
+    """`[occurrences, hidden]`: the notes taken, see `objectives/notes.py`."""
+
+
+class End(NamedTuple):
+    """What an objective makes its sums of, in the last stage."""
+
+    state: State
+    hidden: Tensor
+    """`[batch, seq, hidden]`: the last hidden states, after the final LayerNorm of a pre-LN model."""
+    head: Any
+    """The model's head, a module of `model/heads.py`."""
+    predicted: Tensor | None = None
+    """`[num_predicted, hidden]`: hidden states where masked LM predicts, in the order of the labels."""
+
+
+class Judge(Protocol):
+    """The part of an objective that a model calls (`objectives/contract.py`)."""
 
     @property
-    def num_documents(self) -> int:
-        """The most documents that a row holds."""
-        return self.token_mask.shape[1]
+    def notes_share(self) -> float:
+        """λ of Taking Notes: the share of a note in the input; 0 without notes."""
 
-    def pack(self) -> tuple[Tensor, ...]:
-        """As a flat tuple of tensors."""
-        integers = (self.document_ids, self.position_ids, self.labels, self.token_mask, self.heads)
-        return (self.hidden, self.losses, *self.position, *integers, *self.carried)
+    def modules(self, hidden_size: int) -> nn.Module | None:
+        """Return the objective's own modules, or None."""
 
-    @classmethod
-    def unpack(cls, tensors: tuple[Tensor, ...]) -> StageState:
-        """The inverse of `pack`."""
-        hidden, losses, *position = (tensor for tensor in tensors if tensor.is_floating_point())
-        integers = [tensor for tensor in tensors if not tensor.is_floating_point()]
-        document_ids, position_ids, labels, token_mask, heads, *carried = integers
-        own = (document_ids, position_ids, labels, token_mask, heads)
-        return cls(hidden, losses, tuple(position), *own, tuple(carried))
+    def output(self, end: End) -> Output:
+        """Return the sums of the objective's terms and rates, and the notes taken."""

@@ -13,40 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.randomness import hash_uint64
-from megatron_ddrp.model.stages import Draws
-
-
-def draw(
-    document_ids: np.ndarray,
-    sequence_ids: np.ndarray,
-    position_ids: np.ndarray,
-    objective: ObjectiveConfig,
-    model: ModelConfig,
-    seed: int,
-    step: int,
-) -> Draws:
-    """The draws of one micro-batch (arrays `[batch, seq]`) at one step, on the CPU."""
-    num_documents = max(1, int(document_ids.max()))
-    draws = Draws.none(len(document_ids), model.num_layers)
-    token_mask, heads = draws.token_mask.expand(-1, num_documents, -1), draws.heads
-    if objective.tcd_weight:
-        token_mask = torch.from_numpy(
-            np.stack(
-                [
-                    sample_tokens(document_ids == number, sequence_ids, position_ids, objective.tcd_tokens, seed, step)
-                    for number in range(1, num_documents + 1)
-                ],
-                axis=1,
-            )
-        )
-    if objective.hcd_weight:
-        heads = torch.from_numpy(
-            sample_heads(model.num_layers, model.num_attention_heads, objective.hcd_heads, seed, step)
-        )
-    keys = sample_keys(sequence_ids, position_ids, seed, step) if objective.generates else None
-    return Draws(token_mask, heads, keys)
 
 
 def sample_tokens(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.model import similarity
+from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.parallel.collectives import sum_of_ranks
@@ -28,11 +29,10 @@ class CosineOfAllRanks:
         """`terms_by_head` says whether the position terms hold a part for each head, or one for all."""
         self.ranks, self.terms_by_head = ranks, terms_by_head
 
-    def __call__(
-        self, query: Tensor, key: Tensor, terms: PositionTerms, heads: Tensor, document_ids: Tensor, num_documents: int
-    ) -> Tensor:
-        """`query`, `key` `[b, own heads, s, d]`, `heads` `[m′]` numbered over all ranks → `[b, documents]`."""
-        documents = similarity.document_mask(document_ids, num_documents)
+    def __call__(self, attending: Attending) -> Tensor:
+        """Return the cosine `[b, documents]`; `attending` has our own heads, and the wanted ones by global number."""
+        query, key, _, terms, document_ids, heads, *_ = attending
+        documents = similarity.document_mask(document_ids, attending.num_documents)
         num_heads = query.shape[1] * self.ranks.tensor_size
         if len(heads) == num_heads:
             total = sum_of_ranks(self._total(query, key, terms, document_ids, documents), self.ranks)

@@ -1,25 +1,33 @@
 """One rank's part of the pipeline: consecutive stages of the model's one list, and what is sent between two parts.
 
-A `StageState` holds several floats and several integers. Between ranks it travels as two flat tensors, one of floats
-and one of integers. One float tensor means one backward pass through a part: DeepSpeed runs one for each float tensor
-of a tuple, through layers that all of them came from. Shapes stand at the head of the integers.
+`Inputs` and `State` are nested named tuples (`model/stages.py`). Between ranks they travel as two flat tensors: one of
+the floats that receive gradients (`LEARNED`), bit for bit, and one of bytes with all the rest behind a header that
+describes the nesting, types and shapes. One float tensor means one backward pass through a part: DeepSpeed runs one per
+float tensor of a tuple, through layers that all of them came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.model.bert import run_stage
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage
+from megatron_ddrp.model.notes import NoteInputs
+from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Output, State
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
-HEADER = 128
-"""Integers that describe the tensors: their number, then for each its type, rank and shape."""
+HEADER = 256
+"""Integers that describe what travels."""
+
+NONE, TENSOR, TUPLE, NAMED = range(4)
+"""First number of each item in the header."""
 
 
 def split_stages(stages: Sequence[nn.Module], num_parts: int) -> list[list[nn.Module]]:
@@ -41,10 +49,10 @@ def split_stages(stages: Sequence[nn.Module], num_parts: int) -> list[list[nn.Mo
 class PipelinePart(nn.Module):
     """Consecutive stages on one rank."""
 
-    def __init__(self, stages: Sequence[nn.Module], first: bool, last: bool, recompute: bool) -> None:
+    def __init__(self, stages: Sequence[nn.Module], last: bool, recompute: bool, courier: Courier) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
-        self.first, self.last, self.recompute = first, last, recompute
+        self.last, self.recompute, self.courier = last, recompute, courier
         self.seed: Callable[[int], None] = lambda number: None
         self.number = 0
 
@@ -52,43 +60,81 @@ class PipelinePart(nn.Module):
         """Call `seed(number)` before each of the coming micro-batches in training, counted from 0."""
         self.seed, self.number = seed, 0
 
-    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-        """The ids of a micro-batch, or what the part before sent → what the next part takes, or the model's output."""
+    def forward(self, sent: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | Output:
+        """Return what the next part takes, or the model's output, from what the part before sent."""
         if self.training:
             self.seed(self.number)
             self.number += 1
-        tensors = tensors if self.first else receive(*tensors)
-        for stage in self.stages:
-            tensors = run_stage(stage, tensors, self.recompute)
-        return tensors if self.last else send(tensors)
+        given = run_stages(self.stages, self.courier.receive(*sent), self.recompute)
+        return given if self.last else self.courier.send(given)
 
 
-def send(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Floats, then integers → (flat floats, flat integers with the shapes at their head)."""
-    floats = [x for x in tensors if x.is_floating_point()]
-    integers = [x for x in tensors if not x.is_floating_point()]
-    header = [len(tensors)]
-    for x in (*floats, *integers):
-        header += [DTYPES.index(x.dtype), x.dim(), *x.shape]
-    assert len(header) <= HEADER, f"{len(tensors)} tensors need {len(header)} numbers, {HEADER} are there"
-    described = torch.tensor(header + [0] * (HEADER - len(header)), device=integers[0].device)
-    return _Flatten.apply(*floats), torch.cat([described, *(x.flatten() for x in integers)])
+class Courier:
+    """Turns `Inputs` and `State` into two flat tensors and back."""
+
+    def __init__(self, travelling: tuple[type, ...] = ()) -> None:
+        """`travelling` are the named tuples that the objective adds, alike on all ranks."""
+        self.named: tuple[Any, ...] = (Inputs, State, Batch, Draws, NoteInputs, *travelling)
+
+    def send(self, given: Inputs | State) -> tuple[Tensor, Tensor]:
+        """Return (the floats that receive gradients, flat; all the rest as bytes behind a header)."""
+        leaves = list(_leaves(given))
+        header = [len(leaves)]
+        for x, is_learned in leaves:
+            header += [is_learned, DTYPES.index(x.dtype), x.dim(), *x.shape]
+        header += self._nesting(given)
+        assert len(header) <= HEADER, f"the header takes {len(header)} numbers, {HEADER} are there"
+        device = leaves[0][0].device
+        described = torch.tensor(header + [0] * (HEADER - len(header)), device=device)
+        learned = [x for x, is_learned in leaves if is_learned]
+        rest = [described, *(x for x, is_learned in leaves if not is_learned)]
+        floats = _Flatten.apply(*learned) if learned else torch.zeros(0, device=device)
+        return floats, torch.cat([x.contiguous().flatten().view(torch.uint8) for x in rest])
+
+    def receive(self, floats: Tensor, rest: Tensor) -> Any:
+        """Return the `Inputs` or `State` that `send` was given."""
+        start = HEADER * torch.int64.itemsize
+        header = iter(rest[:start].view(torch.int64).tolist())
+        described = []
+        for _ in range(next(header)):
+            is_learned, dtype, rank = next(header), DTYPES[next(header)], next(header)
+            described.append((is_learned, tuple(next(header) for _ in range(rank)), dtype))
+        shapes = [shape for is_learned, shape, _ in described if is_learned]
+        dtypes = [dtype for is_learned, _, dtype in described if is_learned]
+        learned = iter(_Unflatten.apply(floats, shapes, dtypes) if shapes else ())
+        others = [(shape, dtype) for is_learned, shape, dtype in described if not is_learned]
+        others_there = iter(_unflatten(rest[start:], [s for s, _ in others], [d for _, d in others]))
+        return self._build(header, (next(learned) if d[0] else next(others_there) for d in described))
+
+    def _nesting(self, value: Any) -> list[int]:
+        """Return numbers that say how tensors and None are nested in named tuples and tuples."""
+        if value is None or isinstance(value, Tensor):
+            return [NONE if value is None else TENSOR]
+        is_named = type(value) in self.named
+        numbers = [NAMED, self.named.index(type(value))] if is_named else [TUPLE, len(value)]
+        return numbers + [number for item in value for number in self._nesting(item)]
+
+    def _build(self, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Any:
+        """Return the value of which `_nesting` gave the numbers, filled with its tensors in their order."""
+        kind = next(numbers)
+        if kind in (NONE, TENSOR):
+            return None if kind == NONE else next(tensors)
+        which = next(numbers)
+        if kind == TUPLE:
+            return tuple(self._build(numbers, tensors) for _ in range(which))
+        return self.named[which](*(self._build(numbers, tensors) for _ in self.named[which]._fields))
 
 
-def receive(flat_floats: Tensor, flat_integers: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of `send`."""
-    header = flat_integers[:HEADER].tolist()
-    shapes, dtypes, place = [], [], 1
-    for _ in range(header[0]):
-        dtype, rank = header[place : place + 2]
-        shapes.append(tuple(header[place + 2 : place + 2 + rank]))
-        dtypes.append(DTYPES[dtype])
-        place += 2 + rank
-    count = sum(dtype.is_floating_point for dtype in dtypes)
-    floats = _Unflatten.apply(flat_floats, shapes[:count], dtypes[:count])
-    sizes = [torch.Size(shape).numel() for shape in shapes[count:]]
-    integers = zip(flat_integers[HEADER:].split(sizes), shapes[count:], dtypes[count:], strict=True)
-    return (*floats, *(x.view(shape).to(dtype) for x, shape, dtype in integers))
+def _leaves(value: Any, is_learned: bool = False) -> Iterator[tuple[Tensor, bool]]:
+    """Yield every tensor inside nested tuples, and whether it is a float that receives a gradient."""
+    if isinstance(value, Tensor):
+        yield value, is_learned and value.is_floating_point()
+    elif isinstance(value, State):
+        for name, item in zip(value._fields, value, strict=True):
+            yield from _leaves(item, name in LEARNED)
+    elif value is not None:
+        for item in value:
+            yield from _leaves(item, is_learned)
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -33,12 +33,16 @@ from torch import Tensor, nn
 from megatron_ddrp.model.electra import GeneratorEmbeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
-from megatron_ddrp.model.stages import StageState
+from megatron_ddrp.model.stages import State
 from megatron_ddrp.parallel.collectives import copy_to_ranks, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.parallel.tensor_parallel import RowParallelLinear, own_randomness, replace_modules
-
-Tensors = tuple[Tensor, ...]
+from megatron_ddrp.parallel.tensor_parallel import (
+    FeedForwardOfRanks,
+    RowParallelLinear,
+    SelfAttentionOfRanks,
+    own_randomness,
+    specialise,
+)
 
 
 class _Exchange(torch.autograd.Function):
@@ -97,7 +101,7 @@ def _reduce_scattered(ranks: Ranks, whole: Tensor) -> Tensor:
 
 
 class Rows:
-    """The rows that a layer works on now: what the modules below have to know of each other.
+    """What the modules below know of each other: the rows that a layer works on now.
 
     Attributes:
         length: tokens of the whole rows of which the layer has parts; None where it is given whole ones.
@@ -108,58 +112,62 @@ class Rows:
         self.length: int | None = None
 
     def shared(self, parameters: Tensor) -> Tensor:
-        """Parameters alike on all ranks, for use on these rows."""
+        """Return parameters that are alike on all ranks, for use on these rows."""
         return parameters if self.length is None else copy_to_ranks(parameters, self.ranks)
 
-    def begin_layer(self, layer: nn.Module, inputs: tuple[Tensors]) -> None:
-        """Before an encoder layer: parts enter."""
-        self.length = StageState.unpack(inputs[0]).document_ids.shape[1]
+    def enter(self, x: Tensor) -> Tensor:
+        """Return whole rows from a part, or from whole rows, to a cut region."""
+        return copy_to_ranks(x, self.ranks) if self.length is None else enter(x, self.length, self.ranks)
 
-    def end_layers(self, layer: nn.Module, inputs: tuple[Tensors], outputs: Tensors) -> Tensors:
-        """After the last one: whole rows go on."""
-        assert self.length is not None
-        return (join(outputs[0], self.length, self.ranks), *outputs[1:])
-
-    def decode(self, decoder: nn.Module, inputs: tuple[Tensors, EncoderLayer]) -> tuple[Tensors, EncoderLayer]:
-        """Before the mask decoder: whole rows from here on, until the next layer begins or embeddings are split."""
-        tensors, last_layer = inputs
-        length = StageState.unpack(tensors).document_ids.shape[1]
-        self.length = None
-        return (join(tensors[0], length, self.ranks), *tensors[1:]), last_layer
+    def join(self, state: State) -> State:
+        """Return a state with whole rows in place of parts."""
+        return state._replace(hidden=join(state.hidden, state.inputs.batch.input_ids.shape[1], self.ranks))
 
 
-class Enter(nn.Module):
-    """Where rows enter a cut region."""
+class EncoderLayerOfParts(EncoderLayer):
+    """A layer that takes and returns parts; the last one returns whole rows."""
 
-    def __init__(self, _identity: nn.Module, rows: Rows) -> None:
-        super().__init__()
-        self.rows = rows
+    rows: Rows
+
+    def forward(self, state: State) -> State:
+        self.rows.length = state.inputs.batch.input_ids.shape[1]
+        state = super().forward(state)
+        return self.rows.join(state) if self.number == self.config.num_layers - 1 else state
+
+
+class SelfAttentionOfParts(SelfAttentionOfRanks):
+    """Attention that gathers the rows which enter."""
+
+    rows: Rows
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return self.rows.enter(hidden)
+
+
+class FeedForwardOfParts(FeedForwardOfRanks):
+    """A feed-forward block that gathers the rows which enter."""
+
+    rows: Rows
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return self.rows.enter(hidden)
+
+
+class RowParallelLinearToParts(RowParallelLinear):
+    """A `RowParallelLinear` of whose output this rank gets its part, unless the rows are whole."""
+
+    rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """A part, or where the rows are whole these → whole rows."""
-        rows = self.rows
-        return copy_to_ranks(x, rows.ranks) if rows.length is None else enter(x, rows.length, rows.ranks)
-
-
-class RowParallelLinearToParts(nn.Module):
-    """`RowParallelLinear`, of whose output this rank gets its part, unless the rows are whole."""
-
-    def __init__(self, linear: RowParallelLinear, rows: Rows) -> None:
-        super().__init__()
-        self.rows, self.weight, self.bias = rows, linear.weight, linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        summand, ranks = F.linear(x, self.weight), self.rows.ranks
-        total = sum_of_ranks(summand, ranks) if self.rows.length is None else leave(summand, ranks)
+        summand = F.linear(x, self.weight)
+        total = sum_of_ranks(summand, self.ranks) if self.rows.length is None else leave(summand, self.ranks)
         return total + self.rows.shared(self.bias)
 
 
-class NormOfParts(nn.Module):
+class NormOfParts(nn.LayerNorm):
     """A LayerNorm whose parameters learn from all parts."""
 
-    def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:
-        super().__init__()
-        self.rows, self.weight, self.bias, self.eps = rows, norm.weight, norm.bias, norm.eps
+    rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.rows.shared(torch.stack((self.weight, self.bias)))
@@ -174,23 +182,19 @@ class SplittingNorm(NormOfParts):
         return super().forward(split(x, self.rows.ranks))
 
 
-class LinearOfParts(nn.Module):
+class LinearOfParts(nn.Linear):
     """The projection behind `SplittingNorm` in ELECTRA's generator, whose parameters learn from all parts."""
 
-    def __init__(self, linear: nn.Linear, rows: Rows) -> None:
-        super().__init__()
-        self.rows, self.weight, self.bias = rows, linear.weight, linear.bias
+    rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.rows.shared(self.weight), self.rows.shared(self.bias))
 
 
 class DropoutOfParts(nn.Dropout):
-    """Draws for each part its own, where the rows are whole alike on all ranks."""
+    """Dropout that draws for each part its own, and alike on all ranks where the rows are whole."""
 
-    def __init__(self, dropout: nn.Dropout, rows: Rows) -> None:
-        super().__init__(dropout.p)
-        self.rows = rows
+    rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rows.length is None or not (self.p and self.training):
@@ -199,27 +203,33 @@ class DropoutOfParts(nn.Dropout):
             return super().forward(x)
 
 
-REPLACED = (
-    (r"(attention|feed_forward)\.enter", Enter),
+class MaskDecoderOfParts(EnhancedMaskDecoder):
+    """The mask decoder works on whole rows, until the next layer begins or embeddings are split."""
+
+    rows: Rows
+
+    def forward(self, state: State, last_layer: EncoderLayer) -> Tensor:
+        self.rows.length = None
+        return super().forward(self.rows.join(state), last_layer)
+
+
+PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
+    (r"layers\.\d+", EncoderLayerOfParts),
+    (r"attention", SelfAttentionOfParts),
+    (r"feed_forward", FeedForwardOfParts),
     (r"(attention|feed_forward)\.output", RowParallelLinearToParts),
     (r"(attention|feed_forward)_norm", NormOfParts),
     (r"embeddings\.norm", SplittingNorm),
     (r"(layers\.\d+|embeddings)\.dropout", DropoutOfParts),
+    (r"mask_decoder", MaskDecoderOfParts),
 )
-"""(pattern of the end of a module's name, what takes its place)."""
+"""(pattern of the end of a module's name, what a module of that name becomes, where it is a subclass)."""
 
 
 def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     """Make a model that `apply_tensor_parallel` has cut keep parts of the rows between its cut regions, in place."""
     rows = Rows(ranks)
-    replace_modules(model, REPLACED, rows)
+    specialise(model, PARALLEL, rows=rows)
     for module in model.modules():
         if type(module) is GeneratorEmbeddings:  # in the former layout whole rows are projected
-            assert isinstance(module.projection, nn.Linear)
-            module.projection = LinearOfParts(module.projection, rows)
-        if isinstance(module, EncoderLayer):
-            module.register_forward_pre_hook(rows.begin_layer)
-            if module.number == module.config.num_layers - 1:
-                module.register_forward_hook(rows.end_layers)
-        if isinstance(module, EnhancedMaskDecoder):
-            module.register_forward_pre_hook(rows.decode)
+            specialise(module, ((r"projection", LinearOfParts),), rows=rows)

@@ -2,8 +2,9 @@
 
 The model is initialised whole, so that every layout starts from the same weights; then each rank keeps its part of what
 `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows needs no other code: it is a smaller layer. What
-the cut does need is said by a table here: where replicated tensors enter a cut region, their gradient is summed over
-the ranks (f in the paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
+the cut does need is in one table, `PARALLEL`: a module becomes a subclass of its own class that overrides the methods
+which meet other ranks. Where replicated tensors enter a cut region, their gradient is summed over the ranks (f in the
+paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
 
 Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads alone, so each
 sees a part of their gradient. The parts are summed on the parameter itself, whatever the encoding does with it; what
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,51 +24,70 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.encoder import SelfAttention
-from megatron_ddrp.model.heads import MaskedLMHead
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.encoder import FeedForward, SelfAttention
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.collectives import all_reduced, copy_to_ranks, sum_of_ranks
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
-from megatron_ddrp.parallel.vocabulary import (
-    VocabularyParallelEmbedding,
-    best_of_ranks,
-    masked_lm_sum_of_ranks,
-    sample_of_ranks,
-)
+from megatron_ddrp.parallel.vocabulary import MaskedLMHeadOfRanks, VocabularyParallelEmbedding
 
 
-class CopyToRanks(nn.Module):
-    """Where a replicated tensor enters a cut region of a layer."""
+class SelfAttentionOfRanks(SelfAttention):
+    """Attention of which this rank has some heads."""
 
-    def __init__(self, _identity: nn.Module, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks = ranks
+    ranks: Ranks
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return copy_to_ranks(hidden, self.ranks)
+
+    def own_randomness(self) -> contextlib.AbstractContextManager:
+        return own_randomness(self.ranks)
+
+    def cosine_apart(self, attending: Attending) -> Tensor:
+        has_parts_by_head = bool(self.encoding.by_head or self.encoding.layer_part.by_head)
+        return CosineOfAllRanks(self.ranks, has_parts_by_head)(attending)
+
+
+class FeedForwardOfRanks(FeedForward):
+    """A feed-forward block of which this rank has some inner dimensions."""
+
+    ranks: Ranks
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return copy_to_ranks(hidden, self.ranks)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear map of which this rank has some rows: takes the whole input, gives its part of the output."""
+
+    ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return copy_to_ranks(x, self.ranks)
+        return super().forward(copy_to_ranks(x, self.ranks))
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(nn.Linear):
     """A linear map of which this rank has some columns: takes its part of the input, gives the whole output."""
 
-    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
+    ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
         """`[.., in / tensor_size]` → `[.., out]`, the bias added once, to the sum."""
         return sum_of_ranks(F.linear(x, self.weight), self.ranks) + self.bias
 
 
-REPLACED = (
-    (r"(attention|feed_forward)\.enter", CopyToRanks),
+PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
+    (r"attention", SelfAttentionOfRanks),
+    (r"feed_forward", FeedForwardOfRanks),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
     (r"embeddings\.token", VocabularyParallelEmbedding),
+    (r"head", MaskedLMHeadOfRanks),
+    (r"head\.decoder", ColumnParallelLinear),
 )
-"""(pattern of the end of a module's name, what takes its place)."""
+"""(pattern of the end of a module's name, what a module of that name becomes, where it is a subclass)."""
 
 
 def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
@@ -75,32 +95,20 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
     if ranks.tensor_size == 1:
         return
     _keep_own_parts(model, config, ranks)
-    encoding = encoding_class(config.position_encoding)
-    cosine = CosineOfAllRanks(ranks, bool(encoding.by_head or encoding.layer_part.by_head))
-    replace_modules(model, REPLACED, ranks)
+    specialise(model, PARALLEL, ranks=ranks)
     _sum_shared_position_gradients(model, ranks)
-    for module in model.modules():
-        if isinstance(module, SelfAttention):
-            module.cosine_of_all_ranks = cosine
-            module.own_randomness = partial(own_randomness, ranks)
-        if isinstance(module, MaskedLMHead):
-            module.decoder.register_forward_pre_hook(partial(_copy_input, ranks))
-            module.first_piece = ranks.tensor_rank * len(module.decoder.weight)
-            module.lm_sum = partial(masked_lm_sum_of_ranks, first_piece=module.first_piece, ranks=ranks)
-            module.sample = partial(sample_of_ranks, first_piece=module.first_piece, ranks=ranks)
-            module.best = partial(best_of_ranks, first_piece=module.first_piece, ranks=ranks)
 
 
-def replace_modules(model: nn.Module, table: Sequence[tuple[str, Callable[..., nn.Module]]], *arguments: Any) -> None:
-    """Put `replacement(module, *arguments)` in place of the modules that `table` names by the end of their names."""
-    replaced: dict[nn.Module, nn.Module] = {}  # once each, though two may share it, as ELECTRA's embeddings do
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        for pattern, replacement in table:
-            if re.search(rf"(^|\.){pattern}$", name):
-                if module not in replaced:
-                    replaced[module] = replacement(module, *arguments)
-                parent, _, own_name = name.rpartition(".")
-                model.get_submodule(parent).register_module(own_name, replaced[module])
+def specialise(model: nn.Module, table: Sequence[tuple[str, type[nn.Module]]], **attributes: Any) -> None:
+    """Make each module that `table` names an instance of the subclass given there, with some more attributes.
+
+    The module stays the same object with the same parameters, so that what shares it goes on sharing it.
+    """
+    for name, module in model.named_modules():
+        for pattern, subclass in table:
+            if re.search(rf"(^|\.){pattern}$", name) and issubclass(subclass, type(module)):
+                module.__class__ = subclass
+                vars(module).update(attributes)
 
 
 def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
@@ -118,10 +126,6 @@ def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None
                     part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norms count each part
                 parts[id(whole)] = part
             setattr(module, name, parts[id(whole)])
-
-
-def _copy_input(ranks: Ranks, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(copy_to_ranks(x, ranks) for x in inputs)
 
 
 def _sum_shared_position_gradients(model: nn.Module, ranks: Ranks) -> None:

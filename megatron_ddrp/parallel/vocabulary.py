@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.heads import MaskedLMHead
 from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
 
@@ -23,18 +23,34 @@ def _own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.where(here, rows, 0), here
 
 
-class VocabularyParallelEmbedding(nn.Module):
+class VocabularyParallelEmbedding(nn.Embedding):
     """Some rows of an embedding; a token's vector comes from the rank that has it."""
 
-    def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks, self.weight = ranks, embedding.weight
-        self.first_piece = ranks.tensor_rank * len(self.weight)
+    ranks: Ranks
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 `[..]` → `[.., hidden]`, alike on all ranks."""
-        rows, here = _own_rows(input_ids, self.first_piece, len(self.weight))
+        rows, here = _own_rows(input_ids, self.ranks.tensor_rank * len(self.weight), len(self.weight))
         return sum_of_ranks(F.embedding(rows, self.weight) * here.unsqueeze(-1), self.ranks)
+
+
+class MaskedLMHeadOfRanks(MaskedLMHead):
+    """A masked-LM head whose logits are those of some pieces, alike in what it returns on all ranks."""
+
+    ranks: Ranks
+
+    @property
+    def first_piece(self) -> int:  # type: ignore[override]
+        return self.ranks.tensor_rank * len(self.decoder.weight)
+
+    def lm_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return _CrossEntropyOfRanks.apply(logits, labels, self.first_piece, self.ranks)
+
+    def winner(self, scores: Tensor, columns: Tensor) -> Tensor:
+        """Return the piece of the largest score, of equal ones the first; `scores`, `columns` `[n]` are our best."""
+        largest = all_reduced(scores, self.ranks, dist.ReduceOp.MAX)
+        pieces = torch.where(scores == largest, columns + self.first_piece, torch.iinfo(torch.int64).max)
+        return all_reduced(pieces, self.ranks, dist.ReduceOp.MIN)
 
 
 class _CrossEntropyOfRanks(torch.autograd.Function):
@@ -55,29 +71,3 @@ class _CrossEntropyOfRanks(torch.autograd.Function):
         probabilities, rows, here = ctx.saved_tensors
         d_logits = probabilities.scatter_add(1, rows.unsqueeze(1), -here.to(probabilities.dtype).unsqueeze(1))
         return (d_logits * gradient).to(ctx.dtype), None, None, None
-
-
-def masked_lm_sum_of_ranks(logits: Tensor, labels: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
-    """Sum over predicted tokens of −log p(label), in nats, as `masked_lm_sum`, alike on all tensor-parallel ranks.
-
-    `logits` `[num_predicted, rows]` of the pieces from `first_piece` on, `labels` int64 `[num_predicted]` →
-    fp32 (or fp64) scalar.
-    """
-    return _CrossEntropyOfRanks.apply(logits, labels, first_piece, ranks)
-
-
-def sample_of_ranks(logits: Tensor, keys: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
-    """A piece for each token from the softmax over all ranks' logits: the same as `electra.sample` on one device."""
-    return _winner_of_ranks(*gumbel_argmax(logits, keys, first_piece), first_piece, ranks)
-
-
-def best_of_ranks(logits: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
-    """The likeliest piece of each token over all ranks' logits."""
-    return _winner_of_ranks(*logits.detach().max(-1), first_piece, ranks)
-
-
-def _winner_of_ranks(scores: Tensor, columns: Tensor, first_piece: int, ranks: Ranks) -> Tensor:
-    """int64 `[n]`: the piece of the largest score, of equal ones the first; `scores`, `columns` `[n]` are our best."""
-    largest = all_reduced(scores, ranks, dist.ReduceOp.MAX)
-    pieces = torch.where(scores == largest, columns + first_piece, torch.iinfo(torch.int64).max)
-    return all_reduced(pieces, ranks, dist.ReduceOp.MIN)

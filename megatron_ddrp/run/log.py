@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -182,20 +182,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-LABELS = {
-    "lm_loss": "mlm",
-    "tcd_loss": "tcd",
-    "hcd_loss": "hcd",
-    "rtd_loss": "rtd",
-    "rtd_accuracy": "rtd accuracy",
-    "rtd_recall": "recall",
-}
-"""Key of a row → what the progress line calls it."""
-
-
-def terms(row: dict[str, Any], digits: int = 3, prefix: str = "") -> str:
-    """`mlm 6.010 tcd 0.402`: the terms that a row has, under keys with a prefix."""
-    return " ".join(f"{label} {row[prefix + key]:.{digits}f}" for key, label in LABELS.items() if prefix + key in row)
+def terms(row: dict[str, Any], labels: Mapping[str, str], digits: int = 3, prefix: str = "") -> str:
+    """Return `mlm 6.010 tcd 0.402`: the labelled numbers that a row has, under keys with a prefix."""
+    return " ".join(f"{label} {row[prefix + key]:.{digits}f}" for key, label in labels.items() if prefix + key in row)
 
 
 def similarities(row: dict[str, Any]) -> str:
@@ -205,11 +194,11 @@ def similarities(row: dict[str, Any]) -> str:
     return f" | f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}"
 
 
-def progress_line(row: dict[str, Any], train_iters: int, eta: str) -> str:
+def progress_line(row: dict[str, Any], labels: Mapping[str, str], train_iters: int, eta: str) -> str:
     """`step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | eta 9h12m`."""
     rate = row["tokens_per_second"]
     speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
     return (
-        f"step {row['iteration']}/{train_iters} | loss {row['loss']:.3f} ({terms(row)}) | lr {row['lr']:.2e} | "
+        f"step {row['iteration']}/{train_iters} | loss {row['loss']:.3f} ({terms(row, labels)}) | lr {row['lr']:.2e} | "
         f"gnorm {row['grad_norm']:.2f} | {speed} tok/s | eta {eta}"
     )

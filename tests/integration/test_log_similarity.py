@@ -12,8 +12,9 @@ from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.similarity import document_mask
-from megatron_ddrp.model.stages import HCD, TCD, Draws
+from megatron_ddrp.model.stages import Draws
 from tests.integration.launch import read_rows, start_ranks
+from tests.unit.model.tiny import named_sums
 
 VALIDATION = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1, "objective": "mlm"}
 
@@ -33,13 +34,15 @@ def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None
 
     model, _, config = load_model(tmp_path / "with")
     heads = torch.arange(4).expand(config.model.num_layers, -1)
-    sums, count = torch.zeros(3), 0
+    tokens, heads_alike, count = 0.0, 0.0, 0
     for arrays in Corpus.open(parse_arguments(command).config).loader("valid", 0, 1).step(0):
         batch = arrays.map(torch.from_numpy)
-        sums += model(batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
+        sums = named_sums(model, batch, Draws(document_mask(batch.document_ids, 1).long(), heads))
+        tokens += sums["tcd_loss"].item()
+        heads_alike += sums["hcd_loss"].item()
         count += len(batch.input_ids)
-    assert row["token_similarity"] == pytest.approx(sums[TCD].item() / count, rel=1e-5)
-    assert row["head_similarity"] == pytest.approx(sums[HCD].item() / count, rel=1e-4, abs=1e-6)
+    assert row["token_similarity"] == pytest.approx(tokens / count, rel=1e-5)
+    assert row["head_similarity"] == pytest.approx(heads_alike / count, rel=1e-4, abs=1e-6)
 
 
 def test_one_head_has_no_similarity(flags) -> None:

@@ -16,10 +16,9 @@ from megatron_ddrp.config import ENCODINGS, Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.engine.losses import count_sequences
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.attention.backends import BACKENDS
-from megatron_ddrp.objectives.draws import draw
+from megatron_ddrp.objectives.contract import count_sequences, make_objective
 from tests.integration.launch import read_rows, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
@@ -64,9 +63,8 @@ def sums_and_gradients(config: Config, packing: bool, backend: str) -> tuple[Ten
     total = torch.zeros(3, dtype=torch.float64)
     weights = torch.tensor([1.0, 20.0, 20.0], dtype=torch.float64)
     for arrays in corpus.loader("train", 0, 1).step(0):
-        ids = arrays.document_ids, arrays.sequence_ids, arrays.position_ids
-        draws = draw(*ids, config.objective, config.model, config.training.seed, 1)
-        sums = model(arrays.map(torch.from_numpy), draws)
+        draws = make_objective(config.objective).draw(arrays, config.model, config.training.seed, 1)
+        sums = model(arrays.map(torch.from_numpy), draws).sums
         (sums * weights).sum().backward()
         total += sums.detach()
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -92,7 +90,8 @@ def test_losses_and_gradients_of_a_global_batch(
 
 def test_sequences_are_counted_by_document() -> None:
     document_ids = np.array([[1, 1, 2, 3, 3], [1, 2, 2, 0, 0], [1, 1, 1, 1, 1], [1, 2, 3, 4, 5], [0, 0, 0, 0, 0]])
-    assert count_sequences(document_ids) == 2 + 1 + 1 + 0 + 0
+    nothing = np.zeros_like(document_ids)
+    assert count_sequences(Batch(nothing, nothing, document_ids, nothing, nothing, nothing)) == 2 + 1 + 1 + 0 + 0
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from megatron_ddrp.checkpoint import MODEL, OPTIMIZER, StoredTensors, newest
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, ParallelConfig, encoding_class
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
-from megatron_ddrp.model.stages import Draws
-from megatron_ddrp.objectives.draws import sample_keys
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import own_part
@@ -157,9 +155,8 @@ def _gradients(model: Encoder, heads: tuple[tuple[int, ...], ...]) -> dict[str, 
     """Of every trained parameter, by name; every term of the loss has its weight."""
     batch = tiny_batch()
     draws = some_draws(batch, heads)
-    keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, 1)
-    draws = Draws(draws.token_mask, draws.heads, keys) if "generator" in dict(model.named_children()) else draws
-    sums = model(batch, draws)
+    draws = draws._replace(own=model.head.objective.draw_own(batch.map(lambda field: field.numpy()), 1234, 1))
+    sums = model(batch, draws).sums
     (sums * torch.linspace(0.7, 1.3, len(sums))).sum().backward()
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 

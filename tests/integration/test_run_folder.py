@@ -14,9 +14,10 @@ from megatron_ddrp.config import load_config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import load_tokenizer
-from megatron_ddrp.model.stages import LM, Draws
+from megatron_ddrp.model.stages import Draws
 from tests.conftest import TinyCorpus
 from tests.integration.launch import read_rows, start_ranks, training_rows
+from tests.unit.model.tiny import named_sums
 
 Flags = Callable[..., list[str]]
 KEYS = [
@@ -117,7 +118,8 @@ def validation_loss(folder: Path) -> float:
         for step in range(config.logging.eval_iters):
             for arrays in loader.step(step * config.training.global_batch_size):
                 batch = arrays.map(torch.from_numpy)
-                loss_sum += float(model(batch, Draws.none(len(batch.input_ids), config.model.num_layers))[LM])
+                draws = Draws.none(len(batch.input_ids), config.model.num_layers)
+                loss_sum += float(named_sums(model, batch, draws)["lm_loss"])
                 predicted += int((batch.labels != IGNORED_LABEL).sum())
     return loss_sum / predicted
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
-from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.model.stages import State
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.sequence_parallel import REPLACED, apply_sequence_parallel, enter, join, leave, split
+from megatron_ddrp.parallel.sequence_parallel import PARALLEL, apply_sequence_parallel, enter, join, leave, split
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 from tests.integration.courses import TIMEOUT, largest_differences, run_courses, run_ranks
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
@@ -121,10 +121,12 @@ def test_between_the_cut_regions_each_rank_has_its_part() -> None:
         assert report["shapes"] == {
             "embeddings.norm": [whole, part],
             "embeddings.dropout": [part, part],
-            "layers.0.attention.enter": [part, whole],
+            "layers.0.attention": [part, part],
+            "layers.0.attention.query": [whole, [BATCH, LENGTH, HIDDEN // 2]],
             "layers.0.attention.output": [[BATCH, LENGTH, HIDDEN // 2], part],
             "layers.0.attention_norm": [part, part],
-            "layers.0.feed_forward.enter": [part, whole],
+            "layers.0.feed_forward": [part, part],
+            "layers.0.feed_forward.input": [whole, [BATCH, LENGTH, 5]],
             "layers.0.feed_forward.output": [[BATCH, LENGTH, 5], part],
             "layers.0.dropout": [part, part],
             "layers.0.feed_forward_norm": [part, part],
@@ -146,7 +148,8 @@ def _look(_words: list[list[str]], _error: Path) -> dict[str, Any]:
     apply_sequence_parallel(model, ranks)
     shapes: dict[str, list[list[int]]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (EncoderLayer, *(kind for _, kind in REPLACED))) and not name.startswith("layers.1."):
+        enters = name.endswith(("attention.query", "feed_forward.input"))
+        if (enters or isinstance(module, tuple(kind for _, kind in PARALLEL))) and not name.startswith("layers.1."):
             module.register_forward_hook(partial(_note_shapes, shapes, name))
     kept, seen = _kept_bytes(model), dict(shapes)
     torch.manual_seed(5)
@@ -175,11 +178,11 @@ def _kept_bytes(model: Encoder) -> int:
 
     batch = tiny_batch(lengths=(LENGTH, 4, 2), seq=LENGTH)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(batch, some_draws(batch, heads=((0, 1), (0, 1)))).sum().backward()
+        model(batch, some_draws(batch, heads=((0, 1), (0, 1)))).sums.sum().backward()
     return sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in own)
 
 
 def _note_shapes(shapes: dict[str, list[list[int]]], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Of the hidden states that go in and come out."""
-    given, taken = (x[0] if isinstance(x, tuple) else x for x in (inputs[0], output))
-    shapes[name] = [list(given.shape), list(taken.shape)]
+    """Note the shapes of the hidden states that go in and come out."""
+    given, taken = ((x[0] if type(x) is tuple else x) for x in (inputs[0], output))
+    shapes[name] = [list((x.hidden if isinstance(x, State) else x).shape) for x in (given, taken)]

@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
 from megatron_ddrp.model.positions import LayerPositions
-from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.model.stages import Draws, Inputs
 from tests.unit.model.tiny import encode, some_draws, tiny_batch, tiny_config, tiny_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -129,13 +129,13 @@ def position_parameters(model):
 def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
     model, batch = tiny_model(position_encoding="absolute"), tiny_batch(lengths=(7,))
     batch = batch._replace(segment_ids=torch.zeros_like(batch.segment_ids))
-    embed = model.embeddings.embed
-    before = embed(batch.input_ids, batch.segment_ids, batch.position_ids).detach().clone()
+    inputs = Inputs(batch, Draws.none(1, 2))
+    before = model.embeddings.embed(inputs).detach().clone()
     before_hidden = encode(model, batch)
     for row in range(7):
         with torch.no_grad():
             model.embeddings.absolute.weight[row, 0] += 0.5
-            moved = (embed(batch.input_ids, batch.segment_ids, batch.position_ids) - before).abs().sum(-1)[0] > 1e-9
+            moved = (model.embeddings.embed(inputs) - before).abs().sum(-1)[0] > 1e-9
             assert (encode(model, batch) - before_hidden).abs().sum(-1).gt(1e-9).all()  # through attention, all move
             model.embeddings.absolute.weight[row, 0] -= 0.5
         assert moved.nonzero().flatten().tolist() == [row]
@@ -161,7 +161,7 @@ def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
 def test_every_parameter_learns_under_mth(variant, order):
     model = tiny_model(layernorm_position=order, **VARIANTS[variant])
     batch = tiny_batch()
-    model(batch, some_draws(batch)).sum().backward()
+    model(batch, some_draws(batch)).sums.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 1e-6, name
 
@@ -171,7 +171,7 @@ def test_under_mlm_only_key_biases_do_not_learn(variant):
     """Q_i·b is the same for every key j, so the softmax cancels it. HCD reads the logits before that, DeBERTa's
     position queries meet the key's bias at every distance anew, and a rotation turns it by every key's place."""
     model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
-    model(batch, Draws.none(3, 2))[0].backward()
+    model(batch, Draws.none(3, 2)).sums[0].backward()
     still = {name for name, parameter in model.named_parameters() if parameter.grad.abs().max() < 1e-12}
     rotates = encoding_class(VARIANTS[variant]["position_encoding"]).layer_part.rotate is not LayerPositions.rotate
     biases = {f"layers.{number}.attention.key.bias" for number in range(2)}
@@ -191,7 +191,7 @@ def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own(enc
     state = {k: v for k, v in shared.state_dict().items() if not k.startswith("embeddings.position.")}
     assert not apart.load_state_dict(state, strict=False).unexpected_keys
     draws = some_draws(batch)
-    sums = shared(batch, draws), apart(batch, draws)
+    sums = shared(batch, draws).sums, apart(batch, draws).sums
     torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
     for loss in sums:
         loss.sum().backward()
@@ -204,10 +204,10 @@ def test_a_shared_table_serves_all_layers_and_a_table_per_layer_only_its_own(enc
 def test_each_position_parameter_moves_the_loss(variant):
     model, batch = tiny_model(**VARIANTS[variant]), tiny_batch()
     draws = some_draws(batch)
-    before = model(batch, draws).detach()
+    before = model(batch, draws).sums.detach()
     for name, parameter in position_parameters(model).items():
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-            assert (model(batch, draws) - before).abs()[[0, 2]].gt(1e-9).all(), name
+            assert (model(batch, draws).sums - before).abs()[[0, 2]].gt(1e-9).all(), name
             parameter.copy_(kept)

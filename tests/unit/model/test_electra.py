@@ -8,25 +8,14 @@ import torch
 from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model import Electra, build_model, count_parameters, on_meta_device
-from megatron_ddrp.model.bert import first_tensors
-from megatron_ddrp.model.electra import generator_config
-from megatron_ddrp.model.stages import (
-    GENERATOR_CORRECT,
-    HCD,
-    LM,
-    REPLACED,
-    REPLACED_FOUND,
-    RTD,
-    RTD_CORRECT,
-    TCD,
-    Draws,
-    StageState,
-)
+from megatron_ddrp.model.electra import SampleKeys, generator_config
+from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.objectives.draws import sample_keys
 from tests.reference.electra import generator_input, replaced_token_detection
 from tests.reference.losses import masked_lm
 from tests.unit.model.test_attention import assert_same
-from tests.unit.model.tiny import encode, packed_batch, some_draws, tiny_batch, tiny_config
+from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config
 
 ELECTRA = ObjectiveConfig(objective="electra")
 
@@ -44,7 +33,7 @@ def tiny_electra(seed=0, objective=ELECTRA, **changes):
 
 def with_keys(batch, draws, step=1):
     keys = sample_keys(batch.sequence_ids.numpy(), batch.position_ids.numpy(), 1234, step)
-    return Draws(draws.token_mask, draws.heads, keys)
+    return draws._replace(own=SampleKeys(keys))
 
 
 def no_draws(batch, step=1):
@@ -53,11 +42,11 @@ def no_draws(batch, step=1):
 
 def discriminator_view(model, batch, draws):
     """(what the sampling stage hands on, what it was given)."""
-    tensors = first_tensors(batch, draws)
+    state = Inputs(batch, draws)
     for stage in model.stages():
         if type(stage).__name__ == "SamplingStage":
-            return StageState.unpack(stage(tensors)), tensors
-        tensors = stage(tensors)
+            return stage(state), state
+        state = stage(state)
     raise AssertionError("no sampling stage")
 
 
@@ -76,14 +65,16 @@ def test_the_generator_has_some_whole_heads_of_the_discriminators_size(heads, si
 def test_every_parameter_learns_and_the_generator_not_from_the_discriminator(encoding, order):
     model = tiny_electra(position_encoding=encoding, layernorm_position=order)
     batch = tiny_batch(lengths=(7, 6, 5), vocab=11)
-    sums = model(batch, with_keys(batch, some_draws(batch)))
+    sums = named_sums(model, batch, with_keys(batch, some_draws(batch)))
     parameters = dict(model.named_parameters())
 
     def learned(loss):
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
         return {n for n, g in zip(parameters, found, strict=True) if g is not None and g.abs().max() > 0}
 
-    by_generator, by_discriminator = learned(sums[LM]), learned(sums[RTD] + sums[TCD] + sums[HCD])
+    by_generator, by_discriminator = (
+        learned(sum(sums[name] for name in names)) for names in (["lm_loss"], ["rtd_loss", "tcd_loss", "hcd_loss"])
+    )
     generator = {name for name in parameters if name.startswith("generator.")}
     assert not by_discriminator & generator
     lent = {"embeddings.token.weight", "embeddings.segment.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
@@ -119,7 +110,7 @@ def test_the_generators_input_is_that_of_the_loops(changes):
     }
     if lending.absolute is not None:
         params["absolute"] = lending.absolute.weight
-    fast = embeddings.embed(batch.input_ids, batch.segment_ids, batch.position_ids)
+    fast = embeddings.embed(Inputs(batch, no_draws(batch)))
     assert fast.shape == (2, 7, 8)
     rows = zip(batch.input_ids.tolist(), batch.segment_ids.tolist(), batch.position_ids.tolist(), strict=True)
     assert_same(fast, torch.stack([generator_input(params, *row) for row in rows]), list(params.values()))
@@ -132,26 +123,23 @@ def test_the_sums_are_those_of_the_loops():
     for step in range(6):
         draws = no_draws(batch, step)
         state, entered = discriminator_view(model, batch, draws)
-        entered = StageState.unpack(entered)
         chosen = batch.labels != IGNORED_LABEL
         logits = model.generator.head.logits(model.generator.head.last_hidden(entered.hidden[chosen]))
         originals = torch.where(chosen, batch.labels, batch.input_ids)
-        keys = draws.sample_keys[chosen]
-        from megatron_ddrp.model.replacing import gumbel_argmax
-
+        keys = draws.own.keys[chosen]
         sampled = gumbel_argmax(logits, keys)[1]
         assert (sampled < 5).all(), "a piece of the vocabulary's padding was drawn"
         seen = originals.clone()
         seen[chosen] = sampled
         valid = batch.document_ids > 0
-        assert torch.equal(state.labels, (seen != originals).long().masked_fill(~valid, IGNORED_LABEL))
+        assert torch.equal(state.inputs.batch.labels, (seen != originals).long().masked_fill(~valid, IGNORED_LABEL))
         hidden = encode(model, batch._replace(input_ids=seen))
         rtd = replaced_token_detection(model.head.logits(hidden), seen.tolist(), originals.tolist(), valid.tolist())
-        sums = model(batch, draws)
-        torch.testing.assert_close(sums[RTD], rtd[0])
-        assert [int(sums[k]) for k in (RTD_CORRECT, REPLACED, REPLACED_FOUND)] == list(rtd[1:])
-        torch.testing.assert_close(sums[LM], masked_lm(logits, batch.labels[chosen]))
-        assert int(sums[GENERATOR_CORRECT]) == int((logits.argmax(-1) == batch.labels[chosen]).sum())
+        sums = named_sums(model, batch, draws)
+        torch.testing.assert_close(sums["rtd_loss"], rtd[0])
+        assert [int(sums[k]) for k in ("rtd_correct", "replaced", "replaced_found")] == list(rtd[1:])
+        torch.testing.assert_close(sums["lm_loss"], masked_lm(logits, batch.labels[chosen]))
+        assert int(sums["generator_correct"]) == int((logits.argmax(-1) == batch.labels[chosen]).sum())
         seen_both |= set((sampled != batch.labels[chosen]).tolist())
     assert seen_both == {True, False}, "the draws never met, or always met, the original: the test shows little"
 
@@ -160,9 +148,9 @@ def test_a_row_of_several_documents_gives_the_sums_of_one_each():
     model = tiny_electra(objective=ObjectiveConfig(objective="electra", tcd_weight=1.0, hcd_weight=0.01), seq_length=16)
     batch = tiny_batch(lengths=(7, 4, 5), predicted=2)
     packed = packed_batch(batch, [[0, 2], [1]])
-    ours = model(packed, with_keys(packed, some_draws(packed)))
-    torch.testing.assert_close(ours, model(batch, with_keys(batch, some_draws(batch))))
-    assert ours[REPLACED] > 0 and ours[TCD] != 0 and ours[HCD] != 0
+    ours = named_sums(model, packed, with_keys(packed, some_draws(packed)))
+    torch.testing.assert_close(ours, named_sums(model, batch, with_keys(batch, some_draws(batch))))
+    assert ours["replaced"] > 0 and ours["tcd_loss"] != 0 and ours["hcd_loss"] != 0
 
 
 def test_recomputed_layers_give_the_same():
@@ -170,7 +158,7 @@ def test_recomputed_layers_give_the_same():
     draws = with_keys(batch, some_draws(batch))
     plain, recomputed = tiny_electra(), tiny_electra()
     recomputed.checkpoint_activations = True
-    torch.testing.assert_close(recomputed(batch, draws), plain(batch, draws), rtol=0, atol=0)
+    torch.testing.assert_close(recomputed(batch, draws).sums, plain(batch, draws).sums, rtol=0, atol=0)
 
 
 def test_the_base_models_sizes():
@@ -207,14 +195,14 @@ def test_the_former_layout_projects_first_and_normalises_at_the_generators_width
     summed = model.embeddings.token(batch.input_ids) + model.embeddings.segment(batch.segment_ids)
     summed = embeddings.projection(summed) + embeddings.absolute.weight[batch.position_ids]
     expected = torch.nn.functional.layer_norm(summed, (4,), embeddings.norm.weight, embeddings.norm.bias, 1e-12)
-    ours = embeddings.embed(batch.input_ids, batch.segment_ids, batch.position_ids)
+    ours = embeddings.embed(Inputs(batch, no_draws(batch)))
     torch.testing.assert_close(ours, expected)
     lent = {"embeddings.absolute.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
     parameters = dict(model.named_parameters())
     own = {f"generator.{name}" for name in lent}
     assert own <= parameters.keys()
     assert not own & dict(tiny_electra(position_encoding="absolute").named_parameters()).keys()
-    loss = model(batch, with_keys(batch, some_draws(batch)))[LM]
+    loss = named_sums(model, batch, with_keys(batch, some_draws(batch)))["lm_loss"]
     found = torch.autograd.grad(
         loss, [parameters[name] for name in sorted(lent | own)], allow_unused=True, materialize_grads=True
     )

@@ -46,7 +46,7 @@ def test_model_equals_the_twin(encoding, order, relative_table):
     for backend in BACKENDS:
         for layer in model.layers:
             layer.attention.backend = backend
-        sums = model(batch, draws)
+        sums = model(batch, draws).sums
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
         assert_same(gradients(model, sums), expected_gradients)
 
@@ -110,7 +110,7 @@ def test_rotation_and_offset_bias_act_in_every_backend_and_in_the_mask_decoder(e
     for backend in BACKENDS:
         for layer in model.layers:
             layer.attention.backend = backend
-        sums = model(batch, draws)
+        sums = model(batch, draws).sums
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
         assert_same(gradients(model, sums), expected_gradients)
 
@@ -142,9 +142,9 @@ def test_packing_changes_neither_sums_nor_gradients(encoding, backend, rows):
     """Every document keeps its own [CLS], its own places and its own share of TCD and HCD."""
     model = tiny_model(position_encoding=encoding, attention_backend=backend)
     batch = tiny_batch(lengths=(4, 2, 3, 1, 5), seq=7)
-    expected = model(batch, some_draws(batch))
+    expected = model(batch, some_draws(batch)).sums
     packed = packed_batch(batch, rows)
-    sums = model(packed, some_draws(packed))
+    sums = model(packed, some_draws(packed)).sums
     torch.testing.assert_close(sums, expected, rtol=1e-11, atol=1e-11)
     assert_same(gradients(model, sums), gradients(model, expected), atol=1e-10)
 
@@ -154,7 +154,7 @@ def test_a_packed_batch_equals_the_twin(encoding):
     model = tiny_model(position_encoding=encoding)
     batch = packed_batch(tiny_batch(lengths=(4, 2), seq=4), [[0, 1]])
     draws = some_draws(batch)
-    torch.testing.assert_close(model(batch, draws), twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(model(batch, draws).sums, twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -162,11 +162,11 @@ def test_sums_do_not_depend_on_how_the_batch_is_cut_or_padded(encoding):
     model = tiny_model(position_encoding=encoding)
     batch = tiny_batch(lengths=(7, 4, 2, 1))
     draws = some_draws(batch)
-    whole = model(batch, draws)
+    whole = model(batch, draws).sums
     parts = torch.zeros_like(whole)
     for row, length in enumerate((7, 4, 2, 1)):
         alone = batch.map(lambda field, row=row, length=length: field[row : row + 1, :length])
-        parts = parts + model(alone, Draws(draws.token_mask[row : row + 1, :, :length], draws.heads))
+        parts = parts + model(alone, Draws(draws.token_mask[row : row + 1, :, :length], draws.heads)).sums
     torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-11)
 
 
@@ -183,7 +183,7 @@ def test_activation_checkpointing_changes_nothing(encoding, relative_table, drop
         model = build_model(config, checkpoint_activations).double()
         model.load_state_dict(tiny_model(**variant).state_dict())
         torch.manual_seed(3)
-        sums = model(batch, draws)
+        sums = model(batch, draws).sums
         results.append((sums, gradients(model, sums)))
     (plain, plain_gradients), (recomputed, recomputed_gradients) = results
     assert torch.equal(plain, recomputed)
@@ -200,7 +200,7 @@ def test_activation_checkpointing_really_recomputes(encoding, passes, monkeypatc
     original = block.forward
     monkeypatch.setattr(block, "forward", lambda hidden: calls.append(1) or original(hidden))
     batch = tiny_batch()
-    model(batch, some_draws(batch)).sum().backward()
+    model(batch, some_draws(batch)).sums.sum().backward()
     assert len(calls) == 2 * passes
 
 
@@ -210,11 +210,11 @@ def test_rows_of_one_token_count_for_nothing(backend):
     model = tiny_model(attention_backend=backend)
     for seed in range(4):
         batch = tiny_batch(lengths=(1,), seed=seed, predicted=0)
-        assert model(batch, some_draws(batch)).eq(0).all()
+        assert model(batch, some_draws(batch)).sums.eq(0).all()
 
 
 def test_terms_that_are_switched_off_are_zero():
     model, batch = tiny_model(), tiny_batch()
-    sums = model(batch, Draws.none(3, 2))
+    sums = model(batch, Draws.none(3, 2)).sums
     assert sums[0] > 0 and sums[1] == 0 and sums[2] == 0
     torch.testing.assert_close(sums, twin_sums(model, batch, Draws.none(3, 2)), rtol=1e-11, atol=1e-11)

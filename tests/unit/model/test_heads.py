@@ -14,7 +14,7 @@ def test_the_sum_equals_the_twin_and_counts_predicted_positions_alone(monkeypatc
     seen = []
     original = model.head.dense.forward
     monkeypatch.setattr(model.head.dense, "forward", lambda hidden: seen.append(hidden.shape) or original(hidden))
-    got = model(batch, Draws.none(3, 2))[0]
+    got = model(batch, Draws.none(3, 2)).sums[0]
     torch.testing.assert_close(got, twin_sums(model, batch, Draws.none(3, 2))[0], rtol=1e-11, atol=0)
     assert seen == [(int((batch.labels != IGNORED_LABEL).sum()), 12)]
 
@@ -39,7 +39,7 @@ def test_padding_of_the_vocabulary_is_never_predicted():
     assert logits[:, 11:].eq(float("-inf")).all() and logits[:, :11].isfinite().all()
     assert model.logits(hidden).shape == (5, 11)
     batch = tiny_batch()
-    model(batch, Draws.none(3, 2))[0].backward()
+    model(batch, Draws.none(3, 2)).sums[0].backward()
     assert model.head.decoder.bias.grad[11:].eq(0).all() and model.head.decoder.bias.grad[:11].ne(0).all()
     assert model.embeddings.token.weight.grad[11:].eq(0).all()
 
@@ -52,7 +52,7 @@ def test_a_vocabulary_without_padding_has_finite_logits():
 def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
     model = tiny_model()
     batch = tiny_batch(predicted=0)
-    sums = model(batch, Draws.none(3, 2))
+    sums = model(batch, Draws.none(3, 2)).sums
     assert torch.equal(sums, torch.zeros(3, dtype=torch.float64))
     sums.sum().backward()
     for name, parameter in model.named_parameters():
@@ -63,7 +63,7 @@ def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
 def test_a_batch_of_padding_alone_is_zero_and_finite():
     model = tiny_model()
     batch = tiny_batch(lengths=(0, 1), predicted=0)
-    sums = model(batch, some_draws(batch))
+    sums = model(batch, some_draws(batch)).sums
     assert torch.equal(sums, torch.zeros(3, dtype=torch.float64))
     sums.sum().backward()
     for name, parameter in model.named_parameters():

@@ -48,7 +48,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("order", ["post", "pre"])
 def test_sum_and_gradients_equal_the_twin_for_uneven_rows(order, asked):
     model, batch = tiny_model(position_encoding="deberta", layernorm_position=order), uneven_batch()
-    sums, expected = model(batch, NOTHING), twin_sums(model, batch, NOTHING)
+    sums, expected = model(batch, NOTHING).sums, twin_sums(model, batch, NOTHING)
     torch.testing.assert_close(sums, expected, rtol=1e-11, atol=1e-11)
     expected_gradients = gradients(model, expected)
     for name, gradient in gradients(model, sums).items():
@@ -62,7 +62,7 @@ def test_sum_and_gradients_equal_the_twin_for_uneven_rows(order, asked):
 def test_any_encoding_can_be_given_the_decoder(encoding):
     model = tiny_model(position_encoding=encoding, deberta_emd=True)
     batch, draws = packed_batch(uneven_batch(), [[1, 2], [0]]), NOTHING
-    torch.testing.assert_close(model(batch, draws), twin_sums(model, batch, draws), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(model(batch, draws).sums, twin_sums(model, batch, draws), rtol=1e-11, atol=1e-11)
 
 
 def test_decoded_states_come_in_the_order_of_the_labels():
@@ -78,7 +78,7 @@ def test_decoded_states_come_in_the_order_of_the_labels():
 def test_a_model_of_one_layer_decodes_from_the_embeddings():
     model, batch = tiny_model(position_encoding="deberta", num_layers=1), uneven_batch()
     draws = some_draws(batch, heads=((0, 2),))
-    torch.testing.assert_close(model(batch, draws), twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(model(batch, draws).sums, twin_sums(model, batch, draws), rtol=1e-10, atol=1e-10)
 
 
 def test_labels_elsewhere_change_no_prediction():
@@ -88,13 +88,13 @@ def test_labels_elsewhere_change_no_prediction():
     for row, place in [(0, 0), (0, 2), (0, 4), (2, 1)]:
         labels = torch.full_like(batch.labels, IGNORED_LABEL)
         labels[row, place] = batch.labels[row, place]
-        total = total + model(batch._replace(labels=labels), NOTHING)
-    torch.testing.assert_close(model(batch, NOTHING), total, rtol=1e-11, atol=0)
+        total = total + model(batch._replace(labels=labels), NOTHING).sums
+    torch.testing.assert_close(model(batch, NOTHING).sums, total, rtol=1e-11, atol=0)
 
 
 def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
     model, batch = tiny_model(position_encoding="deberta"), tiny_batch(predicted=0)
-    sums = model(batch, NOTHING)
+    sums = model(batch, NOTHING).sums
     assert sums.eq(0).all()
     sums.sum().backward()
     for name, parameter in model.named_parameters():
@@ -103,13 +103,13 @@ def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
 
 def test_each_absolute_row_moves_the_predictions_at_its_place_alone():
     model, batch = tiny_model(position_encoding="deberta"), uneven_batch()
-    before = model(batch, NOTHING)[0].detach()
+    before = model(batch, NOTHING).sums[0].detach()
     absolute = model.mask_decoder.absolute.weight
     for place in range(7):
         with torch.no_grad():
             kept = absolute[place].clone()
             absolute[place] += torch.randn(12, dtype=torch.float64)
-            moved = (model(batch, NOTHING)[0] - before).abs() > 1e-9
+            moved = (model(batch, NOTHING).sums[0] - before).abs() > 1e-9
             absolute[place] = kept
         assert moved == (place in (0, 1, 2, 4)), place
 
@@ -122,7 +122,7 @@ def test_tcd_hcd_and_the_encoder_never_see_it():
     del state["mask_decoder.absolute.weight"]
     without.load_state_dict(state)
     assert torch.equal(encode(with_decoder, batch), encode(without, batch))
-    decoded, plain = with_decoder(batch, draws), without(batch, draws)
+    decoded, plain = with_decoder(batch, draws).sums, without(batch, draws).sums
     assert torch.equal(decoded[1:], plain[1:]) and (decoded[0] - plain[0]).abs() > 1e-3
     torch.testing.assert_close(plain, twin_sums(without, batch, draws), rtol=1e-10, atol=1e-10)
 
@@ -154,8 +154,8 @@ def test_its_dropout_acts_in_training_and_not_in_evaluation(which):
     model.load_state_dict(plain.state_dict())
     batch = uneven_batch()
     with torch.no_grad():
-        expected = plain(batch, NOTHING)
-        assert torch.equal(model.eval()(batch, NOTHING), expected)
+        expected = plain(batch, NOTHING).sums
+        assert torch.equal(model.eval()(batch, NOTHING).sums, expected)
         model.embeddings.eval()
         model.layers[0].eval()
         decode = model.layers[-1].decode
@@ -168,7 +168,7 @@ def test_its_dropout_acts_in_training_and_not_in_evaluation(which):
                 model.layers[-1].eval()
 
         model.layers[-1].decode = train_while_decoding
-        losses = [model(batch, NOTHING)[0] for _ in range(2)]
+        losses = [model(batch, NOTHING).sums[0] for _ in range(2)]
     assert len({x.item() for x in (*losses, expected[0])}) == 3
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.bert import first_tensors
-from megatron_ddrp.model.stages import Draws, StageState
+from megatron_ddrp.model.stages import Draws, Inputs
 from tests.unit.model.tiny import tiny_batch, tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -89,11 +88,11 @@ def copy_deberta(state):
 
 def our_hidden_states(model, batch):
     """After the embeddings and after every layer."""
-    tensors, states = first_tensors(batch, Draws.none(len(batch.input_ids), 2)), []
+    state, hidden = Inputs(batch, Draws.none(len(batch.input_ids), 2)), []
     for stage in (model.embeddings, *model.layers):
-        tensors = stage(tensors)
-        states.append(StageState.unpack(tensors).hidden)
-    return states
+        state = stage(state)
+        hidden.append(state.hidden)
+    return hidden
 
 
 def assert_same_states(theirs, ours):

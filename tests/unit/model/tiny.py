@@ -84,6 +84,11 @@ def some_draws(batch, heads=((0, 2), (1, 2)), tokens=3):
     return Draws(token_mask, torch.tensor(heads, dtype=torch.long))
 
 
+def named_sums(model, batch, draws, notes=None):
+    """The sums that a model gives, by name."""
+    return dict(zip(model.head.objective.sum_names, model(batch, draws, notes).sums, strict=True))
+
+
 def encode(model, batch):
     """The last hidden states `[batch, seq, D]`."""
     return model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.objectives.draws import draw, sample_heads, sample_tokens
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.objectives.draws import sample_heads, sample_tokens
 
 SEQ = 16
 
@@ -116,7 +118,9 @@ def test_torch_and_numpy_generators_play_no_part():
     ],
 )
 def test_a_draw_is_empty_where_its_weight_is_zero(changes, widths):
-    valid, *ids = rows([16, 4])
-    draws = draw(valid.astype(np.int64), *ids, ObjectiveConfig(**changes), ModelConfig(), seed=1, step=3)
+    valid, sequence_ids, position_ids = rows([16, 4])
+    nothing = np.zeros_like(position_ids)
+    batch = Batch(nothing, nothing, valid.astype(np.int64), position_ids, nothing, sequence_ids)
+    draws = make_objective(ObjectiveConfig(**changes)).draw(batch, ModelConfig(), seed=1, step=3)
     assert draws.token_mask.shape == (2, 1, widths[0]) and draws.heads.shape == (12, widths[1])
     assert draws.token_mask.dtype == draws.heads.dtype == torch.long

@@ -1,30 +1,60 @@
 """What parts of a pipeline send each other: every bit, every shape, and gradients the same way back."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.bert import first_tensors
-from megatron_ddrp.parallel.pipeline import HEADER, PipelinePart, receive, send, split_stages
+from megatron_ddrp.model.notes import NoteInputs
+from megatron_ddrp.model.stages import Inputs, State
+from megatron_ddrp.parallel.pipeline import Courier, PipelinePart, split_stages
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config, tiny_model
 
 
-@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16])
-def test_tensors_arrive_as_they_were(hidden: torch.dtype) -> None:
+class Left(NamedTuple):
+    """What an objective leaves for its last stage."""
+
+    sums: torch.Tensor
+    count: torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    floats = [torch.randn(2, 3, 5).to(hidden), torch.randn(3), torch.randn(1, 2, 3, 3).to(hidden)]
-    sent = [x.requires_grad_() for x in floats]
-    bits = torch.randn(4, 2).view(torch.int32)
-    integers = [torch.randint(100, (2, 3)), torch.empty(2, 0, dtype=torch.long), bits]
-    flat, described = send((*sent, *integers))
-    assert flat.dim() == described.dim() == 1 and len(described) == HEADER + 6 + 8
-    arrived = receive(flat, described)
-    for got, expected in zip(arrived, (*sent, *integers), strict=True):
+    batch = tiny_batch()
+    notes = NoteInputs(torch.tensor([3, 4]), torch.randn(2, 5), torch.tensor([[0, 4]]))
+    inputs = Inputs(batch, some_draws(batch)._replace(heads=torch.empty(2, 0, dtype=torch.long)), notes)
+    floating = (torch.randn(3, 7, 5).to(dtype), torch.randn(1, 9, 4), torch.randn(()), torch.randn(2))
+    hidden, table, cosine, sums = (x.requires_grad_() for x in floating)
+    state = State(inputs, hidden, (table,), inputs.draws.heads, cosine, Left(sums, torch.tensor(7)))
+    courier = Courier((Left,))
+    floats, rest = courier.send(state)
+    assert floats.dim() == rest.dim() == 1 and floats.dtype == dtype and rest.dtype == torch.uint8
+    arrived = courier.receive(floats, rest)
+    assert_same(arrived, state)
+    weights = torch.randn_like(hidden)
+    ((arrived.hidden * weights).sum() + 2 * arrived.head_cosine + 3 * arrived.own.sums.sum()).backward()
+    assert torch.equal(hidden.grad, weights) and cosine.grad == 2 and torch.equal(sums.grad, torch.full((2,), 3.0))
+    assert torch.equal(table.grad, torch.zeros_like(table)), "a tensor that is not read has a gradient too"
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Both hold the same named tuples, tensors and None."""
+    assert type(got) is type(expected)
+    if isinstance(got, torch.Tensor):
         assert got.dtype == expected.dtype and torch.equal(got, expected)
-    weights = [torch.randn_like(x) for x in floats]
-    arrived[0].mul(weights[0]).sum().add(arrived[1].mul(weights[1]).sum()).backward()
-    assert torch.equal(sent[0].grad, weights[0]) and torch.equal(sent[1].grad, weights[1])
-    assert torch.equal(sent[2].grad, torch.zeros_like(sent[2])), "unread tensors have a gradient too"
+    elif got is not None:
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+
+
+def test_what_enters_the_first_part_travels_the_same_way() -> None:
+    batch = tiny_batch()
+    inputs = Inputs(batch, some_draws(batch), NoteInputs(torch.tensor([3]), torch.randn(1, 5), torch.tensor([[0, 4]])))
+    floats, rest = Courier().send(inputs)
+    assert floats.shape == (0,), "a note receives no gradient"
+    assert_same(Courier().receive(floats, rest), inputs)
 
 
 @pytest.mark.parametrize("encoding", ["absolute", "tupe-r", "deberta", "ddrp"])
@@ -34,11 +64,10 @@ def test_parts_in_a_row_are_the_model(encoding: str, num_parts: int) -> None:
     batch = tiny_batch()
     draws = some_draws(batch, heads=((0, 2), (1, 2), (0, 1)))
     parts = split_stages(model.stages(), num_parts)
-    tensors = first_tensors(batch, draws)
+    sent = Courier().send(Inputs(batch, draws))
     for number, stages in enumerate(parts):
-        part = PipelinePart(stages, number == 0, number == num_parts - 1, recompute=False)
-        tensors = part(tensors)
-    torch.testing.assert_close(tensors, model(batch, draws))
+        sent = PipelinePart(stages, number == num_parts - 1, recompute=False, courier=Courier())(sent)
+    torch.testing.assert_close(sent.sums, model(batch, draws).sums)
 
 
 @pytest.mark.parametrize("num_layers, num_parts", [(2, 2), (3, 2), (4, 3), (5, 3), (12, 4), (13, 4), (5, 5)])
@@ -53,10 +82,12 @@ def test_layers_are_shared_out_evenly_and_in_order(num_layers: int, num_parts: i
 
 def test_each_micro_batch_is_seeded_by_its_number() -> None:
     seen: list[int] = []
-    part = PipelinePart([torch.nn.Identity()], first=True, last=True, recompute=False)
+    batch = tiny_batch()
+    part = PipelinePart([torch.nn.Identity()], last=True, recompute=False, courier=Courier())
+    sent = Courier().send(Inputs(batch, some_draws(batch)))
     for _ in range(2):
         part.begin_step(seen.append)
-        part(())
-        part(())
-    part.eval()(())
+        part(sent)
+        part(sent)
+    part.eval()(sent)
     assert seen == [0, 1, 0, 1]

@@ -1,0 +1,216 @@
+"""What an objective is: its terms, rates and counts, its draws, the model it builds, and its sums.
+
+    loss = Σ_terms weight · (sum over the global batch ÷ count over the global batch)
+
+Losses, weights, the log's labels and what is exported all follow from the class. A subclass says what it adds to masked
+LM, TCD and HCD; `megatron_ddrp/config/registry.py` names it. An objective gives sums, never means: no micro-batch, rank
+or stage may divide by its own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.config import ModelConfig, Number, ObjectiveConfig, objective_class
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.model.bert import Bert, Encoder
+from megatron_ddrp.model.notes import window_means
+from megatron_ddrp.model.similarity import token_cosine
+from megatron_ddrp.model.stages import Draws, End, Output
+from megatron_ddrp.objectives.draws import sample_heads, sample_tokens
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of the loss."""
+
+    name: str
+    """Key of its mean in metrics.jsonl, such as "lm_loss"."""
+    per: str
+    """Name of the count that divides its sum."""
+    label: str
+    """Name in the progress line."""
+    weight: float
+    similarity: str | None = None
+    """Key of the mean where `--log-similarity` measures it."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A ratio that is logged and not trained on."""
+
+    name: str
+    """Key in metrics.jsonl."""
+    of: str
+    """Name of the sum that is divided."""
+    per: str
+    """Name of the sum or count that divides it."""
+    label: str | None = None
+    """Name in the progress line; None leaves it out."""
+
+
+Counter = Callable[[Batch], int]
+
+
+def count_predicted(batch: Batch) -> int:
+    """Return the number of tokens that masked LM predicts."""
+    return int((batch.labels != IGNORED_LABEL).sum())
+
+
+def count_sequences(batch: Batch) -> int:
+    """Return the number of documents with at least two tokens."""
+    rows, seq = batch.document_ids.shape
+    numbers = batch.document_ids + np.arange(rows)[:, None] * (seq + 1)  # one per document: a row holds at most seq
+    return int((np.bincount(numbers[batch.document_ids > 0]) >= 2).sum())
+
+
+def count_tokens(batch: Batch) -> int:
+    """Return the number of tokens that are not padding."""
+    return int((batch.document_ids > 0).sum())
+
+
+class Objective:
+    """Masked LM with TCD and HCD beside it (eq. 19). Holds settings and no tensor."""
+
+    tcd_weight, hcd_weight = 0.0, 0.0
+    """`--tcd-weight` and `--hcd-weight` where none is given."""
+
+    options: Mapping[str, Number] = MappingProxyType({})
+    """Names of the objective's own numbers in `--objective-options`, with their defaults and ranges."""
+
+    mask_share, random_share = 0.8, 0.1
+    """Shares of the selected pieces that become [MASK] and a random piece; the rest stays (BERT's)."""
+
+    rates: tuple[Rate, ...] = ()
+
+    counts: Mapping[str, Counter] = MappingProxyType(
+        {"predicted": count_predicted, "sequences": count_sequences, "tokens": count_tokens}
+    )
+    """Name → what is counted in a micro-batch, in numpy."""
+
+    generates = False
+    """Whether a generator replaces tokens and the model proper detects them."""
+
+    exported = "masked-lm"
+    """The head that an exported folder has: "masked-lm" or "replaced-token"."""
+
+    left_out: tuple[str, ...] = ("head.own.",)
+    """Beginnings of the names of parameters that are not exported."""
+
+    travelling: tuple[type, ...] = ()
+    """The named tuples in `Draws.own` and `State.own`, which a pipeline sends from rank to rank."""
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.config = config
+        self.numbers = config.numbers(self.options)
+        """Name in `options` → the number given, or its default."""
+
+    @property
+    def notes_share(self) -> float:
+        """λ of Taking Notes; 0 without notes."""
+        return self.config.notes_share
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The summands of the loss, in the one order that there is."""
+        tcd, hcd = self.config.tcd_weight or 0.0, self.config.hcd_weight or 0.0
+        return (
+            Term("lm_loss", "predicted", "mlm", 1.0),
+            Term("tcd_loss", "sequences", "tcd", tcd, similarity="token_similarity"),
+            Term("hcd_loss", "sequences", "hcd", hcd, similarity="head_similarity"),
+        )
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums that the last stage gives: the terms', then what the rates divide, and divide by."""
+        sums = [rate.of for rate in self.rates]
+        sums += [rate.per for rate in self.rates if rate.per not in self.counts]
+        return tuple(dict.fromkeys((*(term.name for term in self.terms), *sums)))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Key in metrics.jsonl → name in the progress line."""
+        items: tuple[Term | Rate, ...] = (*self.terms, *self.rates)
+        return {item.name: item.label for item in items if item.label}
+
+    def build(self, config: ModelConfig, checkpoint_activations: bool = False) -> Encoder:
+        """Return a freshly initialised model for this objective."""
+        return Bert(config, self, checkpoint_activations)
+
+    def modules(self, hidden_size: int) -> nn.Module | None:
+        """Return modules of the last stage that are trained with the model, `head.own` there, or None."""
+        return None
+
+    def draw(self, batch: Batch, model: ModelConfig, seed: int, step: int) -> Draws:
+        """Return the draws for one micro-batch (numpy) at one step, on the CPU."""
+        config, documents = self.config, range(1, max(1, int(batch.document_ids.max())) + 1)
+        none = Draws.none(len(batch.document_ids), model.num_layers)
+        token_mask, heads = none.token_mask.expand(-1, len(documents), -1), none.heads
+        if config.tcd_weight:
+            where = (batch.sequence_ids, batch.position_ids, config.tcd_tokens, seed, step)
+            masks = [sample_tokens(batch.document_ids == number, *where) for number in documents]
+            token_mask = torch.from_numpy(np.stack(masks, axis=1))
+        if config.hcd_weight:
+            drawn = sample_heads(model.num_layers, model.num_attention_heads, config.hcd_heads, seed, step)
+            heads = torch.from_numpy(drawn)
+        return Draws(token_mask, heads, self.draw_own(batch, seed, step))
+
+    def draw_own(self, batch: Batch, seed: int, step: int) -> Any:
+        """Return a named tuple of tensors that the objective alone draws, a type in `travelling`, or None."""
+        return None
+
+    def sums(self, end: End) -> dict[str, Tensor]:
+        """Return every sum of `sum_names` over this micro-batch, in the last stage."""
+        state = end.state
+        token_mask = state.inputs.draws.token_mask
+        tcd = token_cosine(end.hidden, token_mask).sum() if token_mask.shape[2] else state.head_cosine.new_zeros(())
+        return {**self.own_sums(end), "tcd_loss": tcd, "hcd_loss": state.head_cosine}
+
+    def own_sums(self, end: End) -> dict[str, Tensor]:
+        """Return the sums beside those of TCD and HCD: here −log p(label) over the predicted tokens."""
+        labels = end.state.inputs.batch.labels
+        logits = end.head.logits(end.predicted)
+        return {"lm_loss": end.head.lm_sum(logits, labels[labels != IGNORED_LABEL])}
+
+    def output(self, end: End) -> Output:
+        """Return the sums in their order, and the notes taken."""
+        sums = self.sums(end)
+        assert set(sums) == set(self.sum_names), f"{sorted(sums)} are not the sums {sorted(self.sum_names)}"
+        notes = end.state.inputs.notes
+        dtype = end.state.head_cosine.dtype
+        return Output(
+            torch.stack([sums[name].to(dtype) for name in self.sum_names]),
+            None if notes is None else window_means(end.hidden, notes.windows),
+        )
+
+
+@cache
+def make_objective(config: ObjectiveConfig) -> Objective:
+    """Return the objective that the settings name."""
+    return objective_class(config.objective)(config)
+
+
+def count(objective: Objective, micro_batches: Iterable[Batch]) -> np.ndarray:
+    """Return int64 `[counts]`: this rank's part of the objective's counts, in their order."""
+    batches = list(micro_batches)
+    return np.array([sum(counter(batch) for batch in batches) for counter in objective.counts.values()], np.int64)
+
+
+def losses_of(sums: Iterable[float], counts: Mapping[str, int], objective: Objective) -> dict[str, float]:
+    """Return a row of the log: the loss, its terms that have a weight, and the rates.
+
+    `sums`, in the order of `sum_names`, and `counts` are those of a whole global batch, or of several.
+    """
+    divisors = {**dict(zip(objective.sum_names, sums, strict=True)), **counts}
+    means = {term.name: divisors[term.name] / max(1, counts[term.per]) for term in objective.terms}
+    total = sum(term.weight * means[term.name] for term in objective.terms)
+    rates = {rate.name: divisors[rate.of] / max(1, divisors[rate.per]) for rate in objective.rates}
+    return {"loss": total, **{term.name: means[term.name] for term in objective.terms if term.weight}, **rates}

@@ -1,0 +1,56 @@
+"""ELECTRA (Clark et al., arXiv:2003.10555): masked LM for a generator, replaced-token detection for a discriminator.
+
+    loss = MLM(generator) + 50 · RTD(discriminator)
+
+The model is in `model/electra.py`, the formulas of sampling and detection in `model/replacing.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.model.electra import Electra, OfGenerator, SampleKeys
+from megatron_ddrp.model.replacing import rtd_sums
+from megatron_ddrp.model.stages import End
+from megatron_ddrp.objectives.contract import Objective, Rate, Term
+from megatron_ddrp.objectives.draws import sample_keys
+
+
+class ReplacedTokenDetection(Objective):
+    """The generator's masked LM and the discriminator's detection of replaced tokens."""
+
+    mask_share, random_share = 0.85, 0.0
+    rates = (
+        Rate("generator_accuracy", of="generator_correct", per="predicted"),
+        Rate("rtd_accuracy", of="rtd_correct", per="tokens", label="rtd accuracy"),
+        Rate("rtd_recall", of="replaced_found", per="replaced", label="recall"),
+        Rate("replaced_share", of="replaced", per="tokens"),
+    )
+    generates = True
+    exported = "replaced-token"
+    left_out = (*Objective.left_out, "generator.")
+    travelling = (SampleKeys, OfGenerator)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return (*super().terms, Term("rtd_loss", "tokens", "rtd", self.config.rtd_weight))
+
+    def build(self, config: ModelConfig, checkpoint_activations: bool = False) -> Electra:
+        return Electra(config, self.config, self, checkpoint_activations)
+
+    def draw_own(self, batch: Batch, seed: int, step: int) -> SampleKeys:
+        return SampleKeys(sample_keys(batch.sequence_ids, batch.position_ids, seed, step))
+
+    def own_sums(self, end: End) -> dict[str, Tensor]:
+        generator = end.state.own
+        loss, correct, replaced, found = rtd_sums(end.head.logits(end.hidden), end.state.inputs.batch.labels)
+        return {
+            "lm_loss": generator.lm,
+            "generator_correct": generator.correct,
+            "rtd_loss": loss,
+            "rtd_correct": correct,
+            "replaced": replaced,
+            "replaced_found": found,
+        }

@@ -1,0 +1,215 @@
+"""Whether two commits compute the same to the last bit: losses, gradient norms, notes and weights of 27 runs.
+
+    python -m tests.endurance.exact_losses BASE [HEAD] [--only WORD …]
+
+BASE and HEAD are commits; without HEAD it is the working tree. Each trains 5 steps of every run on the tests' tiny
+corpus with its own `pretrain_bert.py`, side by side on this machine. One row per run says SAME or the first difference;
+exits 1 if there is one. A metric that only HEAD writes is no difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.numpy import load_file
+
+from tests.conftest import documents, write_vocabulary
+from tests.integration.conftest import TINY, command_line
+from tests.integration.launch import ROOT, environment
+
+DRIVER = Path(__file__).with_name("run_of_a_tree.py")
+BY_THE_CLOCK = {"tokens_per_second", "step_time"}
+
+COMMON = TINY | {"train_iters": 5, "eval_interval": 5, "eval_iters": 1, "zero_stage": 1}
+NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5}
+MLM: dict[str, Any] = {"position_encoding": "absolute", "objective": "mlm"}
+MTH: dict[str, Any] = {"position_encoding": "ddrp", "objective": "mth"}
+ELECTRA: dict[str, Any] = {"position_encoding": "ddrp", "objective": "electra", "generator_size": 0.5}
+DEBERTA: dict[str, Any] = {"position_encoding": "deberta", "objective": "mlm"}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+RECOMPUTED: dict[str, Any] = {"checkpoint_activations": True, **DROPOUT}
+BF16 = {"bf16": True}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+SEQUENCE: dict[str, Any] = TENSOR | {"sequence_parallel": True}
+ZERO_3: dict[str, Any] = {"zero_stage": 3}
+
+ONE_PROCESS: dict[str, dict[str, Any]] = {
+    "mlm": MLM,
+    "mth": MTH,
+    "electra": ELECTRA,
+    "packing": MTH | {"packing": True},
+    "recomputation": MTH | RECOMPUTED,
+    "notes": MTH | NOTES,
+    "deberta, mask decoder": DEBERTA,
+    "ddrp, a table per layer": MTH | {"relative_table": "per-layer"},
+    "pre-LN": MTH | {"layernorm_position": "pre"},
+    "bf16": MTH | BF16,
+    "eager": MTH | {"attention_backend": "eager"},
+    "sdpa": MTH | {"attention_backend": "sdpa"},
+    "blocked": MTH | {"attention_backend": "blocked"},
+    "logged similarities": DEBERTA | {"log_similarity": True},
+}
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "PP 2, recomputation": MTH | PIPELINE | RECOMPUTED,
+    "PP 2, packing": MTH | PIPELINE | {"packing": True},
+    "PP 2, electra, notes": ELECTRA | NOTES | PIPELINE,
+    "PP 2, bf16": MTH | PIPELINE | BF16,
+    "TP 2": MTH | TENSOR,
+    "TP 2, sequence": MTH | SEQUENCE,
+    "TP 2, sequence, electra, notes": ELECTRA | NOTES | SEQUENCE,
+    "DP 2, ZeRO 2": MTH | {"zero_stage": 2},
+    "ZeRO 3, mth": MTH | ZERO_3,
+    "ZeRO 3, electra, notes": ELECTRA | NOTES | ZERO_3,
+    "ZeRO 3, recomputation": MTH | ZERO_3 | RECOMPUTED,
+    "ZeRO 3, bf16": MTH | ZERO_3 | BF16,
+    "ZeRO 3, nothing stays gathered": MTH | ZERO_3 | {"deepspeed_config": "threshold.json"},
+}
+
+
+class Run(NamedTuple):
+    """One of the runs: its name, how many ranks it has, its flags."""
+
+    name: str
+    ranks: int
+    flags: dict[str, Any]
+
+
+RUNS = [
+    *(Run(name, 1, flags) for name, flags in ONE_PROCESS.items()),
+    *(Run(name, 2, flags) for name, flags in TWO_RANKS.items()),
+]
+assert len(RUNS) == 27
+
+
+@contextlib.contextmanager
+def source_tree(commit: str | None) -> Iterator[Path]:
+    """Yield a folder with the files of a commit, the working tree itself for None."""
+    if commit is None:
+        yield ROOT
+        return
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit], check=True, stdout=subprocess.PIPE).stdout
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def tree_environment(tree: Path) -> dict[str, str]:
+    """Return the variables with which a process imports from `tree`, on the CPU, with one thread."""
+    return environment() | {"PYTHONPATH": str(tree)}
+
+
+def make_data(tree: Path, folder: Path) -> dict[str, Any]:
+    """Write the tests' corpus as `tree` preprocesses it, and return the flags that read it."""
+    texts = documents()
+    vocab_file, text_file = write_vocabulary(texts, folder / "vocab.txt"), folder / "corpus.jsonl"
+    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    words = ["--input", text_file, "--output-prefix", folder / "corpus", "--vocab-file", vocab_file]
+    command = [sys.executable, tree / "tools" / "preprocess_data.py", *words]
+    command += ["--tokenizer-type", "BertWordPieceLowerCase", "--workers", "1"]
+    subprocess.run([str(word) for word in command], check=True, env=tree_environment(tree), capture_output=True)
+    return {"data_path": folder / "corpus_text_document", "vocab_file": vocab_file}
+
+
+def start(tree: Path, runs: list[Run], data: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    """Start a process that makes the runs in `folder` by the code of `tree`, one after the other."""
+    folder.mkdir()
+    threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    (folder / "threshold.json").write_text(json.dumps(threshold), encoding="utf-8")
+    entries = []
+    for number, run in enumerate(runs):
+        save = folder / f"run{number}"
+        arguments = command_line({**COMMON, **data, **run.flags, "save": save})
+        entries.append({"name": run.name, "ranks": run.ranks, "arguments": arguments, "folder": str(save)})
+    (folder / "runs.json").write_text(json.dumps(entries), encoding="utf-8")
+    command = [sys.executable, str(DRIVER), str(tree), str(folder / "runs.json")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tree_environment(tree), cwd=folder)
+
+
+def exact_values(folder: Path) -> dict[str, str]:
+    """Return all that a run computed, name → exact text: each metric of each step, a hash of each stored tensor."""
+    values: dict[str, str] = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        for key, value in row.items():
+            if key not in BY_THE_CLOCK:
+                values[f"step {row['iteration']}: {key}"] = value.hex() if isinstance(value, float) else repr(value)
+    for path in sorted(folder.glob("iter_*/*.safetensors")):
+        for name, tensor in load_file(path).items():
+            values[f"{path.name}: {name}"] = hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
+    return values
+
+
+def first_difference(base: Path, head: Path) -> str | None:
+    """Return the first value of the run in `base` that is another one in `head`, None if there is none."""
+    for folder in (base, head):
+        if not (folder / "metrics.jsonl").exists():
+            error = Path(f"{folder}.stderr").read_text(encoding="utf-8").strip().splitlines()
+            return f"{folder.parent.name} failed: {error[-1] if error else 'no message'}"
+    ours, theirs = exact_values(head), exact_values(base)
+    assert len(theirs) > 50, f"{base} holds {len(theirs)} values: the run was not whole"
+    for name, value in theirs.items():
+        if ours.get(name) != value:
+            return f"{name} was {value}, is {ours.get(name, 'missing')}"
+    return None
+
+
+def next_codes(process: subprocess.Popen[str]) -> list[int | None] | None:
+    """Wait for a tree's next run and return its ranks' exit codes, None if the tree's process ended before."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    return json.loads(line)["exit_codes"] if line else None
+
+
+def compare(base: Path, head: Path, runs: list[Run], folder: Path) -> int:
+    """Make the runs in both trees, print a row for each, and return how many differ."""
+    data = make_data(base, folder)
+    processes = [start(tree, runs, data, folder / side) for side, tree in (("base", base), ("head", head))]
+    different = 0
+    try:
+        for number, run in enumerate(runs):
+            codes = [next_codes(process) for process in processes]
+            difference = first_difference(folder / "base" / f"run{number}", folder / "head" / f"run{number}")
+            if difference is None and any(code != [0] * run.ranks for code in codes):
+                difference = f"the ranks' exit codes are {codes[0]} and {codes[1]}"
+            different += difference is not None
+            print(f"{run.ranks} rank{'s' * (run.ranks > 1):1} {run.name:32} {difference or 'SAME'}", flush=True)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+    return different
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", metavar="BASE", help="commit to compare with")
+    parser.add_argument("head", metavar="HEAD", nargs="?", help="commit to compare; default the working tree")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only the runs with one of these words in the name")
+    arguments = parser.parse_args()
+    runs = [run for run in RUNS if not arguments.only or any(word in run.name for word in arguments.only)]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        source_tree(arguments.base) as base,
+        source_tree(arguments.head) as head,
+    ):
+        different = compare(base, head, runs, Path(folder))
+    print(f"{len(runs) - different} of {len(runs)} runs are the same to the last bit")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

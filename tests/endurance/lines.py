@@ -1,0 +1,78 @@
+"""Lines of code by folder and by file: without docstrings, comments and blank lines, and without the tests.
+
+    python -m tests.endurance.lines [--limit 15000] [--files]
+
+Counts the Python files that git tracks. With `--limit`, exits 1 if the sum is above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def source_files(root: Path = ROOT) -> list[Path]:
+    """Return the Python files that git tracks under `root`, relative to it, without those of `tests/`."""
+    tracked = subprocess.check_output(["git", "-C", str(root), "ls-files", "*.py"], text=True).splitlines()
+    return [Path(name) for name in tracked if not name.startswith("tests/") and (root / name).exists()]
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def folder_of(file: Path) -> str:
+    """Return the folder that a file counts for: the first two of its path."""
+    return "/".join(file.parts[:-1][:2]) or "."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, help="exit 1 if there are more lines than this")
+    parser.add_argument("--files", action="store_true", help="count each file too")
+    arguments = parser.parse_args()
+    counts = {file: code_lines((ROOT / file).read_text(encoding="utf-8")) for file in source_files()}
+    folders: Counter[str] = Counter()
+    for file, lines in counts.items():
+        folders[folder_of(file)] += lines
+    for folder, lines in folders.most_common():
+        print(f"{lines:7,} {folder}")
+        if arguments.files:
+            own = [(number, file.name) for file, number in counts.items() if folder_of(file) == folder]
+            print("".join(f"{number:15,} {name}\n" for number, name in sorted(own, reverse=True)), end="")
+    total = sum(counts.values())
+    print(f"{total:7,} lines of code in {len(counts)} files")
+    if arguments.limit and total > arguments.limit:
+        print(f"error: {total - arguments.limit:,} above the limit of {arguments.limit:,}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
