@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 from megatron_ddrp.errors import run_command
 
 TERMINATED = 143
@@ -51,6 +51,7 @@ def build_parser() -> ArgumentParser:
     )
     replaced = "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
     output.add_argument("--overwrite", action="store_true", help=replaced)
+    add_plugin_flag(parser.add_argument_group("plug-ins"))
     return parser
 
 

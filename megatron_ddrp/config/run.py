@@ -94,8 +94,9 @@ class Config:
             given = OLDER.get(concern, dict)(given)
             hints = typing.get_type_hints(section)
             _refuse_unknown(f"{concern} setting", given, hints)
+            unset = {field.name for field in dataclasses.fields(section) if field.default is None}
             for name, value in given.items():
-                if not _fits(value, hints[name]):
+                if not _fits(value, hints[name]) and not (value is None and name in unset):
                     raise UserError(f"the configuration's {concern} setting {name} is {value!r:.40}: a wrong type")
             sections[concern] = section(**given)
         return cls(**sections)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.export_sums import check_sums
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
@@ -14,6 +17,30 @@ OWN_MODEL_TYPE = "megatron_ddrp"
 """`model_type` of the folders that our own classes read. The model code in them is for users of transformers."""
 LARGEST_SIZE = 2**22
 """No width, vocabulary or length is larger."""
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "max_position_embeddings": "seq_length",
+    "initializer_range": "init_method_std",
+    "layer_norm_eps": "layernorm_epsilon",
+}
+"""Key of config.json in every folder → field of `ModelConfig`."""
+OWN_SETTINGS = (
+    "layernorm_position",
+    "position_encoding",
+    "relative_distance",
+    "relative_table",
+    "direction_init",
+    "absolute_embedding",
+    "deberta_emd",
+)
+"""Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
@@ -41,19 +68,44 @@ def refuse_code(path: Path, values: dict[str, Any]) -> None:
         )
 
 
+def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings of `ModelConfig`, read from the given keys (→ fields) of config.json.
+
+    Raises `UserError` for a value that is not of its field's kind.
+    """
+    known = {field.name: field for field in fields(ModelConfig)}
+    settings: dict[str, Any] = {}
+    for key, name in keys.items():
+        value, kind = values.get(key), str(known[name].type)
+        choices = known[name].metadata.get("choices") or ((True, False) if "bool" in kind else ())
+        if key in values and value is None and known[name].default is None:
+            settings[name] = None
+        elif choices:
+            settings[name] = one_of(path, values, key, tuple(choices))
+        elif kind != "float":
+            settings[name] = whole_number(path, values, key)
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
+        else:
+            settings[name] = value
+    return settings
+
+
+def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
+    """Return settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
+    if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
+        settings = settings | {"ffn_hidden_size": None}
+    try:
+        return ModelConfig(**settings)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:
     """Return an integer of config.json. Raises `UserError` for another value."""
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise UserError(f"{path}: {key} is {shown(value)}, expected a whole number from {least} to {most}")
-    return value
-
-
-def finite_number(path: Path, values: dict[str, Any], key: str) -> float:
-    """Return a number of config.json that is at least 0. Raises `UserError` for another value."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
     return value
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.config.older import model_as_meant
 from megatron_ddrp.conversion.foreign_config import (
     OWN_MODEL_TYPE,
-    finite_number,
-    one_of,
+    OWN_SETTINGS,
+    SIZES,
+    model_config,
     read_config_file,
-    whole_number,
+    read_settings,
 )
 from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS, find_tokenizer, read_folder
-from megatron_ddrp.conversion.huggingface_layouts import checked
 from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weights, fill, read_weights, refuse_sizes
 from megatron_ddrp.conversion.weight_names import own_name
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -24,27 +24,8 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model
 
-SIZES = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "seq_length",
-    "layernorm_position": "layernorm_position",
-    "layer_norm_eps": "layernorm_epsilon",
-    "position_encoding": "position_encoding",
-    "relative_distance": "relative_distance",
-    "relative_table": "relative_table",
-    "deberta_emd": "deberta_emd",
-    "vocab_size": "vocab_size",
-}
-"""Key of config.json → field of `ModelConfig`, of what a forward pass needs."""
-
-ADDED = ("absolute_embedding",)
-"""Further keys, under the fields' names, that folders of older versions lack."""
-
-SWITCHES = ("absolute_embedding", "deberta_emd")
-"""Fields that are true or false."""
+ADDED = ("absolute_embedding", "direction_init")
+"""Those of `OWN_SETTINGS` that folders of older versions lack."""
 
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
@@ -71,19 +52,10 @@ def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
 def own_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
     """Return the sizes of an export of ours. Raises `UserError` where one is missing or is no size."""
     path = folder / "config.json"
-    if missing := [key for key in SIZES if key not in values]:
+    keys = SIZES | {name: name for name in OWN_SETTINGS if name in values or name not in ADDED}
+    if missing := [key for key in keys if key not in values]:
         raise UserError(f"{path}: no {missing[0]}; export the checkpoint again")
-    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
-    settings: dict[str, Any] = {}
-    for key, name in (SIZES | {key: key for key in ADDED if key in values}).items():
-        choices = (True, False) if name in SWITCHES else fields[name].metadata.get("choices")
-        if choices:
-            settings[name] = one_of(path, values, key, choices)
-        elif name == "layernorm_epsilon":
-            settings[name] = finite_number(path, values, key)
-        else:
-            settings[name] = whole_number(path, values, key)
-    return checked(path, model_as_meant(settings))
+    return model_config(path, model_as_meant(read_settings(path, values, keys)))
 
 
 def _own(folder: Path, values: dict) -> Encoder:
@@ -96,14 +68,14 @@ def _own(folder: Path, values: dict) -> Encoder:
             "export the checkpoint again"
         )
     model = build_model(config)
-    names = {name: own_name(name) for name, _ in model.named_parameters()}
+    names = {name: own_name(name) for name in (*dict(model.named_parameters()), *checkpoint.persistent_buffers(model))}
     ours = {name: stored[there] for name, there in names.items() if there in stored}
     fill(model, Weights(ours), config.vocab_size, folder)
     return model
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    """The vocabulary's own file where there is one: its fingerprint is that of the datasets it made."""
+    """Return a folder's tokenizer, from the vocabulary's own file if there is one: datasets know its fingerprint."""
     model_file = folder / SentencePieceTokenizer.file_name
     if model_file.is_file():
         return build_tokenizer("SentencePiece", tokenizer_model=model_file)

@@ -19,7 +19,7 @@ import torch
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, save_config
 from megatron_ddrp.conversion.foreign_config import one_of, refuse_code
-from megatron_ddrp.conversion.huggingface_layouts import model_config, read_config
+from megatron_ddrp.conversion.huggingface_layouts import read_layout
 from megatron_ddrp.conversion.huggingface_weights import (
     SEGMENT_EMBEDDING,
     TOKEN_EMBEDDING,
@@ -48,16 +48,23 @@ NO_TOKENIZER = (
 
 
 @dataclass(frozen=True)
-class Import:
-    """What an import read and wrote."""
+class ReadFolder:
+    """The model of a Hugging Face folder as one of ours, and what became of the folder's tensors."""
 
     source: Path
-    output: Path
     config: ModelConfig
+    model: Encoder
     weights: Weights
     embedded_pieces: int
     """Rows of the folder's word embedding; those beyond the tokenizer's vocabulary are left out."""
     tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class Import(ReadFolder):
+    """A folder that was read and written as a checkpoint."""
+
+    output: Path
 
     @property
     def warning(self) -> str | None:
@@ -100,32 +107,19 @@ class Import:
         return [*flags, "--vocab-file", str(self.output / checkpoint.TOKENIZER / self.tokenizer.file_name)]
 
 
-@dataclass(frozen=True)
-class ReadFolder:
-    """The model of a Hugging Face folder as one of ours, and what became of the folder's tensors."""
-
-    config: ModelConfig
-    model: Encoder
-    weights: Weights
-    embedded_pieces: int
-    """Rows of the folder's word embedding."""
-    tokenizer: Tokenizer | None
-
-
 def read_folder(source: Path) -> ReadFolder:
     """Read a folder of a BERT or a DeBERTa v1. Raises `UserError` as `import_folder` does."""
     # Every size is held against the weights before anything of that size is allocated.
-    values, tensors = read_config(source), read_weights(source)
-    config = model_config(source, values)
+    (config, num_segments), tensors = read_layout(source), read_weights(source)
     refuse_sizes(config, tensors, source)
     wanted = dict(on_meta_device(config).named_parameters())
     weights = rename(tensors, config.num_attention_heads, wanted, source)
     if TOKEN_EMBEDDING not in weights.ours:
         raise UserError(f"{source}: no word embedding among its weights; give a folder with a whole encoder")
     segments = len(weights.ours.get(SEGMENT_EMBEDDING, ()))
-    if segments != values["type_vocab_size"]:
+    if segments != num_segments:
         raise UserError(
-            f"{source}: config.json says type_vocab_size {values['type_vocab_size']}, and the weights embed {segments} "
+            f"{source}: config.json says type_vocab_size {num_segments}, and the weights embed {segments} "
             "segments: they do not match; copy the folder again"
         )
     tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
@@ -138,7 +132,7 @@ def read_folder(source: Path) -> ReadFolder:
     torch.manual_seed(SEED)
     model = build_model(config)
     fill(model, weights, pieces, source)
-    return ReadFolder(config, model, weights, rows, tokenizer)
+    return ReadFolder(source, config, model, weights, rows, tokenizer)
 
 
 def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import:
@@ -149,15 +143,14 @@ def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import
     """
     refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
     read = read_folder(source)
-    config, model, tokenizer = read.config, read.model, read.tokenizer
     with whole_folder(output) as folder:
-        whole = Config(model=config, objective=ObjectiveConfig("mlm"))
-        path = checkpoint.save_weights_only({n: p.detach() for n, p in model.named_parameters()}, whole, folder)
+        whole = Config(model=read.config, objective=ObjectiveConfig("mlm"))
+        path = checkpoint.save_weights_only({n: p.detach() for n, p in read.model.named_parameters()}, whole, folder)
         save_config(whole, folder)
-        if tokenizer:
-            tokenizer.save(folder / checkpoint.TOKENIZER)
+        if read.tokenizer:
+            read.tokenizer.save(folder / checkpoint.TOKENIZER)
         checkpoint.mark_latest(folder, path.name)
-    return Import(source, output, config, read.weights, read.embedded_pieces, tokenizer)
+    return Import(**vars(read), output=output)
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:

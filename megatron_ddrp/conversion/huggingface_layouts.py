@@ -5,7 +5,6 @@ Absent keys have the values that transformers gives them.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,55 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.foreign_config import (
     LARGEST_SIZE,
     OWN_MODEL_TYPE,
-    finite_number,
+    SIZES,
+    model_config,
     read_config_file,
+    read_settings,
     shown,
     whole_number,
 )
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.model.embeddings import NUM_SEGMENTS
 
 EXACT_GELU = ("gelu", "gelu_python")
 """Names of the activation that our feed-forward block has; "gelu_new" is an approximation of it, so another one."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "bert": {"vocab_size": 30522, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
-    "deberta": {"vocab_size": 50265, "type_vocab_size": 0, "layer_norm_eps": 1e-7, "position_biased_input": True},
+FOLLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "bert": {
+        "hidden_act": EXACT_GELU,
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "type_vocab_size": (2, 1, 0),
+    },
+    "deberta": {
+        "hidden_act": EXACT_GELU,
+        "relative_attention": (True,),
+        "position_biased_input": (True, False),
+        "talking_head": (False,),
+        "type_vocab_size": (0, 1, 2),
+    },
 }
+"""Settings that change what a model computes → the values that our encoder can follow, transformers' default first."""
+
 SHARED_DEFAULTS = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "intermediate_size": 3072,
     "max_position_embeddings": 512,
-    "max_relative_positions": -1,
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
     "initializer_range": 0.02,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "bert": {"vocab_size": 30522, "layer_norm_eps": 1e-12},
+    "deberta": {
+        "vocab_size": 50265,
+        "layer_norm_eps": 1e-7,
+        "relative_attention": False,  # which our encoder cannot follow
+        "max_relative_positions": -1,
+        "pos_att_type": None,
+    },
 }
 
 SECOND_LAYOUT = {
@@ -49,8 +72,11 @@ SECOND_LAYOUT = {
 """Settings of DeBERTa v2 and v3 → what they switch on."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a folder whose model can be imported, absent keys filled in."""
+def read_layout(folder: Path) -> tuple[ModelConfig, int]:
+    """Return our settings for a folder's model and its number of segments.
+
+    Raises `UserError` where the model cannot be imported, or for a size that no model has.
+    """
     path, values = folder / "config.json", read_config_file(folder)
     kind = values.get("model_type")
     if kind == "deberta-v2" or (kind == "deberta" and _second_layout(values)):
@@ -62,46 +88,19 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: exported from a checkpoint of ours: go on from that one, pretrain_bert.py --load")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise UserError(f"{path}: model_type is {shown(kind)}; expected {' or '.join(DEFAULTS)}")
+    usual = {key: allowed[0] for key, allowed in FOLLOWED[kind].items()}
+    values = {**usual, **SHARED_DEFAULTS, **DEFAULTS[kind], **values}
     _refuse_unknown_parts(path, values, kind)
-    return SHARED_DEFAULTS | DEFAULTS[kind] | values
-
-
-def model_config(folder: Path, values: dict[str, Any]) -> ModelConfig:
-    """Return our settings for what `read_config` gave. Raises `UserError` for a size that no model has."""
-    path = folder / "config.json"
-    size, number = partial(whole_number, path, values), partial(finite_number, path, values)
-    hidden_size, ffn_size = size("hidden_size"), size("intermediate_size")
-    longest, furthest = size("max_position_embeddings"), size("max_relative_positions", least=-LARGEST_SIZE)
-    is_deberta = values["model_type"] == "deberta"
-    settings: dict[str, Any] = {"position_encoding": "absolute"}
-    if is_deberta:
-        settings = {
+    settings = {"position_encoding": "absolute", **read_settings(path, values, SIZES)}
+    if kind == "deberta":
+        furthest = whole_number(path, values, "max_relative_positions", least=-LARGEST_SIZE)
+        settings |= {
             "position_encoding": "deberta",
-            "relative_distance": furthest if furthest > 0 else longest,
+            "relative_distance": furthest if furthest > 0 else settings["seq_length"],
             "absolute_embedding": values["position_biased_input"],
             "deberta_emd": False,
         }
-    settings |= {
-        "num_layers": size("num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "num_attention_heads": size("num_attention_heads"),
-        "ffn_hidden_size": None if ffn_size == 4 * hidden_size else ffn_size,
-        "seq_length": longest,
-        "hidden_dropout": number("hidden_dropout_prob"),
-        "attention_dropout": number("attention_probs_dropout_prob"),
-        "layernorm_epsilon": number("layer_norm_eps"),
-        "init_method_std": number("initializer_range"),
-        "vocab_size": size("vocab_size"),
-    }
-    return checked(path, settings)
-
-
-def checked(path: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Return the settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
-    try:
-        return ModelConfig(**settings)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return model_config(path, settings), values["type_vocab_size"]
 
 
 def _second_layout(values: dict[str, Any]) -> list[str]:
@@ -116,30 +115,14 @@ def _second_layout(values: dict[str, Any]) -> list[str]:
 
 def _refuse_unknown_parts(path: Path, values: dict[str, Any], kind: str) -> None:
     """Stop at the first setting that our encoder cannot follow."""
-    required: dict[str, tuple[Any, tuple[Any, ...]]] = {"hidden_act": ("gelu", EXACT_GELU)}
-    if kind == "bert":
-        required |= {
-            "position_embedding_type": ("absolute", ("absolute",)),
-            "is_decoder": (False, (False,)),
-            "add_cross_attention": (False, (False,)),
-            "type_vocab_size": (NUM_SEGMENTS, tuple(range(NUM_SEGMENTS + 1))),
-        }
-    else:
-        width = values.get("hidden_size", SHARED_DEFAULTS["hidden_size"])
-        required |= {
-            "relative_attention": (False, (True,)),
-            "position_biased_input": (True, (True, False)),
-            "talking_head": (False, (False,)),
-            "embedding_size": (width, (width,)),
-            "type_vocab_size": (0, tuple(range(NUM_SEGMENTS + 1))),
-        }
-        terms = values.get("pos_att_type") or []
+    followed = FOLLOWED[kind]
+    if kind == "deberta":
+        followed = {**followed, "embedding_size": (values["hidden_size"],)}
+        terms = values["pos_att_type"] or []
         terms = terms.split("|") if isinstance(terms, str) else terms
         if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
-            given = shown(values.get("pos_att_type"))
-            raise UserError(f"{path}: pos_att_type is {given}, expected c2p and p2c, no others")
-    for key, (default, allowed) in required.items():
-        if values.get(key, default) not in allowed:
+            raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
+    for key, allowed in followed.items():
+        if values.get(key, allowed[0]) not in allowed:
             expected = " or ".join(map(repr, allowed))
-            given = shown(values.get(key, default))
-            raise UserError(f"{path}: {key} is {given}, which is not built here: need {expected}")
+            raise UserError(f"{path}: {key} is {shown(values[key])}, which is not built here: need {expected}")

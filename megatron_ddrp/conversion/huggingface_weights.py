@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.weight_names import our_name
 from megatron_ddrp.errors import UserError
@@ -122,7 +123,7 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
 
     Raises `UserError` for a weight that is missing or has another shape than the configuration says.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     _complete(parameters, weights, source)
     for name, parameter in parameters.items():
         if name not in weights.ours:
@@ -141,7 +142,7 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
         target.copy_(value)
 
 
-def _complete(parameters: dict[str, nn.Parameter], weights: Weights, source: Path) -> None:
+def _complete(parameters: dict[str, Tensor], weights: Weights, source: Path) -> None:
     """Initialise what a folder may lack, note it, and refuse what it may not."""
     missing = {name for name in parameters if name not in weights.ours}
     head = {name for name in parameters if name.startswith("head.")}

@@ -65,7 +65,7 @@ class TupeA(PositionEncoding):
         return untie_cls(scores[:, 1:, 1:], to_cls, from_cls)
 
     def _split(self, states: Tensor) -> Tensor:
-        return states.view(len(states), -1, self.head_dim).transpose(0, 1)  # [heads, rows, head_dim]
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)  # [heads, rows, head_dim]
 
     @staticmethod
     def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
@@ -95,7 +95,12 @@ class TupeR(TupeA):
 
 
 def restarts(position_ids: Tensor) -> bool:
-    """Whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding."""
+    """Whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding.
+
+    A captured graph cannot ask; there the answer is True, which is right for every row and only takes more memory.
+    """
+    if torch.compiler.is_compiling():
+        return True
     place = torch.arange(position_ids.shape[1], device=position_ids.device)
     return bool(((position_ids != place) & (position_ids != 0)).any())
 

@@ -42,7 +42,7 @@ def write_checkpoint(folder, tokenizer, objective="mth", **model_settings):
         parameter.data.add_(torch.randn_like(parameter) * 0.3)  # biases, LayerNorms and tables must all act
     path = folder / checkpoint.tag(3)
     path.mkdir(parents=True)
-    checkpoint.save_weights(dict(model.named_parameters()), path)
+    checkpoint.save_weights(dict(model.named_parameters()) | checkpoint.persistent_buffers(model), path)
     (path / checkpoint.STATE).write_text(json.dumps({"iteration": 3, "config": config.to_dict()}))
     tokenizer.save(folder / checkpoint.TOKENIZER)
     checkpoint.mark_latest(folder, path.name)

@@ -1,0 +1,74 @@
+"""The check of an exported folder: transformers loads it, and its hidden states are those of the training model."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import uuid
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import Encoder
+
+TOLERANCE = 1e-4
+"""Largest difference of a hidden state, relative to the largest hidden state. Rounding in fp32 gives some 1e-6."""
+LONGEST = 128
+"""Tokens per row that are compared."""
+
+
+def check_export(folder: Path, class_name: str, model: Encoder, config: ModelConfig) -> str:
+    """Load the class `class_name` from a written folder, compare it with the model, and return a line for people.
+
+    Raises `UserError` where the folder cannot be loaded or computes something else, and for a plug-in's encoding where
+    transformers is not installed. Other folders are not checked then: the tests load every encoding.
+    """
+    try:
+        from transformers import logging
+    except ImportError:
+        if config.position_encoding not in PLUGINS:
+            return "not checked: transformers is not installed"
+        raise UserError("a plug-in's encoding is exported with a check: pip install 'megatron-ddrp[hf]'") from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    seq = min(config.seq_length, LONGEST)
+    place = torch.arange(seq)
+    mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
+    ids, segments = (place * torch.tensor([[1], [2]]) % config.vocab_size) * mask, (place >= seq // 3).long() * mask
+    try:
+        with torch.no_grad():
+            loaded, report = _classes(folder, class_name).from_pretrained(folder, output_loading_info=True)
+            states = loaded.eval()(ids, mask, segments, output_hidden_states=True).hidden_states[-1]
+    except Exception as error:  # the code of a plug-in may raise anything
+        raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
+    if strange := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+        raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
+    with torch.no_grad():
+        expected = model.encode(ids, segments, mask, place * mask)[mask.bool()]
+    gap = (states[mask.bool()] - expected).abs().max() / expected.abs().max()
+    if not gap <= TOLERANCE:
+        raise UserError(
+            f"the exported model computes other hidden states than the checkpoint's, by {gap:.1e} of the largest: an "
+            "encoding may depend on nothing but its settings, its weights and the positions"
+        )
+    return f"loaded by {class_name}; its hidden states differ by {gap:.1e} of the largest"
+
+
+def _classes(folder: Path, class_name: str) -> Any:
+    """Return a class of a folder's own code, else of transformers."""
+    code = folder / "modeling_ddrp.py"
+    if not code.exists():
+        return getattr(importlib.import_module("transformers"), class_name)
+    # A package whose parts lie in the folder, so that the files find one another by relative imports.
+    spec = spec_from_file_location(f"exported_{uuid.uuid4().hex}", code, submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None, code
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    return getattr(module, class_name)

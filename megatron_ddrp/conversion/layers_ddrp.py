@@ -1,0 +1,147 @@
+"""The layers of an exported model; one of the files that travel inside its folder, see modeling_ddrp.py."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
+from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms
+
+
+def check_length(seq: int, longest: int) -> None:
+    """Raise `ValueError` for an input that is longer than the positions that the model learned."""
+    if seq > longest:
+        raise ValueError(f"the input has {seq} tokens, the model knows {longest} positions: cut the text")
+
+
+def layer_norm(config: DdrpConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+class PassInputs(NamedTuple):
+    """What all layers read in one forward pass, beside the hidden states."""
+
+    allowed: Tensor
+    """bool `[batch, 1, 1, seq]`, False at padding."""
+    position_ids: Tensor
+    """int64 `[batch, seq]`."""
+    position: tuple[Tensor, ...]
+    """The encoding's tensors that all layers share; empty where each layer has its own encoding."""
+
+
+class Embeddings(nn.Module):
+    """Token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
+
+    def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
+        super().__init__()
+        longest = config.max_position_embeddings
+        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.absolute = nn.Embedding(longest, config.hidden_size) if config.absolute_embedding else None
+        self.position = encoding(config) if config.relative_table == "shared" else None
+        self.longest = longest if encoding.limits_length or config.absolute_embedding else None
+        self.norm = layer_norm(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        """Return the embeddings `[batch, seq, hidden]` of int64 `[batch, seq]` each."""
+        seq = input_ids.shape[1]
+        if self.longest is not None:
+            check_length(seq, self.longest)
+        hidden = self.token(input_ids) + self.segment(token_type_ids)
+        if self.absolute is not None:
+            hidden = hidden + self.absolute.weight[:seq]
+        return self.dropout(self.norm(hidden))
+
+
+def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
+    """Return the logits A `[batch, heads, seq, seq]` of `query` and `key` `[batch, heads, seq, head_dim]`.
+
+        A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
+
+    Training computes the same by strided views, which `torch.export` cannot follow; here r(i,j) is an index.
+    """
+    logits = query @ key.transpose(-1, -2)
+    place = torch.arange(key.shape[2], device=key.device)
+    row = (place[:, None] - place).clamp(terms.lowest, terms.highest) - terms.lowest  # r, [seq, seq]
+    if terms.query_table is not None:
+        logits = logits + (query @ terms.query_table.transpose(-1, -2)).gather(-1, row.expand_as(logits))
+    if terms.key_table is not None:
+        logits = logits + (terms.key_table @ key.transpose(-1, -2)).gather(-2, row.expand_as(logits))
+    logits = logits * terms.scale
+    if terms.bias is not None:
+        logits = logits + terms.bias
+    if terms.offset_bias is not None:
+        logits = logits + terms.offset_bias[:, row]  # [1 or heads, seq, seq]
+    return logits
+
+
+class SelfAttention(nn.Module):
+    """Attention with the position terms of one layer."""
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
+
+    def forward(
+        self, hidden: Tensor, source: Tensor, allowed: Tensor, terms: PositionTerms, rotate: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with queries of `hidden` to keys and values of `source`, `[batch, seq, hidden]` each.
+
+        Returns hidden states of the same shape and the probabilities `[batch, heads, seq, seq]`.
+        """
+        query, key = rotate(self.split(self.query(hidden))), rotate(self.split(self.key(source)))
+        logits = attention_logits(query, key, terms).masked_fill(~allowed, torch.finfo(query.dtype).min)
+        value = self.split(self.value(source))
+        probabilities = logits.softmax(-1, dtype=torch.float32).to(value.dtype)
+        context = self.dropout(probabilities) @ value  # [batch, heads, seq, head_dim]
+        return self.output(context.transpose(1, 2).flatten(2)), probabilities
+
+    def split(self, projected: Tensor) -> Tensor:
+        """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each with its residual; LayerNorm after each sum ("post") or before each block.
+
+    The feed-forward block is two linear maps with an exact GELU between them.
+    """
+
+    def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
+        super().__init__()
+        self.config = config
+        self.norm_before = config.layernorm_position == "pre"
+        self.attention = SelfAttention(config)
+        self.attention_norm = layer_norm(config)
+        expand = nn.Linear(config.hidden_size, config.intermediate_size)
+        contract = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.feed_forward = nn.Sequential(OrderedDict(input=expand, activation=nn.GELU(), output=contract))
+        self.feed_forward_norm = layer_norm(config)
+        self.position = encoding(config) if config.relative_table == "per-layer" else None
+        self.layer_position = encoding.layer_part(config)
+        self.name_terms = encoding.terms
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, hidden: Tensor, inputs: PassInputs, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the next hidden states and the attention probabilities; keys are of `source`, or of `hidden`."""
+        position = inputs.position if self.position is None else self.position(inputs.position_ids)
+        terms = self.name_terms(self.config, self.layer_position(position))
+        rotate = partial(self.layer_position.rotate, position_ids=inputs.position_ids)
+        sides = (hidden, hidden if source is None else source)
+        queries, keys = (self.attention_norm(states) if self.norm_before else states for states in sides)
+        attended, probabilities = self.attention(queries, keys, inputs.allowed, terms, rotate)
+        hidden = hidden + self.dropout(attended)
+        hidden = hidden if self.norm_before else self.attention_norm(hidden)
+        expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
+        hidden = hidden + self.dropout(expanded)
+        return hidden if self.norm_before else self.feed_forward_norm(hidden), probabilities

@@ -1,0 +1,97 @@
+"""The code that travels with an exported model: modeling_ddrp.py and every file of ours that it imports, side by side.
+
+Position encodings are computed there by the very files that training uses. transformers copies the files of a folder by
+their relative imports and knows no subfolders, so `from megatron_ddrp.model.positions.ddrp import` becomes
+`from .positions_ddrp import`. Instead of the registry of all encodings, encoding_NAME.py has the model's own.
+
+One process may load several folders, and transformers tells neither modules of one name apart nor the models of one
+configuration class. So files of one name hold the same code in every folder, except modeling_ddrp.py, which is loaded
+anew, and configuration_ddrp.py, which ends with a sum of all the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import zlib
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.json_files import object_sum
+
+OURS = "megatron_ddrp."
+REGISTRY, CONFIGURATION = OURS + "config.registry", OURS + "conversion.configuration_ddrp"
+TRAVELS = (CONFIGURATION, OURS + "conversion.layers_ddrp", OURS + "model.positions", REGISTRY)
+"""Modules and packages whose files may travel: they need nothing but torch, transformers and one another."""
+
+REGISTRY_CODE = '''"""The position encoding of this model; written when it was exported."""
+
+from .positions import PositionEncoding
+from .{file} import {imported}
+
+
+def encoding_class(name: str) -> type[PositionEncoding]:
+    """Return the class of the model's encoding, `name`."""
+    return {value}
+'''
+
+
+def write_model_code(folder: Path, encoding: str) -> None:
+    """Write the files of a model with a position encoding into a folder.
+
+    Raises `UserError` where a file imports something of ours that cannot travel.
+    """
+    module, _, class_name = ENCODINGS[encoding].partition(":")
+    slug, imported, value = re.sub(r"\W", "_", encoding), class_name, class_name
+    if encoding in PLUGINS:
+        slug = f"{slug}_{zlib.crc32(PLUGINS[encoding].read_bytes()):08x}"
+        imported, value = "ENCODINGS", "ENCODINGS[name]"
+    codes = {REGISTRY: REGISTRY_CODE.format(file=_file(module, slug), imported=imported, value=value)}
+    waiting = {OURS + "conversion.modeling_ddrp", OURS + "model.positions", module}
+    while waiting:
+        travelling = waiting.pop()
+        codes[travelling], found = _travelling(travelling, slug)
+        waiting |= found - set(codes)
+    codes[CONFIGURATION] += f"\n# Sum of this folder's code: {object_sum(codes)}\n"
+    for travelling, code in codes.items():
+        (folder / f"{_file(travelling, slug)}.py").write_text(code, encoding="utf-8")
+
+
+def _file(module: str, slug: str) -> str:
+    """Return the name of a module's file in an exported folder, without its ending."""
+    if module == REGISTRY:
+        return f"encoding_{slug}"
+    if not module.startswith(OURS):
+        return f"positions_{slug}"
+    return module.removeprefix(OURS).removeprefix("conversion.").removeprefix("model.").replace(".", "_")
+
+
+def _travelling(module: str, slug: str) -> tuple[str, set[str]]:
+    """Return a module's code with its imports of ours made relative, and the modules that these name."""
+    source = Path(str(find_spec(module).origin))  # type: ignore[union-attr]
+    code, imported = source.read_text(encoding="utf-8"), set()
+    lines = code.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            _refuse(source, (alias.name for alias in node.names), ())
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(OURS):
+            name, row = str(node.module), node.lineno - 1
+            _refuse(source, (name,), TRAVELS)
+            imported.add(name)
+            start, end = lines[row][: node.col_offset], lines[row][node.col_offset :]
+            lines[row] = start + end.replace(name, f".{_file(name, slug)}", 1)
+    return "".join(lines), imported
+
+
+def _refuse(source: Path, modules: Iterable[str], allowed: tuple[str, ...]) -> None:
+    """Raise `UserError` for the first module of ours that is neither one of the allowed nor inside of one."""
+    for module in modules:
+        inside = any(f"{module}.".startswith(f"{place}.") for place in allowed)
+        if f"{module}.".startswith(OURS) and not inside:
+            raise UserError(
+                f"{source} imports {module}, so its encoding cannot be exported: of megatron_ddrp it may import only "
+                "by `from megatron_ddrp.model.positions… import …`"
+            )
