@@ -7,6 +7,7 @@ random replacement, never produced by text), and a fingerprint that ties a datas
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -19,7 +20,14 @@ from megatron_ddrp.data.atomic import AnyPath, AtomicFile
 from megatron_ddrp.data.dataset.dataset_index import token_dtype
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace")
+TOKENIZERS = {
+    "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer",
+    "BertWordPieceCase": "wordpiece:WordPieceTokenizer",
+    "SentencePiece": "sentencepiece:SentencePieceTokenizer",
+    "HuggingFace": "huggingface:HuggingFaceTokenizer",
+}
+"""Tokenizer type → the module beside this one and the class in it, imported when it is needed."""
+TOKENIZER_TYPES = tuple(TOKENIZERS)
 SPECIAL_PIECES = {
     "cls": ("[CLS]", "<cls>", "<s>"),
     "sep": ("[SEP]", "<sep>", "</s>"),
@@ -142,17 +150,11 @@ def build_tokenizer(
     path, flag = (vocab_file, "--vocab-file") if is_wordpiece else (tokenizer_model, "--tokenizer-model")
     if path is None:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path)", WRONG_ARGUMENTS)
+    module, name = TOKENIZERS[tokenizer_type].split(":")
+    make = getattr(importlib.import_module(f"megatron_ddrp.data.tokenizers.{module}"), name)
     if is_wordpiece:
-        from megatron_ddrp.data.tokenizers.wordpiece import WordPieceTokenizer
-
-        return WordPieceTokenizer(path, tokenizer_type)
-    if tokenizer_type == "SentencePiece":
-        from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
-
-        return SentencePieceTokenizer(path)
-    from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
-
-    return HuggingFaceTokenizer(path, specials)
+        return make(path, tokenizer_type)
+    return make(path, specials) if tokenizer_type == "HuggingFace" else make(path)
 
 
 def load_tokenizer(folder: AnyPath) -> Tokenizer:
