@@ -112,7 +112,7 @@ class Corpus:
         bounds = (objective.notes_min_count, objective.notes_max_count)
         return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
 
-    def describe(self, samples: Blend, consumed: int) -> str:
+    def summary(self, samples: Blend, consumed: int) -> str:
         """Return documents, sequences and epochs of a run over `consumed` samples; one line per corpus of a blend."""
         documents = sum(part.num_documents for part in samples.parts)
         line = f"{documents:,} documents, {len(samples):,} training sequences"

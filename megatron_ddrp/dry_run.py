@@ -104,7 +104,7 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
-    lines = [*verified, *corpus.remarks, f"data: {corpus.describe(samples, consumed)}"]
+    lines = [*verified, *corpus.remarks, f"data: {corpus.summary(samples, consumed)}"]
     facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": consumed / len(samples)}
     size = 0
     if config.objective.notes:

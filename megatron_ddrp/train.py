@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,8 +43,73 @@ from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
 
 
+@dataclass(frozen=True)
+class Run:
+    """One rank's running training, as its steps, validations and checkpoints share it."""
+
+    config: Config
+    ranks: Ranks
+    engine: Any
+    log: MetricsLog
+    home: RunFolder | None
+    """The `--save` folder; rank 0 alone has one."""
+    notes: NoteDictionary | None
+
+    def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
+        """Log the first step, every `--log-interval`-th and the last."""
+        if progress.iteration != 1 and not due(progress.iteration, self.config.logging.log_interval, self.config):
+            return
+        row = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            **result.losses(self.config),
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            **clock.read(),
+        }
+        self.log.write(row)
+        labels = make_objective(self.config.objective).labels
+        self.log.say(progress_line(row, labels, self.config.training.train_iters, clock.eta(progress.iteration)))
+
+    def validate(self, loader: BatchLoader, progress: Progress) -> None:
+        """Log the losses on the same held-out samples with the same masks each time."""
+        config = self.config
+        steps = min(config.logging.eval_iters, max(1, len(loader.samples) // config.training.global_batch_size))
+        losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
+        self.log.write({"iteration": progress.iteration, **losses})
+        labels = make_objective(config.objective).labels
+        line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
+        self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
+
+    def save(self, folder: Path, progress: Progress, must: bool) -> None:
+        """Save a checkpoint. Where that fails and it need not be, say so and continue: the earlier ones are whole."""
+        notes = {} if self.notes is None else note_tensors(self.notes)
+        try:
+            agree(self._restore)
+            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes)
+            self.log.say(f"saved {saved}")
+        except UserError as error:
+            line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
+            if must:
+                raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
+            self.log.say(f"{line}; going on")
+
+    def _restore(self) -> None:
+        """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
+        if self.home is None:
+            return
+        with refusals_as_user_errors(self.home.path):
+            written = [*self.home.restore(), *self.log.restore()]
+        if written:
+            self.log.say(f"{self.home.path} lacked {', '.join(written)}: written again")
+
+
 def train(config: Config) -> int:
-    """Run `config` on this rank, the others do the same; 0, or `ASKED_TO_STOP` where it was to end before its end."""
+    """Train on this rank; every rank runs the same code.
+
+    Return 0, or `ASKED_TO_STOP` if a stop was requested before the last step.
+    """
     began, alone = time.monotonic(), not is_launched()
     ranks = process_group.start(config.parallel)
     if config.training.num_threads:
@@ -58,7 +125,7 @@ def train(config: Config) -> int:
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
-    total, position = count_parameters(model)
+    sizes = count_parameters(model)
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
     progress = resumed.progress if resumed else Progress()
@@ -72,13 +139,14 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        for note in dict.fromkeys(note for notes in gather_objects((*verified, *corpus.remarks)) for note in notes):
-            log.say(note)
-        log.say(introduction(config, ranks, corpus, loader, total, position))
+        for remark in remarks_of_ranks((*verified, *corpus.remarks)):
+            log.say(remark)
+        log.say(introduction(config, ranks, corpus, loader, sizes))
         if notes is not None:
             size = notes.size_bytes / 2**20
             log.say(f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank")
         log.say(where_we_start(config, resumed))
+        run = Run(config, ranks, engine, log, home, notes)
         clock = Clock(progress.iteration, config.training.train_iters)
         unsaved = UnsavedWork(config)
         steps = FiniteSteps(engine, config, ranks, log.say, notes)
@@ -88,59 +156,31 @@ def train(config: Config) -> int:
             result = steps.take(micro_batches, progress.iteration + 1)
             progress = advance(progress, result, config)
             clock.count(result.counts["tokens"])
-            log_step(log, clock, result, progress, config)
+            run.log_step(result, progress, clock)
             unsaved.warn_once(progress.iteration, log.say)
             if validation and due(progress.iteration, config.logging.eval_interval, config):
-                validate(engine, validation, log, progress, config, ranks, notes)
+                run.validate(validation, progress)
                 clock.pause()
             request = largest_over_ranks(requests.code, ranks.device)
             stops = progress.iteration == config.training.train_iters or exits(progress.iteration, config) or request
             if folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                save(engine, folder, home, progress, config, ranks, log, notes, must=bool(stops))
+                run.save(folder, progress, must=bool(stops))
                 clock.pause()
             if stops:
                 break
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
             saved = "" if folder else "; nothing is saved without --save"
-            log.say(f"stopped at step {progress.iteration:,} by {stopping.describe(request)}{saved}")
-        if folder and ranks.rank == 0:
+            log.say(f"stopped at step {progress.iteration:,} by {stopping.name_of(request)}{saved}")
+        if folder and first:
             stopping.note_exit_code(folder, code)
     process_group.stop()
     return code
 
 
-def save(
-    engine,
-    folder: Path,
-    home: RunFolder | None,
-    progress: Progress,
-    config: Config,
-    ranks: Ranks,
-    log: MetricsLog,
-    notes: NoteDictionary | None,
-    must: bool,
-) -> None:
-    """Save; where that fails and is no `must`, say so and go on: the checkpoints before are whole, and disks empty."""
-    beside = {} if notes is None else note_tensors(notes)
-    try:
-        agree(lambda: restore(home, log))
-        log.say(f"saved {save_checkpoint(engine, folder, progress, config, ranks, beside)}")
-    except UserError as error:
-        line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
-        if must:
-            raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
-        log.say(f"{line}; going on")
-
-
-def restore(home: RunFolder | None, log: MetricsLog) -> None:
-    """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
-    if home is None:
-        return
-    with refusals_as_user_errors(home.path):
-        written = [*home.restore(), *log.restore()]
-    if written:
-        log.say(f"{home.path} lacked {', '.join(written)}: written again")
+def remarks_of_ranks(own: Sequence[str]) -> list[str]:
+    """Return what any rank has to say, each line once; a collective call."""
+    return list(dict.fromkeys(remark for remarks in gather_objects(own) for remark in remarks))
 
 
 def with_stored_layout(config: Config, load: Path | None) -> Config:
@@ -171,7 +211,7 @@ def check_device(config: Config, ranks: Ranks) -> None:
 
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
-    """The corpus, the training loader and, where it is asked for, the validation loader."""
+    """Return the corpus, the training loader and, if the run validates, the validation loader."""
     check_writers(config)
     read_settings(config.parallel)
     corpus = Corpus.open(config)
@@ -181,7 +221,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
 
 
 def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
-    """One step further."""
+    """Return the progress after a step."""
     return replace(
         progress,
         iteration=progress.iteration + 1,
@@ -191,68 +231,31 @@ def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
 
 
 def due(iteration: int, interval: int, config: Config) -> bool:
-    """Whether something done every `interval` steps and at the last one is to be done now."""
+    """Return whether something done every `interval` steps and at the last one is due."""
     return iteration % interval == 0 or iteration == config.training.train_iters
 
 
 def exits(iteration: int, config: Config) -> bool:
-    """Whether `--exit-interval` ends the run here."""
+    """Return whether `--exit-interval` ends the run here."""
     interval = config.checkpoint.exit_interval
     return interval is not None and iteration % interval == 0
 
 
-def log_step(log: MetricsLog, clock: Clock, result: StepResult, progress: Progress, config: Config) -> None:
-    """Log the first step, every `--log-interval`-th and the last."""
-    if progress.iteration != 1 and not due(progress.iteration, config.logging.log_interval, config):
-        return
-    row = {
-        "iteration": progress.iteration,
-        "consumed_samples": progress.consumed_samples,
-        "consumed_tokens": progress.consumed_tokens,
-        **result.losses(config),
-        "lr": result.lr,
-        "grad_norm": result.grad_norm,
-        **clock.read(),
-    }
-    log.write(row)
-    labels = make_objective(config.objective).labels
-    log.say(progress_line(row, labels, config.training.train_iters, clock.eta(progress.iteration)))
-
-
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
-    """An empty dictionary for the rare words of the corpus; None without `--notes`."""
+    """Return an empty dictionary for the rare words of the corpus; None without `--notes`."""
     if not config.objective.notes:
         return None
     return NoteDictionary(corpus.rare_words[0], config.model.hidden_size, config.objective)
 
 
-def validate(
-    engine,
-    loader: BatchLoader,
-    log: MetricsLog,
-    progress: Progress,
-    config: Config,
-    ranks: Ranks,
-    notes: NoteDictionary | None,
-) -> None:
-    """The losses on the same held-out samples with the same masks each time."""
-    size = config.training.global_batch_size
-    steps = min(config.logging.eval_iters, max(1, len(loader.samples) // size))
-    losses = evaluate(engine, iterate(loader, 0, steps), config, ranks, notes)
-    log.write({"iteration": progress.iteration, **losses})
-    line = f"validation {terms(losses, make_objective(config.objective).labels, 4, 'valid_')}{similarities(losses)}"
-    log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
-
-
-def introduction(
-    config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, parameters: int, position_parameters: int
-) -> str:
-    """What is about to run, in three lines, and one more for each corpus of a blend."""
+def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
+    """Return three lines about the run, and one more per corpus of a blend; `sizes` as of `count_parameters`."""
+    parameters, position_parameters = sizes
     encoding = encoding_class(config.model.position_encoding)
     backend, why = resolve_backend(
         config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
     )
-    data = corpus.describe(loader.samples, config.training.train_iters * config.training.global_batch_size)
+    data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
         f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
@@ -265,7 +268,7 @@ def introduction(
 
 
 def where_we_start(config: Config, resumed: Resumed | None) -> str:
-    """Whether this run begins or goes on."""
+    """Return how the run starts: afresh, from weights, or from a checkpoint."""
     if resumed is None:
         nothing_there = f"{config.checkpoint.load} holds no checkpoint: " if config.checkpoint.load else ""
         return f"{nothing_there}starting afresh"
@@ -276,4 +279,4 @@ def where_we_start(config: Config, resumed: Resumed | None) -> str:
         done = iteration >= config.training.train_iters
         nothing = f"; nothing to do: --train-iters is {config.training.train_iters:,}" if done else ""
         line = f"resumed from {config.checkpoint.load} at step {iteration:,}{nothing}"
-    return "\n".join((*resumed.notes, line))
+    return "\n".join((*resumed.remarks, line))

@@ -45,8 +45,8 @@ def whole_checkpoints(
     The files of `kinds` are read for their sums as each checkpoint's turn comes. Raises `UserError` where there are
     checkpoints and none of them is whole.
     """
-    found, notices = candidates(folder)
-    untold, reasons = list(notices), []
+    found, remarks = candidates(folder)
+    untold, reasons = list(remarks), []
     for path in found:
         reason = fault(path, kinds)
         if reason is not None:

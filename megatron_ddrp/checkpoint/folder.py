@@ -49,7 +49,7 @@ class Candidates(NamedTuple):
 
     paths: list[Path]
     """The newest first, damaged ones included."""
-    notices: tuple[str, ...]
+    remarks: tuple[str, ...]
     """Lines for the user about `latest`: damage, or newer checkpoints left alone."""
 
 

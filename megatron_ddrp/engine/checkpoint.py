@@ -49,7 +49,7 @@ class Resumed:
 
     progress: Progress
     path: Path
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """Lines for the user: checkpoints passed over, a damaged `latest`, another layout, changed settings."""
     weights_only: bool = False
 
@@ -189,7 +189,7 @@ def _complete(temporary: Path, state: dict[str, Any], config: Config) -> None:
 
 def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Resumed | None:
     """Resume from the newest whole checkpoint of a folder; None where it holds none. A collective call."""
-    path, notices = _newest_undamaged(folder, ranks)
+    path, remarks = _newest_undamaged(folder, ranks)
     if path is None:
         return None
     held = HeldState(engine, config, ranks)
@@ -210,7 +210,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
-        return Resumed(Progress(), path, notices, weights_only=True)
+        return Resumed(Progress(), path, remarks, weights_only=True)
     state_of.create_moments(engine)
     held.fill(stored[state_of.MOMENTS], state_of.MOMENTS)
     state_of.refresh_weights(engine)
@@ -219,7 +219,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     progress = Progress(state["iteration"], state["consumed_samples"], state["consumed_tokens"])
     theirs, ours = state["layout"], layout(config, ranks)
     changes = [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
-    return Resumed(progress, path, (*notices, *changes, *changed_settings(state["config"], config)))
+    return Resumed(progress, path, (*remarks, *changes, *changed_settings(state["config"], config)))
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
@@ -228,13 +228,13 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
     Rank 0's listing counts for all, should the ranks see the folder differently. Each rank reads some of the files.
     """
     kinds = (files.MODEL, files.OPTIMIZER, files.BESIDE)
-    found, notices = gather_objects(agree(lambda: files.candidates(folder)))[0]
+    found, remarks = gather_objects(agree(lambda: files.candidates(folder)))[0]
     reasons: list[str] = []
     for path in found:
         faults = gather_objects(files.fault(path, kinds, ranks.rank, ranks.world_size))
         reason = next(filter(None, faults), None)
         if reason is None:
-            return path, (*notices, *(f"passed over {folder / r}" for r in reasons))
+            return path, (*remarks, *(f"passed over {folder / r}" for r in reasons))
         reasons.append(f"{path.name}: {' '.join(reason.split())}")
     if found:
         raise agreed_by_all(str(files.none_complete(folder, reasons)))

@@ -58,7 +58,7 @@ class _Exchange(torch.autograd.Function):
 
 def split(whole: Tensor, ranks: Ranks) -> Tensor:
     """`[batch, seq, hidden]`, alike on all tensor-parallel ranks → our part `[batch, ⌈seq / T⌉, hidden]`."""
-    return _Exchange.apply(whole, partial(_own_part, ranks), partial(_all_gathered, ranks, whole.shape[1]))
+    return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gathered, ranks, whole.shape[1]))
 
 
 def enter(part: Tensor, length: int, ranks: Ranks) -> Tensor:
@@ -73,7 +73,7 @@ def leave(summand: Tensor, ranks: Ranks) -> Tensor:
 
 def join(part: Tensor, length: int, ranks: Ranks) -> Tensor:
     """Parts → `[batch, length, hidden]`, used by all ranks alike."""
-    return _Exchange.apply(part, partial(_all_gathered, ranks, length), partial(_own_part, ranks))
+    return _Exchange.apply(part, partial(_all_gathered, ranks, length), partial(_part_of, ranks))
 
 
 def _parts(ranks: Ranks, whole: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _parts(ranks: Ranks, whole: Tensor) -> Tensor:
     return padded.unflatten(1, (ranks.tensor_size, -1)).transpose(0, 1)
 
 
-def _own_part(ranks: Ranks, whole: Tensor) -> Tensor:
+def _part_of(ranks: Ranks, whole: Tensor) -> Tensor:
     return _parts(ranks, whole)[ranks.tensor_rank].clone(memory_format=torch.contiguous_format)
 
 

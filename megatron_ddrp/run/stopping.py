@@ -64,7 +64,7 @@ class StopRequests:
         return self.received or OUT_OF_TIME * out_of_time
 
 
-def describe(code: int) -> str:
+def name_of(code: int) -> str:
     """Return the name of what asked this run to stop."""
     return "--exit-duration-in-mins" if code == OUT_OF_TIME else signal.Signals(code).name
 

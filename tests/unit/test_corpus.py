@@ -187,7 +187,7 @@ def test_indices_are_kept_where_asked_for_and_not_at_all_by_a_dry_run(parts, tin
 
 def test_description_names_every_weighted_corpus(parts, tiny_corpus):
     corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": ("3", parts["a"], "1", parts["b"])}))
-    lines = corpus.describe(corpus.samples("train"), 1600).splitlines()
+    lines = corpus.summary(corpus.samples("train"), 1600).splitlines()
     assert len(lines) == 3 and "blended" in lines[0]
     assert "75.00% " + parts["a"] in lines[1] and "25.00% " + parts["b"] in lines[2]
     samples = len(corpus.samples("train").parts[1])
