@@ -28,8 +28,8 @@ from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import documents, write_vocabulary
 from tests.integration.conftest import TINY, command_line
-from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import ROOT
+from tests.integration.training_runs import Rows, largest_differences, train_runs
 
 DOCUMENT = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
@@ -88,16 +88,16 @@ def measure(
     def words(*changes: dict) -> list[str]:
         return command_line({k: v for part in (COURSE, data, *changes) for k, v in part.items()})
 
-    references: list[Course] = run_courses(1, [words(model, {"zero_stage": 0}) for model in models])
+    references: list[Rows] = train_runs(1, [words(model, {"zero_stage": 0}) for model in models])
     for model, reference in zip(models, references, strict=True):
         nearest = min((abs(row["hcd_loss"]) for row in reference if "hcd_loss" in row), default=1.0)
         assert nearest >= SMALLEST_HCD, f"{model}: HCD comes as close to 0 as {nearest:.1e}: choose another seed"
         for world_size in sorted({layout.world_size for layout in chosen}):
             group = [layout for layout in chosen if layout.world_size == world_size]
-            for layout, course in zip(
-                group, run_courses(world_size, [words(model, layout.flags()) for layout in group]), strict=True
+            for layout, rows in zip(
+                group, train_runs(world_size, [words(model, layout.flags()) for layout in group]), strict=True
             ):
-                yield layout, model, largest_differences(course, reference)
+                yield layout, model, largest_differences(rows, reference)
 
 
 def table(differences: dict[Layout, dict[str, float]], note: str) -> str:
@@ -134,7 +134,7 @@ def main() -> int:
     ]
     chosen = layouts(arguments.world_sizes)
     worst: dict[Layout, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(chosen), unit="course") as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(chosen), unit="run") as bar:
         for layout, model, differences in measure(models, chosen, make_corpus(Path(folder))):
             bar.set_postfix_str(" ".join(model.values()))
             bar.update()
@@ -142,7 +142,7 @@ def main() -> int:
                 row = worst.setdefault(layout, {})
                 row[name] = max(row.get(name, 0.0), difference)
     names = f"{', '.join(arguments.encodings)} under {' and '.join(arguments.objectives)}"
-    note = f"{len(models) * len(chosen)} courses: {names}."
+    note = f"{len(models) * len(chosen)} runs: {names}."
     text = table(worst, note)
     print(text)
     if arguments.write:

@@ -17,7 +17,7 @@ from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import place_in_grid
-from tests.integration.courses import forget_layout, run_ranks
+from tests.integration.training_runs import forget_layout, run_ranks
 
 TIMEOUT = 180.0
 

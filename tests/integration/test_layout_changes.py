@@ -13,8 +13,8 @@ import torch
 from megatron_ddrp.checkpoint import StoredTensors, newest, read_state, write_state
 from megatron_ddrp.run.run_folder import sole_writer
 from tests.endurance.kills import kill_and_compare
-from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import start_ranks, training_rows
+from tests.integration.training_runs import Rows, largest_differences, train_runs
 
 Flags = Callable[..., list[str]]
 SAVED, STEPS = 3, 8
@@ -39,16 +39,16 @@ PRECISE: dict[str, tuple[int, dict[str, Any]]] = {
 """Layouts that keep fp32 weights beside those they compute with."""
 
 
-def in_layouts(scenarios: list[tuple[str, list[str]]]) -> list[Course]:
-    """The courses of (layout, command line), in their order. Those with as many ranks share a process group, where
+def in_layouts(scenarios: list[tuple[str, list[str]]]) -> list[Rows]:
+    """The runs of (layout, command line), in their order. Those with as many ranks share a process group, where
     ZeRO 3, which changes torch for good, comes last."""
     layouts = LAYOUTS | PRECISE
-    courses: dict[int, Course] = {}
+    runs: dict[int, Rows] = {}
     for size in sorted({layouts[name][0] for name, _ in scenarios}):
         own = [number for number, (name, _) in enumerate(scenarios) if layouts[name][0] == size]
         own.sort(key=lambda number: layouts[scenarios[number][0]][1]["zero_stage"] == 3)
-        courses |= zip(own, run_courses(size, [scenarios[number][1] for number in own]), strict=True)
-    return [courses[number] for number in range(len(scenarios))]
+        runs |= zip(own, train_runs(size, [scenarios[number][1] for number in own]), strict=True)
+    return [runs[number] for number in range(len(scenarios))]
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +68,20 @@ def saved(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_goes_on_from_every_other(saved: Path, flags: Flags) -> None:
     """All ordered pairs of five layouts over all axes, tied weights on two pipeline stages included; neighbours alone
     under tables cut by heads."""
-    undisturbed = run_courses(1, [flags(**model, zero_stage=0, train_iters=STEPS) for model in MODELS.values()])
-    expected = {kind: course[SAVED:] for kind, course in zip(MODELS, undisturbed, strict=True)}
+    undisturbed = train_runs(1, [flags(**model, zero_stage=0, train_iters=STEPS) for model in MODELS.values()])
+    expected = {kind: rows[SAVED:] for kind, rows in zip(MODELS, undisturbed, strict=True)}
     names = list(LAYOUTS)
     pairs = [("ddrp", source, target) for source in names for target in names]
     for source, target in zip(names, names[1:] + names[:1], strict=True):
         pairs += [("deberta", source, target), ("deberta", target, source)]
-    courses = in_layouts(
+    runs = in_layouts(
         [
             (target, flags(**MODELS[kind], **LAYOUTS[target][1], load=saved / kind / source, train_iters=STEPS))
             for kind, source, target in pairs
         ]
     )
-    for (kind, source, target), course in zip(pairs, courses, strict=True):
-        differences = largest_differences(course, expected[kind])
+    for (kind, source, target), rows in zip(pairs, runs, strict=True):
+        differences = largest_differences(rows, expected[kind])
         assert max(differences.values()) <= 1e-5, f"{kind}: {source} → {target}: {differences}"
 
 

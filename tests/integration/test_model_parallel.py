@@ -14,8 +14,8 @@ import pytest
 
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from tests.conftest import TinyCorpus, documents, write_vocabulary
-from tests.integration.courses import Course, largest_differences, run_courses
 from tests.integration.launch import start_ranks, training_rows
+from tests.integration.training_runs import Rows, largest_differences, train_runs
 
 Flags = Callable[..., list[str]]
 pytestmark = pytest.mark.slow
@@ -70,35 +70,35 @@ def words(flags: Flags, whole_vocabulary: dict[str, Path]) -> Callable[..., list
 
 
 @pytest.fixture(scope="module")
-def one_process(words: Callable[..., list[str]]) -> dict[str, Course]:
-    """The course of each layout's model in one process."""
+def one_process(words: Callable[..., list[str]]) -> dict[str, Rows]:
+    """The rows of each layout's model in one process."""
     models = {name: model for layouts in LAYOUTS.values() for name, (model, _) in layouts.items()}
-    return dict(zip(models, run_courses(1, [words(**model) for model in models.values()]), strict=True))
+    return dict(zip(models, train_runs(1, [words(**model) for model in models.values()]), strict=True))
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_layout_follows_one_process(
-    world_size: int, one_process: dict[str, Course], words: Callable[..., list[str]]
+    world_size: int, one_process: dict[str, Rows], words: Callable[..., list[str]]
 ) -> None:
     layouts = LAYOUTS[world_size]
-    courses = run_courses(world_size, [words(**model, **changes) for model, changes in layouts.values()])
-    for name, course in zip(layouts, courses, strict=True):
-        for row, expected in zip(course, one_process[name], strict=True):
+    runs = train_runs(world_size, [words(**model, **changes) for model, changes in layouts.values()])
+    for name, rows in zip(layouts, runs, strict=True):
+        for row, expected in zip(rows, one_process[name], strict=True):
             assert row.keys() == expected.keys()
             for key, value in expected.items():
                 assert row[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, key)
 
 
-def test_the_comparison_sees_another_seed(one_process: dict[str, Course], words: Callable[..., list[str]]) -> None:
-    (course,) = run_courses(1, [words(**LAYOUTS[2]["tensor 2"][0], seed=4321)])
-    assert min(largest_differences(course, one_process["tensor 2"]).values()) > 1e-4
+def test_the_comparison_sees_another_seed(one_process: dict[str, Rows], words: Callable[..., list[str]]) -> None:
+    (rows,) = train_runs(1, [words(**LAYOUTS[2]["tensor 2"][0], seed=4321)])
+    assert min(largest_differences(rows, one_process["tensor 2"]).values()) > 1e-4
 
 
 def test_dropout_leaves_replicas_equal_and_is_the_same_when_recomputed(words: Callable[..., list[str]]) -> None:
-    """`run_courses` compares the bits of all replicas at the end."""
+    """`train_runs` compares the bits of all replicas at the end."""
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_encoding": "deberta", "train_iters": 3}
     for changes in (layout(2), layout(1, 2)):
-        plain, recomputed, without = run_courses(
+        plain, recomputed, without = train_runs(
             2,
             [
                 words(**dropout, **changes),

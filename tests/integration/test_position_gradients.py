@@ -26,7 +26,7 @@ from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import own_part
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
-from tests.integration.courses import TIMEOUT, run_course, run_ranks
+from tests.integration.training_runs import TIMEOUT, run_ranks, train_run
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
 
 Flags = Callable[..., list[str]]
@@ -228,7 +228,7 @@ def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path
 def _train(lines: list[list[str]], _error: Path) -> list[int]:
     register_own()
     for encoding, *words in lines:
-        run_course(parse_arguments(words).config.replace(model={"position_encoding": encoding}))
+        train_run(parse_arguments(words).config.replace(model={"position_encoding": encoding}))
     return []
 
 

@@ -26,17 +26,17 @@ def full_precision(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> li
     """Masked-LM losses of `STEPS` steps in fp32; they fall by more than half a nat."""
     folder = tmp_path_factory.mktemp("fp32")
     start_ranks(flags(train_iters=STEPS, lr=1e-2, save=folder)).check()
-    course = losses(folder)
-    assert course[-1] < course[0] - 0.5
-    return course
+    rows = losses(folder)
+    assert rows[-1] < rows[0] - 0.5
+    return rows
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_bf16_falls_near_fp32(zero_stage: int, full_precision: list[float], flags: Flags, tmp_path: Path) -> None:
     start_ranks(flags(train_iters=STEPS, lr=1e-2, zero_stage=zero_stage, bf16=True, save=tmp_path)).check()
-    course = losses(tmp_path)
-    assert course != full_precision
-    assert course == pytest.approx(full_precision, abs=0.1)
+    rows = losses(tmp_path)
+    assert rows != full_precision
+    assert rows == pytest.approx(full_precision, abs=0.1)
     model, _, config = load_model(tmp_path)
     assert config.training.bf16
     weights = model.embeddings.token.weight
@@ -91,8 +91,8 @@ def test_fp16_survives_a_scale_far_too_high(flags: Flags, tmp_path: Path) -> Non
     norms = [row["grad_norm"] for row in training_rows(tmp_path / "run")]
     assert norms[0] is None
     assert norms[-1] > 0
-    course = losses(tmp_path / "run")
-    assert course[-1] < course[0] - 0.3
+    rows = losses(tmp_path / "run")
+    assert rows[-1] < rows[0] - 0.3
 
 
 @pytest.mark.parametrize(("position_encoding", "highest"), [("absolute", 3.2), ("ddrp", 4.3)])
@@ -111,6 +111,6 @@ def test_a_small_corpus_is_learnt_by_heart(
     changes = {"data_path": preprocess(config).prefixes[0], "split": "1,0,0", "train_iters": 100, "lr": 1e-2}
     changes |= {"position_encoding": position_encoding, "global_batch_size": 16, "micro_batch_size": 16}
     start_ranks(flags(**changes, save=tmp_path / "run")).check()
-    course = losses(tmp_path / "run")
-    assert course[0] > 6
-    assert sum(course[-10:]) / 10 < highest
+    rows = losses(tmp_path / "run")
+    assert rows[0] > 6
+    assert sum(rows[-10:]) / 10 < highest

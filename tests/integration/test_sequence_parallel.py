@@ -17,7 +17,7 @@ from megatron_ddrp.model.stages import State
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sequence_parallel import PARALLEL, apply_sequence_parallel, enter, join, leave, split
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
-from tests.integration.courses import TIMEOUT, largest_differences, run_courses, run_ranks
+from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
 
 Flags = Callable[..., list[str]]
@@ -49,13 +49,13 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 def test_every_layout_follows_one_process(flags: Flags) -> None:
-    """Losses, each on its own, and gradient norms; `run_courses` compares the bits of all replicas at the end."""
-    references = run_courses(1, [flags(**model, zero_stage=0) for model in MODELS.values()])
+    """Losses, each on its own, and gradient norms; `train_runs` compares the bits of all replicas at the end."""
+    references = train_runs(1, [flags(**model, zero_stage=0) for model in MODELS.values()])
     expected = dict(zip(MODELS, references, strict=True))
     for world_size, layouts in LAYOUTS.items():
-        courses = run_courses(world_size, [flags(**MODELS[name], **layout) for name, layout in layouts])
-        for (name, layout), course in zip(layouts, courses, strict=True):
-            differences = largest_differences(course, expected[name])
+        runs = train_runs(world_size, [flags(**MODELS[name], **layout) for name, layout in layouts])
+        for (name, layout), rows in zip(layouts, runs, strict=True):
+            differences = largest_differences(rows, expected[name])
             assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm", "valid_lm_loss"} <= differences.keys()
             assert max(differences.values()) < 1e-5, (name, layout, differences)
 
@@ -63,19 +63,19 @@ def test_every_layout_follows_one_process(flags: Flags) -> None:
 def test_a_run_goes_on_with_and_without(flags: Flags, tmp_path: Path) -> None:
     """The flag is no part of a checkpoint: saved with it and loaded without, and the other way round."""
     ways = [{**TENSOR_2, "sequence_parallel": kind} for kind in (True, False)]
-    whole, *_ = run_courses(
+    whole, *_ = train_runs(
         2, [flags(**TENSOR_2)] + [flags(**way, exit_interval=2, save=tmp_path / str(i)) for i, way in enumerate(ways)]
     )
-    for course in run_courses(2, [flags(**way, load=tmp_path / str(1 - i)) for i, way in enumerate(ways)]):
-        assert len(course) == 3
-        assert max(largest_differences(course, whole[2:]).values()) < 1e-5
+    for rows in train_runs(2, [flags(**way, load=tmp_path / str(1 - i)) for i, way in enumerate(ways)]):
+        assert len(rows) == 3
+        assert max(largest_differences(rows, whole[2:]).values()) < 1e-5
 
 
 def test_dropout_leaves_replicas_equal_and_is_the_same_when_recomputed(flags: Flags) -> None:
     dropout = {**TENSOR_2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": 3}
     lines = [flags(**dropout, position_encoding="deberta", checkpoint_activations=kind) for kind in (False, True)]
     without = flags(**dropout | {"hidden_dropout": 0.0}, position_encoding="deberta")
-    plain, recomputed, other = run_courses(2, [*lines, without])
+    plain, recomputed, other = train_runs(2, [*lines, without])
     assert plain == recomputed
     assert plain[0]["lm_loss"] != other[0]["lm_loss"]
 

@@ -1,6 +1,6 @@
-"""Courses of training in many layouts, one after the other in one process group: what test and endurance compare.
+"""Runs of training in many layouts, one after the other in one process group: what test and endurance compare.
 
-A course is the real thing without the script around it: the same loader, engine and step as `megatron_ddrp.train`.
+A run is the real thing without the script around it: the same loader, engine and step as `megatron_ddrp.train`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
 from tests.integration.launch import fork_server, free_port
 
 TIMEOUT = 1800.0
-"""Seconds until a group of courses is given up, and until ranks that wait for each other in one say where they are."""
-COURSE_TIMEOUT = 120.0
+"""Seconds until a group of runs is given up, and until ranks that wait for each other in one say where they are."""
+RUN_TIMEOUT = 120.0
 
-Course = list[dict[str, float]]
+Rows = list[dict[str, float]]
 """Losses and gradient norm of each step; the last has the validation loss too."""
 
 
-def run_course(config: Config) -> Course:
+def train_run(config: Config) -> Rows:
     """Train from `--load`, or the start, to `--train-iters` or `--exit-interval` on this rank and the others: the
     steps' losses and gradient norms, and the validation loss at the end, which is saved in `--save`."""
     ranks = place_in_grid(torch.device("cpu"), config.parallel)
@@ -92,19 +92,19 @@ def forget_layout() -> None:
     groups.mpu = None
 
 
-def run_courses(world_size: int, command_lines: list[list[str]]) -> list[Course]:
-    """The courses of `pretrain_bert.py ARGUMENTS`, each on `world_size` ranks that all of them share."""
-    return run_ranks(world_size, _courses, command_lines, TIMEOUT)[0]
+def train_runs(world_size: int, command_lines: list[list[str]]) -> list[Rows]:
+    """The runs of `pretrain_bert.py ARGUMENTS`, each on `world_size` ranks that all of them share."""
+    return run_ranks(world_size, _train_all, command_lines, TIMEOUT)[0]
 
 
-def _courses(command_lines: list[list[str]], error: Path) -> list[Course]:
-    courses = []
+def _train_all(command_lines: list[list[str]], error: Path) -> list[Rows]:
+    runs = []
     for words in command_lines:
         with error.open("w", encoding="utf-8") as stuck:
-            faulthandler.dump_traceback_later(COURSE_TIMEOUT, exit=True, file=stuck)
-            courses.append(run_course(parse_arguments(words).config))
+            faulthandler.dump_traceback_later(RUN_TIMEOUT, exit=True, file=stuck)
+            runs.append(train_run(parse_arguments(words).config))
             faulthandler.cancel_dump_traceback_later()
-    return courses
+    return runs
 
 
 def run_ranks(
@@ -152,10 +152,10 @@ def _rank(
         os._exit(1)
 
 
-def largest_differences(course: Course, reference: Course) -> dict[str, float]:
+def largest_differences(rows: Rows, reference: Rows) -> dict[str, float]:
     """For each loss and the gradient norm, the largest relative difference over the steps."""
     differences: dict[str, float] = {}
-    for row, expected in zip(course, reference, strict=True):
+    for row, expected in zip(rows, reference, strict=True):
         assert row.keys() == expected.keys()
         for name, value in expected.items():
             difference = abs(row[name] - value) / max(abs(value), 1e-30)
