@@ -14,7 +14,7 @@ import argparse
 import inspect
 from pathlib import Path
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 
 SENTENCES, MAP_SENTENCES = 5000, 1000
 LENGTH = 64
@@ -51,7 +51,9 @@ def build_parser() -> ArgumentParser:
         ("triangle", "share of sentences with the up-down triangle effect (Algorithm 1)", _triangle),
         ("notes", "the note dictionary of a run with --notes", _notes),
     ):
-        add_flags(commands.add_parser(name, help=summary, description=inspect.getdoc(add_flags)))
+        command = commands.add_parser(name, help=summary, description=inspect.getdoc(add_flags))
+        add_flags(command)
+        add_plugin_flag(command)
     return parser
 
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags, given_options
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
 from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
@@ -125,6 +125,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
     sections: tuple[Any, ...] = (What, Search, Training, Machine)
     add_flags(parser, *sections)
+    add_plugin_flag(parser)
     given = parser.parse_args(arguments)
     options = argparse.Namespace()
     try:

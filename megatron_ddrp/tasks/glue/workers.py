@@ -9,11 +9,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.config import ParallelConfig, load_plugin
+from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
@@ -100,7 +102,9 @@ def share_out(
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     workers = [
-        context.Process(target=_work, args=(options, number, count), name=f"worker {number}", daemon=True)
+        context.Process(
+            target=_work, args=(options, number, count, set(PLUGINS.values())), name=f"worker {number}", daemon=True
+        )
         for number in range(count)
     ]
     for worker in workers:
@@ -124,8 +128,10 @@ def share_out(
         )
 
 
-def _work(options: argparse.Namespace, number: int, count: int) -> None:
+def _work(options: argparse.Namespace, number: int, count: int, plugins: set[Path]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent answers for us
+    for path in plugins:
+        load_plugin(path)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
