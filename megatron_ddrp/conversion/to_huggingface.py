@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
 from megatron_ddrp.conversion.export_check import check_export
 from megatron_ddrp.conversion.export_sums import write_sums
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES
@@ -42,8 +42,11 @@ class Head(NamedTuple):
     """Name of a weight of ours → name in that model."""
 
 
-MASKED_LM = Head("MaskedLM", "Bert", bert_name)
-REPLACED_TOKEN = Head("PreTraining", "Electra", electra_name)
+HEADS = {
+    "masked-lm": Head("MaskedLM", "Bert", bert_name),
+    "replaced-token": Head("PreTraining", "Electra", electra_name),
+}
+"""`exported` of an objective → the head of its models."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = _find_checkpoint(load)
     model, tokenizer, whole = checkpoint.read_model(source)
-    head, left_out = exported_part(whole.objective)
+    objective = objective_class(whole.objective.objective)
+    head = HEADS[objective.exported]
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
+    left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
     weights = exported_weights(tensors, config, head, left_out)
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
@@ -111,11 +116,6 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
         check_line = check_export(folder, settings["architectures"][0], model, config)
         write_sums(folder)
     return Export(source, output, config, weights, head, left_out, tokenizer_line, check_line)
-
-
-def exported_part(objective: ObjectiveConfig) -> tuple[Head, tuple[str, ...]]:
-    """Return the head that an objective's model is exported with, and the beginnings of names that stay behind."""
-    return (REPLACED_TOKEN, ("generator.",)) if objective.generates else (MASKED_LM, ())
 
 
 def is_plain(config: ModelConfig) -> bool:
@@ -144,7 +144,7 @@ def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
         "torch_dtype": "float32",
     }
     if is_plain(config):
-        sizes |= {"embedding_size": config.hidden_size} if head is REPLACED_TOKEN else {}
+        sizes |= {"embedding_size": config.hidden_size} if head.family == "Electra" else {}
         classes = {"model_type": head.family.lower(), "architectures": [f"{head.family}For{head.name}"]}
         return {**classes, "hidden_act": "gelu", **sizes}
     heads = (f"For{head.name}", "ForSequenceClassification")
