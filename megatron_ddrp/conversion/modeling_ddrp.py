@@ -82,13 +82,14 @@ class DdrpPreTrainedModel(PreTrainedModel):
             self._init_positions(module)
 
     def _init_positions(self, module: nn.Module) -> None:
-        """Initialise those tensors of an encoding that no file held as the encoding itself does."""
-        own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        """Initialise an encoding's own weights and all its buffers, as far as no file held them, as it does itself."""
+        own = chain(module.named_parameters(recurse=False), module.named_buffers())
         missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
         fresh = type(module)(self.config) if missing else module
+        drawn = dict(chain(fresh.named_parameters(recurse=False), fresh.named_buffers()))
         with torch.no_grad():
             for name, tensor in missing.items():
-                tensor.copy_(getattr(fresh, name))
+                tensor.copy_(drawn[name])
 
 
 class DdrpModel(DdrpPreTrainedModel):
