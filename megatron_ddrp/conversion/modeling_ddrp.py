@@ -129,7 +129,7 @@ class DdrpModel(DdrpPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutput | tuple:
-        """`input_ids`, `token_type_ids` int64 and `attention_mask` (1 = token, 0 = padding), each `[batch, seq]`."""
+        """Encode int64 `input_ids`, `token_type_ids` and `attention_mask` (0 = padding), each `[batch, seq]`."""
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         hidden = self.embeddings(input_ids, segments)
         inputs, states, maps = self.pass_inputs(hidden, attention_mask), [hidden], []
@@ -170,7 +170,7 @@ class DdrpHeadModel(DdrpPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Inputs as of `DdrpModel`; `labels`, whose form the class's docstring gives, add a loss to the output."""
+        """Score inputs as `DdrpModel` takes them; `labels`, in the form that the class names, add a loss."""
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keeps_states = wants_states or self.mask_decoder is not None
         encoded = self.encoder(input_ids, attention_mask, token_type_ids, output_attentions, keeps_states)
