@@ -192,7 +192,7 @@ def model_flags(config: ModelConfig) -> list[str]:
 
 
 def _is_import(folder: Path) -> bool:
-    """Whether a folder holds an import and nothing that training added."""
+    """Return whether a folder holds an import and nothing that training added."""
     try:
         newest = checkpoint.newest(folder)
         return newest is not None and bool(checkpoint.read_state(newest).get(checkpoint.WEIGHTS_ONLY))

@@ -83,7 +83,7 @@ def rename(tensors: dict[str, Tensor], num_heads: int, wanted: Collection[str], 
 
 
 def split_projections(tensors: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """DeBERTa's `in_proj` and its two biases as BERT has them; other tensors as they are.
+    """Return the tensors with DeBERTa's `in_proj` and its two biases split as BERT has them.
 
     `in_proj` is `[heads · 3 · d, hidden]`: for each head the d rows of query, of key, of value.
     """

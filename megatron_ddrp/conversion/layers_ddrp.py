@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
         return self.output(context.transpose(1, 2).flatten(2)), probabilities
 
     def split(self, projected: Tensor) -> Tensor:
-        """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
+        """Return `[batch, seq, hidden]` as `[batch, heads, seq, head_dim]`."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 

@@ -82,13 +82,14 @@ class DdrpPreTrainedModel(PreTrainedModel):
             self._init_positions(module)
 
     def _init_positions(self, module: nn.Module) -> None:
-        """Initialise those tensors of an encoding that no file held as the encoding itself does."""
-        own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        """Initialise an encoding's own weights and all its buffers, as far as no file held them, as it does itself."""
+        own = chain(module.named_parameters(recurse=False), module.named_buffers())
         missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
         fresh = type(module)(self.config) if missing else module
+        drawn = dict(chain(fresh.named_parameters(recurse=False), fresh.named_buffers()))
         with torch.no_grad():
             for name, tensor in missing.items():
-                tensor.copy_(getattr(fresh, name))
+                tensor.copy_(drawn[name])
 
 
 class DdrpModel(DdrpPreTrainedModel):
@@ -128,7 +129,7 @@ class DdrpModel(DdrpPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutput | tuple:
-        """`input_ids`, `token_type_ids` int64 and `attention_mask` (1 = token, 0 = padding), each `[batch, seq]`."""
+        """Encode int64 `input_ids`, `token_type_ids` and `attention_mask` (0 = padding), each `[batch, seq]`."""
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         hidden = self.embeddings(input_ids, segments)
         inputs, states, maps = self.pass_inputs(hidden, attention_mask), [hidden], []
@@ -169,7 +170,7 @@ class DdrpHeadModel(DdrpPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Inputs as of `DdrpModel`; `labels`, whose form the class's docstring gives, add a loss to the output."""
+        """Score inputs as `DdrpModel` takes them; `labels`, in the form that the class names, add a loss."""
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keeps_states = wants_states or self.mask_decoder is not None
         encoded = self.encoder(input_ids, attention_mask, token_type_ids, output_attentions, keeps_states)

@@ -14,7 +14,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
-    """Stop before work is done where `output` must stay as it is; an empty folder may be used.
+    """Raise `UserError` before any work where `output` must stay as it is; an empty folder may be used.
 
     `replaceable` says whether a folder is what `--overwrite` may replace, `kind` calls it in words.
     """
@@ -31,7 +31,7 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
 
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
-    """A new folder to write into; it takes the name `output` once all went well, and leaves nothing else."""
+    """Give a new folder to write into. It takes the name `output` if all goes well, else it is removed."""
     temporary, replaced = (output.with_name(output.name + suffix) for suffix in (".tmp", ".replaced"))
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -15,7 +15,8 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import Metaspace
 
-WORD_START = "\u2581"
+from megatron_ddrp.data.tokenizers.sentencepiece import WORD_START
+
 _UNIGRAM = 1
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import ENCODINGS, ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
 from megatron_ddrp.conversion.export_check import check_export
 from megatron_ddrp.conversion.export_sums import write_sums
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES
@@ -42,8 +42,11 @@ class Head(NamedTuple):
     """Name of a weight of ours → name in that model."""
 
 
-MASKED_LM = Head("MaskedLM", "Bert", bert_name)
-REPLACED_TOKEN = Head("PreTraining", "Electra", electra_name)
+HEADS = {
+    "masked-lm": Head("MaskedLM", "Bert", bert_name),
+    "replaced-token": Head("PreTraining", "Electra", electra_name),
+}
+"""`exported` of an objective → the head of its models."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,26 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     exported, or where `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
-    source = _find_checkpoint(load)
+    source = checkpoint.choose_checkpoint(load)
+    encoding = checkpoint.read_config(source).model.position_encoding
+    if encoding not in ENCODINGS:
+        raise UserError(
+            f"{source} has {encoding!r} positions, which are not known: expected one of {', '.join(ENCODINGS)}, or a "
+            "name that --plugin FILE.py brings"
+        )
     model, tokenizer, whole = checkpoint.read_model(source)
-    head, left_out = exported_part(whole.objective)
+    objective = objective_class(whole.objective.objective)
+    head = HEADS[objective.exported]
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
-    weights = exported_weights(tensors, config, head, left_out)
+    left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
+    padded = ("embeddings.token.weight", "head.decoder.bias")
+    rename = head.plain_name if is_plain(config) else own_name
+    weights = {
+        rename(name): tensor.detach()[: config.vocab_size] if name in padded else tensor.detach()
+        for name, tensor in tensors.items()
+        if not name.startswith(left_out)
+    }
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
         settings = huggingface_config(config, head) | {"pad_token_id": tokenizer.pad_id}
@@ -113,27 +130,9 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     return Export(source, output, config, weights, head, left_out, tokenizer_line, check_line)
 
 
-def exported_part(objective: ObjectiveConfig) -> tuple[Head, tuple[str, ...]]:
-    """Return the head that an objective's model is exported with, and the beginnings of names that stay behind."""
-    return (REPLACED_TOKEN, ("generator.",)) if objective.generates else (MASKED_LM, ())
-
-
 def is_plain(config: ModelConfig) -> bool:
-    """Whether transformers' own BERT, or ELECTRA, computes the same."""
+    """Return whether transformers' own BERT, or ELECTRA, computes the same."""
     return (config.position_encoding, config.layernorm_position, config.deberta_emd) == ("absolute", "post", False)
-
-
-def exported_weights(
-    tensors: dict[str, Tensor], config: ModelConfig, head: Head, left_out: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Return the folder's weights by its names: those of ours without the vocabulary's padding rows."""
-    rename = head.plain_name if is_plain(config) else own_name
-    padded = ("embeddings.token.weight", "head.decoder.bias")
-    return {
-        rename(name): tensor.detach()[: config.vocab_size] if name in padded else tensor.detach()
-        for name, tensor in tensors.items()
-        if not name.startswith(left_out)
-    }
 
 
 def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
         "torch_dtype": "float32",
     }
     if is_plain(config):
-        sizes |= {"embedding_size": config.hidden_size} if head is REPLACED_TOKEN else {}
+        sizes |= {"embedding_size": config.hidden_size} if head.family == "Electra" else {}
         classes = {"model_type": head.family.lower(), "architectures": [f"{head.family}For{head.name}"]}
         return {**classes, "hidden_act": "gelu", **sizes}
     heads = (f"For{head.name}", "ForSequenceClassification")
@@ -162,18 +161,6 @@ def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
     }
 
 
-def _find_checkpoint(load: Path) -> Path:
-    """Return the checkpoint that is exported. Raises `UserError` where none is whole or its encoding is unknown."""
-    path = checkpoint.choose_checkpoint(load)
-    encoding = checkpoint.read_config(path).model.position_encoding
-    if encoding not in ENCODINGS:
-        raise UserError(
-            f"{path} has {encoding!r} positions, which cannot be exported: expected one of {', '.join(ENCODINGS)}, or "
-            "a name that --plugin FILE.py brings"
-        )
-    return path
-
-
 def _is_hugging_face(folder: Path) -> bool:
     try:
         return "model_type" in read_object(folder / "config.json")
@@ -182,7 +169,7 @@ def _is_hugging_face(folder: Path) -> bool:
 
 
 def _group(name: str) -> str:
-    """Part of the model that a weight of the folder belongs to, for the summary."""
+    """Return the part of the model that a weight of the folder belongs to, for the summary."""
     if name.startswith(("head.output", "discriminator_predictions.")):
         return "replaced-token head"
     if name.startswith(("head.", "cls.")):

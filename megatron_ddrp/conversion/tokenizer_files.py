@@ -13,7 +13,8 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from megatron_ddrp.conversion.sentencepiece_model import WORD_START, unigram_tokenizer
+from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
+from megatron_ddrp.data.tokenizers.sentencepiece import WORD_START
 from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, Tokenizer
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -22,7 +23,7 @@ PROBED_PIECES = 2000
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> str:
-    """Write the files; returns one line that says which, or why none were written."""
+    """Write the files and return one line that says which, or why none were written."""
     tokenizer.save(folder)  # the vocabulary's own file
     (folder / DESCRIPTION_FILE).unlink()
     converted = _rust_tokenizer(tokenizer, folder)
@@ -52,7 +53,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> str:
 
 
 def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
-    """The same vocabulary and rules in the `tokenizers` library; None where it cannot express them."""
+    """Return the same vocabulary and rules in the `tokenizers` library, or None where it cannot express them."""
     content = (folder / tokenizer.file_name).read_bytes()
     if tokenizer.tokenizer_type == "HuggingFace":
         copied = RustTokenizer.from_buffer(content)
@@ -71,7 +72,7 @@ def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
 
 
 def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
-    """Whether both cut the text of the vocabulary's first pieces into the same ids."""
+    """Return whether both cut the text of the vocabulary's first pieces into the same ids."""
     special = set(tokenizer.special_ids.tolist())
     pieces = [piece for i, piece in enumerate(tokenizer.pieces) if i not in special]
     words = [piece.replace(WORD_START, " ") for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:PROBED_PIECES]

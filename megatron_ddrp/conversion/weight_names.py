@@ -33,12 +33,12 @@ OUR_MODULES = {theirs: ours for ours, theirs in BERT_MODULES.items()} | {
 }
 """The inverse, and DeBERTa's own."""
 
-RELATIVE_TABLE = {"encoder.rel_embeddings.weight": "embeddings.position.relative"}
+RELATIVE_TABLE = "encoder.rel_embeddings.weight"
 """A table that is a module's there and a bare parameter here."""
 
 
 def own_name(name: str) -> str:
-    """Name in modeling_ddrp.py, which puts the encoder's modules under `encoder.`."""
+    """Return the name in modeling_ddrp.py of a weight of ours; the encoder's modules are under `encoder.` there."""
     if name == "head.decoder.bias":
         return "head.bias"
     if name.startswith("head.final_norm."):
@@ -47,7 +47,7 @@ def own_name(name: str) -> str:
 
 
 def bert_name(name: str) -> str:
-    """Name in transformers' BertForMaskedLM."""
+    """Return the name in transformers' BertForMaskedLM of a weight of ours."""
     prefix = "bert." if not name.startswith("head.") else ""
     if name.startswith("layers."):
         _, number, name = name.split(".", 2)
@@ -57,21 +57,21 @@ def bert_name(name: str) -> str:
 
 
 def electra_name(name: str) -> str:
-    """Name in transformers' ElectraForPreTraining, whose encoder is BERT's."""
+    """Return the name in transformers' ElectraForPreTraining, whose encoder is BERT's, of a weight of ours."""
     if name.startswith("head."):
         return name.replace("head.", "discriminator_predictions.").replace(".output.", ".dense_prediction.")
     return "electra." + bert_name(name).removeprefix("bert.")
 
 
 def our_name(name: str) -> str | None:
-    """Our name of a BERT or DeBERTa weight, with or without its model's prefix; None for what has no place here.
+    """Return our name of a BERT or DeBERTa weight, with or without its model's prefix; None if it has no place here.
 
     Folders converted from TensorFlow write LayerNorms as gamma and beta.
     """
     name = re.sub(r"^(bert|deberta)\.", "", name)
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
-    if name in RELATIVE_TABLE:
-        return RELATIVE_TABLE[name]
+    if name == RELATIVE_TABLE:
+        return "embeddings.position.relative"
     layer = re.match(r"encoder\.layer\.(\d+)\.", name)
     module, _, kind = name[layer.end() if layer else 0 :].rpartition(".")
     ours = OUR_MODULES.get(module)

@@ -63,7 +63,7 @@ def ours(model, ids, segments, mask):
     """(hidden states after the embeddings and each layer, logits): those of each token when it alone is predicted."""
     states = []
     hooks = [
-        stage.register_forward_hook(lambda _, __, tensors: states.append(tensors[0]))
+        stage.register_forward_hook(lambda _, __, state: states.append(state.hidden))
         for stage in (model.embeddings, *model.layers)
     ]
     positions = torch.arange(ids.shape[1]).expand_as(ids) * mask

@@ -140,6 +140,23 @@ def test_a_plugins_folder_is_read_where_the_plugin_is_named(tmp_path, tokenizer,
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, monkeypatch, capsys):
+    from tools.convert_checkpoint import main
+
+    path = plugin(PLUGIN)
+    load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")
+    for table in (ENCODINGS, PLUGINS):
+        del table["slopes"]
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its handlers
+    command = ["convert_checkpoint.py", "--load", str(load), "--output", str(tmp_path / "hf")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(UserError, match="'slopes' positions.*--plugin FILE.py"):
+        main()
+    monkeypatch.setattr(sys, "argv", [*command, "--plugin", str(path)])
+    main()
+    assert "checked:     loaded by DdrpForMaskedLM; its hidden states differ by" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
