@@ -130,9 +130,10 @@ def test_every_encoding_runs_where_this_package_cannot_be_imported(tmp_path, tok
     assert {case: gap for case, gap in gaps.items() if not max(gap) < 3e-6} == {}
 
 
-def test_a_plugins_folder_is_read_where_the_plugin_is_named(tmp_path, tokenizer, offline, plugin):
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "slopes"])
+def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(tmp_path, tokenizer, offline, plugin, encoding):
     plugin(PLUGIN)
-    folder = export_with_expected(tmp_path, tokenizer, position_encoding="slopes", relative_table="per-layer")
+    folder = export_with_expected(tmp_path, tokenizer, position_encoding=encoding, relative_table="per-layer")
     READERS["glue"](folder)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     models = load_hugging_face(folder)[0], load_model(tmp_path / "run")[0]
