@@ -18,7 +18,7 @@ from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
-"""`LayerPositions.rotate`."""
+"""Type of `LayerPositions.rotate`: states and position ids → rotated states."""
 
 
 class SelfAttention(nn.Module):

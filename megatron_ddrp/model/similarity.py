@@ -21,12 +21,12 @@ SMALLEST_NORM = 1e-12
 
 
 def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:
-    """bool `[batch, num_documents, seq]`: which tokens each document of a row holds. `document_ids` `[batch, seq]`."""
+    """Mark the tokens of each document: `document_ids` `[batch, seq]` → bool `[batch, num_documents, seq]`."""
     return document_ids.unsqueeze(1) == torch.arange(1, num_documents + 1, device=document_ids.device).unsqueeze(-1)
 
 
 def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
-    """Mean pairwise cosine of the marked tokens of each document, eq. 17; 0 for one with fewer than two.
+    """Return the mean pairwise cosine of the marked tokens of each document (eq. 17), 0 for fewer than two tokens.
 
     `hidden` `[batch, seq, hidden]`, `token_mask` `[batch, documents, seq]` → fp32 (or fp64) `[batch, documents]`.
     """
@@ -41,14 +41,14 @@ def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
 
 
 def cosine_of_gram(gram: Tensor) -> Tensor:
-    """Mean pairwise cosine of m′ heads from their inner products: `[.., m′, m′]` → `[..]`."""
+    """Return the mean pairwise cosine of m′ heads from their inner products: `[.., m′, m′]` → `[..]`."""
     norms = gram.diagonal(dim1=-2, dim2=-1).clamp_min(SMALLEST_NORM**2).sqrt()  # [.., m′]
     cosines = gram / (norms.unsqueeze(-1) * norms.unsqueeze(-2))
     return (cosines.sum((-2, -1)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)) / num_ordered_pairs(gram.shape[-1])
 
 
 def num_ordered_pairs(num_heads: int) -> int:
-    """m′·(m′ − 1)."""
+    """Return m′·(m′ − 1)."""
     return num_heads * (num_heads - 1)
 
 
@@ -67,7 +67,7 @@ class _SelfProduct(torch.autograd.Function):
 
 
 def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) -> Tensor:
-    """Inner products of content-only heads, scale² · ⟨QᵃᵀQᵇ, KᵃᵀKᵇ⟩ over the tokens of each document.
+    """Return the inner products of content-only heads, scale² · ⟨QᵃᵀQᵇ, KᵃᵀKᵇ⟩ over the tokens of each document.
 
     `query`, `key` `[batch, m′, seq, head_dim]`, `documents` bool `[batch, documents, seq]` →
     `[batch, documents, m′, m′]`.
@@ -83,12 +83,12 @@ def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) ->
 
 
 def content_cosine_of_all(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
-    """Mean pairwise cosine of *all* content-only heads by one S×S buffer → `[batch, documents]`."""
+    """Return the mean pairwise cosine of *all* content-only heads, `[batch, documents]`, by one S×S buffer."""
     return cosine_of_total(content_total(query, key, documents), documents, query.shape[1])
 
 
 def content_total(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
-    """Σ_a A_a/‖A_a‖ of content-only heads: `query`, `key` `[batch, heads, seq, head_dim]` → `[batch, seq, seq]`."""
+    """Return Σ_a A_a/‖A_a‖ of content-only heads: `query`, `key` `[batch, heads, seq, d]` → `[batch, seq, seq]`."""
     weights = documents[:, :, None, :, None].to(query.dtype)  # [batch, documents, 1, seq, 1]
 
     def feature_products(x: Tensor) -> Tensor:
@@ -102,16 +102,16 @@ def content_total(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
 
 
 def logits_cosine(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
-    """Mean pairwise cosine of heads whose logits are at hand, over the allowed pairs of each document.
+    """Return the mean pairwise cosine of heads from their logits, over the allowed pairs of each document.
 
     `logits` `[batch, m′, seq, seq]`, `allowed` bool `[batch, 1, seq, seq]`, `documents` bool `[batch, documents, seq]`
-    → `[batch, documents]`. One S×S buffer a row.
+    → `[batch, documents]`. It needs one S×S buffer per row.
     """
     return cosine_of_total(logits_total(logits, allowed, documents), documents, logits.shape[1])
 
 
 def logits_total(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
-    """Σ_a A_a/‖A_a‖ of the heads of `logits`, arguments as of `logits_cosine` → `[batch, seq, seq]`."""
+    """Return Σ_a A_a/‖A_a‖ of the heads of `logits`, `[batch, seq, seq]`; arguments as of `logits_cosine`."""
     logits = logits.masked_fill(~allowed, 0.0)
     squares = torch.einsum("bhi,bki->bkh", logits.pow(2).sum(-1), documents.to(logits.dtype))  # [batch, documents, m′]
     return (logits * _by_row(_inverse_root(squares), documents).unsqueeze(-1)).sum(1)
@@ -122,11 +122,11 @@ def _inverse_root(squares: Tensor) -> Tensor:
 
 
 def _by_row(per_document: Tensor, documents: Tensor) -> Tensor:
-    """`[batch, documents, heads]` → `[batch, heads, seq]`: each token has its document's value, padding 0."""
+    """Give each token its document's value, padding 0: `[batch, documents, heads]` → `[batch, heads, seq]`."""
     return torch.einsum("bkh,bki->bhi", per_document, documents.to(per_document.dtype))
 
 
 def cosine_of_total(total: Tensor, documents: Tensor, num_heads: int) -> Tensor:
-    """(‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) of each document, from Σ_a A_a/‖A_a‖ `[batch, seq, seq]`."""
+    """Return (‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) of each document from Σ_a A_a/‖A_a‖ `[batch, seq, seq]`."""
     squares = torch.einsum("bi,bki->bk", total.pow(2).sum(-1), documents.to(total.dtype))
     return (squares - num_heads) / num_ordered_pairs(num_heads)

@@ -54,7 +54,7 @@ class CosineOfAllRanks:
         return similarity.logits_total(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
-        """The terms of `heads`: fetched where they are by head, else the shared ones, for one rank to learn from."""
+        """Return the terms of `heads`: fetched if they are by head, else the shared ones, which learn on one rank."""
 
         def chosen(tensor: Tensor, dimension: int) -> Tensor:
             if self.terms_by_head:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.relative import diagonals, spread, toeplitz
+from megatron_ddrp.model.attention.relative import spread
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 
 def allowed_pairs(document_ids: Tensor) -> Tensor:
-    """bool `[b, 1, s, s]`: both ends carry the same non-zero document id. `document_ids` `[b, s]`."""
+    """Mark the pairs with the same non-zero document id: `document_ids` `[b, s]` → bool `[b, 1, s, s]`."""
     same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
     return (same & (document_ids > 0).unsqueeze(-1)).unsqueeze(1)
 
@@ -39,9 +39,8 @@ def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor 
     if terms.bias is not None:
         parts.append(terms.bias)
     if terms.offset_bias is not None:
-        seq, num_heads = query.shape[2], query.shape[1]
-        by_diagonal = diagonals(terms.offset_bias, terms.lowest, terms.highest, seq).expand(num_heads, -1)
-        parts.append(toeplitz(by_diagonal, slice(0, seq)).unsqueeze(0))
+        per_query = terms.offset_bias.unsqueeze(1).expand(-1, query.shape[2], -1)  # [1 or h, s, num_relative]
+        parts.append(spread(per_query, terms.lowest, terms.highest).unsqueeze(0))
     return sum(parts[1:], parts[0]) if parts else None
 
 

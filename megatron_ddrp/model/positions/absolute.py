@@ -9,7 +9,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding
 
 
 class Absolute(PositionEncoding):
-    """Nothing in the logits; the embedding stage adds one learned vector a position."""
+    """Encoding without terms in the logits; the embedding stage adds one learned vector per position."""
 
     in_logits = False
     adds_absolute_embedding = True

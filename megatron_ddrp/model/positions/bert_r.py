@@ -14,7 +14,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 
 
 class BertR(PositionEncoding):
-    """`relative` is K^r."""
+    """BERT-R's encoding; `relative` is K^r."""
 
     is_relative = True
 
@@ -23,7 +23,7 @@ class BertR(PositionEncoding):
         self.relative = initialise_table(2 * config.relative_distance, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """→ (T^q `[1, 2·r_s, d]`,)."""
+        """Return (T^q `[1, 2·r_s, d]`,)."""
         return (self.relative.unsqueeze(0),)
 
     @staticmethod

@@ -94,7 +94,7 @@ NOTHING_BY_HEAD: Mapping[str, int] = MappingProxyType({})
 PROJECTIONS_BY_HEAD: Mapping[str, int] = MappingProxyType(
     {f"{projection}.{kind}": 0 for projection in ("query", "key") for kind in ("weight", "bias")}
 )
-"""Of linear maps `query` and `key` onto all heads."""
+"""The weights and biases of linear maps `query` and `key` onto all heads, for `by_head`."""
 
 
 class LayerPositions(nn.Module):
@@ -123,7 +123,7 @@ class PositionEncoding(nn.Module):
     """
 
     is_relative = False
-    """Whether the logits depend on i − j, which the triangle effect is asked of."""
+    """Whether the logits depend on i − j; the analysis of the triangle effect takes such encodings."""
 
     relative_distance: int | None = 64
     """Default of `--relative-distance`; None for an encoding that refuses the flag."""
@@ -143,7 +143,8 @@ class PositionEncoding(nn.Module):
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → the dimension along which the heads lie.
 
-    All others serve all heads. Where there are any, here or in `layer_part`, every tensor of `terms` is by head.
+    All other parameters serve all heads. Where some belong to single heads, here or in `layer_part`, every tensor of
+    `terms` must have its own part for each head.
     """
 
     gains: frozenset[str] = frozenset()
@@ -156,7 +157,7 @@ class PositionEncoding(nn.Module):
         super().__init__()
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """`position_ids` int64 `[batch, seq]` → the tensors of `terms`, all floating point."""
+        """Return the tensors of `terms`, all floating point, for `position_ids` int64 `[batch, seq]`."""
         return ()
 
     @staticmethod
@@ -171,5 +172,5 @@ class PositionEncoding(nn.Module):
 
 
 def initialise_table(rows: int, config: Sizes) -> nn.Parameter:
-    """A table of `rows` learned vectors of the head size, normal(0, `init_method_std`)."""
+    """Return a table of `rows` learned vectors of the head size, drawn from normal(0, `init_method_std`)."""
     return nn.Parameter(torch.empty(rows, config.head_dim).normal_(std=config.init_method_std))

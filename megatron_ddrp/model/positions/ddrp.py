@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTerms, Sizes, initialise_table
 
 SPREAD = 0.5
-"""Standard deviation of `spread`."""
+"""Standard deviation of D under `spread`."""
 
 DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "spread": lambda noise, std: 1 + SPREAD * noise,
@@ -37,7 +37,7 @@ DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 class Ddrp(PositionEncoding):
-    """`direction` is D, `distance` is K^rd."""
+    """DDRP's encoding; `direction` is D, `distance` is K^rd."""
 
     is_relative = True
     gains = frozenset({"direction"})
@@ -49,7 +49,7 @@ class Ddrp(PositionEncoding):
         self.distance = initialise_table(config.relative_distance, config)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """→ (T^q `[1, 2·reach + 1, d]`,): row c + reach serves the clipped offset c = i − j."""
+        """Return (T^q `[1, 2·reach + 1, d]`,): row c + reach serves the clipped offset c = i − j."""
         reach = _reach(len(self.distance))
         offset = torch.arange(-reach, reach + 1, device=self.distance.device)
         direction = torch.where(offset < 0, 1, torch.where(offset > 0, 2, 0))  # ρ
@@ -63,5 +63,5 @@ class Ddrp(PositionEncoding):
 
 
 def _reach(relative_distance: int) -> int:
-    """Largest |i − j| with a row of its own: r_s − 1, but 1 for r_s = 1, where ρ alone tells the offsets apart."""
+    """Return the largest |i − j| with a row of its own: r_s − 1, but 1 for r_s = 1, where ρ alone differs."""
     return max(relative_distance - 1, 1)

@@ -25,7 +25,7 @@ from megatron_ddrp.model.positions.contract import (
 
 
 class RelativeProjections(LayerPositions):
-    """One layer's W^{K,r} (`key`) and W^{Q,r} (`query`)."""
+    """Projections of one layer: W^{K,r} (`key`) and W^{Q,r} (`query`)."""
 
     by_head = PROJECTIONS_BY_HEAD
 
@@ -36,7 +36,7 @@ class RelativeProjections(LayerPositions):
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(P `[2k, D]`,) → (T^q, T^k), each `[heads, 2k, d]`."""
+        """Project (P `[2k, D]`,) to (T^q, T^k), each `[heads, 2k, d]`."""
         table = F.dropout(tensors[0], self.dropout, self.training)
 
         def split(projected: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class RelativeProjections(LayerPositions):
 
 
 class Deberta(PositionEncoding):
-    """`relative` is P."""
+    """DeBERTa's encoding; `relative` is P."""
 
     is_relative = True
     layer_part = RelativeProjections
@@ -58,7 +58,7 @@ class Deberta(PositionEncoding):
         self.relative = nn.Parameter(rows.normal_(std=config.init_method_std))
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """→ (P,)."""
+        """Return (P,)."""
         return (self.relative,)
 
     @staticmethod

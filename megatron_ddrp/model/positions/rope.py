@@ -32,7 +32,7 @@ class Rotation(LayerPositions):
 
 
 class Rope(PositionEncoding):
-    """Nothing but the rotation of every layer."""
+    """Encoding that consists of the rotation in every layer."""
 
     is_relative = True
     in_logits = False

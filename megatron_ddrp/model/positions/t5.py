@@ -18,7 +18,7 @@ from megatron_ddrp.model.positions.tupe import NUM_BUCKETS, relative_bucket
 
 
 class T5(PositionEncoding):
-    """`relative` is β."""
+    """T5's encoding; `relative` is β."""
 
     is_relative = True
     relative_distance = 128
@@ -31,7 +31,7 @@ class T5(PositionEncoding):
         self.largest_distance = config.relative_distance
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """→ (v `[heads, 2·reach + 1]`,): column c + reach serves the clipped offset c = i − j."""
+        """Return (v `[heads, 2·reach + 1]`,): column c + reach serves the clipped offset c = i − j."""
         offset = torch.arange(-self.largest_distance, self.largest_distance + 1, device=self.relative.device)
         return (self.relative[relative_bucket(-offset, self.largest_distance)].T,)
 

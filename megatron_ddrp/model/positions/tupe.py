@@ -34,7 +34,7 @@ FROM_CLS, TO_CLS = 16, 32
 
 
 class TupeA(PositionEncoding):
-    """Untied absolute positions."""
+    """Encoding by untied absolute positions."""
 
     limits_length = True
     by_head = PROJECTIONS_BY_HEAD
@@ -49,7 +49,7 @@ class TupeA(PositionEncoding):
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """→ (B `[1 or batch, heads, seq, seq]`,); 1 unless a row holds several documents."""
+        """Return (B `[1 or batch, heads, seq, seq]`,); 1 unless a row holds several documents."""
         by_position = self.by_position(position_ids.shape[1])  # [heads, seq, seq]
         if not restarts(position_ids):
             return (by_position.unsqueeze(0),)
@@ -57,7 +57,7 @@ class TupeA(PositionEncoding):
         return (by_position[:, rows, columns].transpose(0, 1),)
 
     def by_position(self, length: int) -> Tensor:
-        """B by the positions of query and key, `[heads, length, length]`."""
+        """Return B by the positions of query and key, `[heads, length, length]`."""
         states = self.norm(self.table[: length + 1])  # [length + 1, hidden]
         query, key = (self._split(projection(states)) for projection in (self.query, self.key))
         scores = (query * (2 * self.head_dim) ** -0.5) @ key.transpose(-1, -2)  # [heads, length + 1, length + 1]
@@ -73,7 +73,7 @@ class TupeA(PositionEncoding):
 
 
 class TupeR(TupeA):
-    """TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`."""
+    """Encoding by TUPE-A and T5's bucketed relative bias; `relative` is T `[33, heads]`."""
 
     by_head = {**PROJECTIONS_BY_HEAD, "relative": 1}
     is_relative = True
@@ -106,16 +106,17 @@ def restarts(position_ids: Tensor) -> bool:
 
 
 def untie_cls(bias: Tensor, to_cls: Tensor, from_cls: Tensor) -> Tensor:
-    """`[heads, seq, seq]` with column 0 set to `to_cls` `[heads]`, then row 0 to `from_cls`."""
+    """Return `[heads, seq, seq]` with column 0 set to `to_cls` `[heads]`, then row 0 to `from_cls`."""
     place = torch.arange(bias.shape[-1], device=bias.device)
     bias = torch.where(place == 0, to_cls[:, None, None], bias)
     return torch.where((place == 0)[:, None], from_cls[:, None, None], bias)
 
 
 def relative_bucket(offset: Tensor, largest_distance: int) -> Tensor:
-    """Return T5's bucket of j − i (Raffel et al., arXiv:1910.10683), one half of the buckets a direction.
+    """Return T5's bucket of j − i (Raffel et al., arXiv:1910.10683); each direction has half of the buckets.
 
-    Exact below 8, then logarithmic; from `largest_distance` on the last one, also where that is 8 or less.
+    Distances below 8 have a bucket each, larger ones share logarithmic buckets. From `largest_distance` on every
+    distance has the last bucket, also where `largest_distance` is 8 or less.
     """
     half = NUM_BUCKETS // 2
     exact = half // 2

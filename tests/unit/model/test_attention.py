@@ -224,18 +224,21 @@ def test_rows_without_a_token_and_holes_stay_finite(backend, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["query-shared", "key-per-head", "offset-per-head"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_lower_precision_stays_near_float64(backend, dtype, tolerance):
-    query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
-    terms, heads = make_terms("query-shared"), torch.tensor([0, 2])
-    inputs = [query, key, value, terms.query_table]
+def test_lower_precision_stays_near_float64(backend, kind, dtype, tolerance):
+    vectors = [random(BATCH, HEADS, SEQ, DIM) for _ in range(3)]
+    terms, heads = make_terms(kind), torch.tensor([0, 2])
+    inputs = [*vectors, *tensors_of(terms)]
     for x in inputs:
         x.data = x.data.to(torch.bfloat16).double()  # the same numbers in every precision
-    exact = run_backend("eager", *inputs[:3], terms, heads, inputs)
-    low = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    low_terms = PositionTerms(0.6, query_table=low[3], lowest=LOWEST, highest=HIGHEST)
-    context, cosine, gradients = run_backend(backend, *low[:3], low_terms, heads, low)
+    exact = run_backend("eager", *vectors, terms, heads, inputs)
+    low_terms = terms.map(lambda x, _: x.detach().to(dtype).requires_grad_())
+    low_vectors = [x.detach().to(dtype).requires_grad_() for x in vectors]
+    low = [*low_vectors, *tensors_of(low_terms)]
+    context, cosine, gradients = run_backend(backend, *low_vectors, low_terms, heads, low)
     assert context.dtype == dtype and cosine.dtype == torch.float32
+    assert all(gradient.dtype == dtype for gradient in gradients)
     for got, expected in zip((context, cosine, *gradients), (*exact[:2], *exact[2]), strict=True):
         assert (got.double() - expected).norm() <= tolerance * expected.norm()
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ddrp.model.attention import relative
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import eager_attention
-from megatron_ddrp.model.attention.cpu import blocked, blocks
-from megatron_ddrp.model.attention.cpu import positions as blocked_positions
+from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
-from megatron_ddrp.model.attention.cpu.positions import KeyTable, QueryTable
-from megatron_ddrp.model.attention.cpu.scratch import Scratch
-from megatron_ddrp.model.attention.relative import BandTile, spread_values
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 HEADS, DIM = 4, 4
@@ -25,47 +20,24 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("lowest, highest", [(-2, 2), (-4, 3), (0, 0), (-9, 9), (-20, 19)])
 @pytest.mark.parametrize("num_keys, tile_rows", [(1, 1), (7, 3), (7, 1), (16, 8), (16, 2), (16, 5), (40, 5), (40, 40)])
-def test_tiles_add_the_rows_that_spreading_gives(lowest, highest, num_keys, tile_rows):
+def test_every_range_of_offsets_is_served_in_tiles_of_every_size(monkeypatch, lowest, highest, num_keys, tile_rows):
     torch.manual_seed(0)
-    size = (2, num_keys, highest - lowest + 1)
-    query, key, table = random(2, num_keys, DIM), random(2, num_keys, DIM), random(2, size[-1], DIM)
-    key_table = random(1, size[-1], DIM)
-    by_key = spread_values((key @ key_table.transpose(1, 2)).flip(-1), -lowest).transpose(-1, -2)
-    whole = query @ key.transpose(1, 2) + spread_values(query @ table.transpose(1, 2), highest) + by_key
-    weight = torch.randn_like(whole)
-    spread = _spread_sum(query, key, table, key_table, lowest, highest, weight)
-    expected = torch.autograd.grad(spread, (query, key, table, key_table))
-
-    with torch.no_grad():
-        queries, keys = QueryTable(table, query, key, 2, torch.arange(2)), KeyTable(key_table, key, lowest, highest, 2)
-        d_query, d_key = torch.zeros_like(query), torch.zeros_like(key)
-        margin = size[-1]
-        for start in range(0, num_keys, tile_rows):
-            rows = slice(start, min(start + tile_rows, num_keys))
-            tile = BandTile(start, rows.stop - start, num_keys, lowest, highest)
-            met = queries.keys_of(tile, d_key)
-            logits = query[:, rows] @ met.transpose(1, 2)
-            queries.add(logits, rows, tile)
-            keys.add(logits, tile)
-            torch.testing.assert_close(logits, whole[:, rows], rtol=0, atol=1e-12)
-
-            around = torch.zeros(margin + logits.numel() + margin, dtype=torch.float64)
-            d_logits = around[margin:-margin].view_as(logits).copy_(weight[:, rows])
-            d_tile = d_logits @ met
-            d_key += d_logits.transpose(1, 2) @ query[:, rows]
-            queries.collect(d_logits, rows, tile, d_tile)
-            keys.collect(d_logits, tile)
-            d_query[:, rows] = d_tile
-        d_key_table, more = keys.gradients()
-        for got, wanted in zip((d_query, d_key + more, queries.gradient(d_key), d_key_table), expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-
-
-def _spread_sum(query, key, table, key_table, lowest, highest, weight) -> torch.Tensor:
-    """The weighted sum of the whole logits, under autograd."""
-    by_query = relative.spread(query @ table.transpose(1, 2), lowest, highest)
-    by_key = relative.spread((key @ key_table.transpose(1, 2)).flip(-1), -highest, -lowest).transpose(-1, -2)
-    return ((query @ key.transpose(1, 2) + by_query + by_key) * weight).sum()
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "SMALLEST_TILE", tile_rows)
+    inputs = [random(2, HEADS, num_keys, DIM) for _ in range(3)]
+    rows = highest - lowest + 1
+    tables = [random(HEADS, rows, DIM), random(1, rows, DIM), None]
+    terms = PositionTerms(0.5, *tables, lowest=lowest, highest=highest, offset_bias=random(HEADS, rows))
+    document_ids = torch.ones(2, num_keys, dtype=torch.long)
+    weight = torch.randn(2, HEADS, num_keys, DIM, dtype=torch.float64)
+    learned = [*inputs, *(x for x in terms.tensors if x is not None)]
+    answers = []
+    for attend in (blocked_attention, eager_attention):
+        context, cosine = attend(Attending(*inputs, terms, document_ids, torch.arange(2)))
+        loss = (context * weight).sum() + (cosine.sum() if num_keys > 1 else 0)
+        answers.append((context, cosine, *torch.autograd.grad(loss, learned)))
+    for got, expected in zip(*answers, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 5])
@@ -132,9 +104,7 @@ def test_hcd_keeps_no_pairs_of_its_own():
     assert kept(0, 2) < kept() + length**2 / 2
 
 
-def test_training_goes_on_after_scoring_in_inference_mode(monkeypatch):
-    for module in (blocked, blocked_positions):
-        monkeypatch.setattr(module, "scratch", Scratch())  # no buffers yet
+def test_training_goes_on_after_scoring_in_inference_mode():
     document_ids, heads = torch.ones(1, 9, dtype=torch.long), torch.tensor([0, 2])
     inputs = [random(1, HEADS, 9, DIM) for _ in range(3)]
     tables = [random(1, 6, DIM) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What blocked attention takes at once: some rows of a batch, cut to their longest sequence, and tiles of query rows.
+"""The pieces that blocked attention works on: rows of a batch cut to their longest sequence, and tiles of query rows.
 
 Names as in `megatron_ddrp.model.attention.cpu.blocked`.
 """
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = TILE_ELEMENTS = 3 * 2**18
-"""Logits up to which several short sequences are taken at once, to share the cost of starting each operation, and of a
-tile of query rows of a long one: 3 MiB in fp32, about the second-level caches of a few cores."""
+"""Most logits of a block of short sequences, which share the cost of starting each operation, and of a tile of a long
+sequence: 3 MiB in fp32, about the second-level caches of a few cores."""
 
 SMALLEST_TILE = 32
-"""Fewer query rows than this are not worth a tile of their own."""
+"""Fewest query rows of a tile."""
 
 KEPT_LENGTH = 512
-"""Longest block whose probabilities wait for the backward pass, which computes those of longer ones again. Keeping them
-saves a fifth of attention's time and takes 4 bytes a pair and head (`docs/benchmarks.md`)."""
+"""Longest block whose probabilities are kept for the backward pass, which computes those of longer ones again. Keeping
+them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/benchmarks.md`)."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Block:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its probabilities wait for the backward pass."""
+        """Whether the probabilities are kept for the backward pass."""
         return self.length <= KEPT_LENGTH
 
     def take(self, tensor: Tensor) -> Tensor:
-        """`[batch, h, s, d]` → this block's `[g, n, d]`."""
+        """Return the block's part of `[batch, h, s, d]`, `[g, n, d]`."""
         return tensor[self.rows, :, : self.length].flatten(0, 1)
 
     def tiles(self, num_heads: int) -> Iterator[slice]:
@@ -53,7 +53,7 @@ class Block:
             yield slice(start, min(start + rows, self.length))
 
     def forbidden(self, tile: slice) -> Tensor | None:
-        """bool `[b, 1, t, n]` pairs of two documents or with padding; None where there are none."""
+        """Mark the pairs of two documents or with padding, bool `[b, 1, t, n]`; None where there are none."""
         if self.unmasked:
             return None
         own = self.document_ids[:, tile].unsqueeze(-1)
@@ -61,7 +61,7 @@ class Block:
 
 
 def cut(document_ids: Tensor, num_heads: int) -> Iterator[Block]:
-    """The batch in blocks of at most `BLOCK_ELEMENTS` logits (at least one row)."""
+    """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits, or of one row."""
     batch, seq = document_ids.shape
     place = torch.arange(1, seq + 1, device=document_ids.device)
     lengths = ((document_ids > 0) * place).amax(-1).clamp_min(1).tolist()

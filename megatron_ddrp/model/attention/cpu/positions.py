@@ -1,175 +1,139 @@
 """The position terms of blocked attention: what they add to a tile of logits, and their gradients.
 
-Pairs beyond the clip are most of a long row, so nothing is added to them one by one. Softmax does not see a constant of
-a row: the query table is taken relative to the table row that serves all far keys on the left, which leaves nothing to
-add there, and the far keys on the right carry the difference themselves, K_j + T^q[right] − T^q[left]. What remains is
-the band around the diagonal, read aslant from Q·Tᵀ, and a triangle beside it. Of the heads that HCD compares before the
-softmax the keys carry the constant too.
+A table's products with queries or keys are taken by offset, R numbers per query or key instead of n, and a tile gathers
+them by the clipped offset of each of its pairs.
 
-Names as in `blocked.py`. Tables are turned to have the largest offset first where queries use them.
+Names as in `blocked.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model.attention.cpu.scratch import product, scratch
-from megatron_ddrp.model.attention.relative import BandTile
+from megatron_ddrp.model.attention.cpu.blocks import Block
+from megatron_ddrp.model.positions.contract import PositionTerms
+
+Tensors = Sequence[Tensor | None]
+"""Tensor fields of `PositionTerms` or their gradients, in the order of `HEAD_DIMENSIONS`."""
+
+
+class BlockPositions:
+    """The position terms of one block, and their gradients in one backward pass."""
+
+    def __init__(self, terms: PositionTerms, block: Block, query: Tensor, key: Tensor, num_heads: int) -> None:
+        """`query`, times scale, and `key` `[g, n, d]`."""
+        self.terms, self.block, self.num_heads = terms, block, num_heads
+        self.query_table = None if terms.query_table is None else QueryTable(terms.query_table, query)
+        self.key_table = None if terms.key_table is None else KeyTable(terms.key_table, key * terms.scale)
+
+    def add(self, logits: Tensor, rows: slice) -> None:
+        """Add everything but Q·K to a tile `[g, t, n]`."""
+        by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+        if self.query_table is not None:
+            logits += self.query_table.by_query(rows).gather(-1, self._index(rows).expand_as(logits))
+        if self.key_table is not None:
+            logits += self.key_table.by_key.gather(1, self._index(rows).expand_as(logits))
+        if self.terms.bias is not None:
+            by_head += self._own(self.terms.bias)[:, :, rows, : self.block.length]
+        if self.terms.offset_bias is not None:
+            by_head += self.terms.offset_bias[:, self._index(rows)]  # [1 or h, t, n]
+
+    def collect(self, d_logits: Tensor, rows: slice, d_query: Tensor, d_tensors: Tensors) -> None:
+        """The adjoint of `add`: add to `d_query` `[g, t, d]` and the biases' gradients; `finish` adds to the others."""
+        _, _, d_bias, d_offset_bias = d_tensors
+        if self.query_table is not None:
+            self.query_table.collect(d_logits, self._index(rows).expand_as(d_logits), rows, d_query)
+        if self.key_table is not None:
+            self.key_table.d_by_key.scatter_add_(1, self._index(rows).expand_as(d_logits), d_logits)
+        by_head = d_logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+        if d_bias is not None:
+            into = self._own(d_bias)[:, :, rows, : self.block.length]
+            into += by_head.sum_to_size(into.shape)
+        if d_offset_bias is not None:
+            part = by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])
+            d_offset_bias.index_add_(1, self._index(rows).flatten(), part[0].flatten(1))
+
+    def finish(self, d_key: Tensor, d_tensors: Tensors) -> None:
+        """Add to the tables' gradients and to `d_key` `[g, n, d]`, once all tiles are in."""
+        d_query_table, d_key_table, _, _ = d_tensors
+        if self.query_table is not None and d_query_table is not None:
+            d_query_table += _of_table(self.query_table.d_table, d_query_table)
+        if self.key_table is not None and d_key_table is not None:
+            of_table, of_key = self.key_table.gradients()
+            d_key_table += _of_table(of_table, d_key_table)
+            d_key.add_(of_key, alpha=self.terms.scale)
+
+    def _index(self, rows: slice) -> Tensor:
+        """Return r(i,j), the row of the tables, for each pair of a tile: `[t, n]`."""
+        place = torch.arange(self.block.length)
+        offset = place[rows, None] - place
+        return offset.clamp(self.terms.lowest, self.terms.highest) - self.terms.lowest
+
+    def _own(self, bias: Tensor) -> Tensor:
+        return bias if len(bias) == 1 else bias[self.block.rows]
 
 
 def _for_all(table: Tensor, count: int) -> Tensor:
-    """`[1 or h, R, d]` → `[g, R, d]`, the heads over and over."""
-    if len(table) == 1:
-        return table.expand(count, -1, -1)
-    return table if len(table) == count else table.repeat(count // len(table), 1, 1)
+    """Repeat the heads of `[1 or h, R, d]` for every row of the block: `[g, R, d]`."""
+    return table.expand(count, -1, -1) if len(table) == 1 else table.repeat(count // len(table), 1, 1)
+
+
+def _of_table(d_for_all: Tensor, table: Tensor) -> Tensor:
+    """The adjoint of `_for_all`: sum `[g, R, d]` to the shape of `table`."""
+    return d_for_all.unflatten(0, (-1, len(table))).sum(0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class QueryTable:
-    """Q_i·T^q[r(i,j)] of one block and the gradients of one backward pass over it; up to a constant for each query, but
-    in the heads `whole`."""
+    """Q_i·T^q[r] of one block for every row r, and the gradient of the table in one backward pass."""
 
-    def __init__(self, table: Tensor, query: Tensor, key: Tensor, num_heads: int, whole: Tensor) -> None:
-        """`table` `[1 or h, R, d]`; `query`, times scale, and `key` `[g, n, d]`; `whole` `[m′]`, maybe none."""
-        self.table, self.query, self.key, self.num_heads, self.whole = table, query, key, num_heads, whole
-        largest_first = table.flip(1)
-        relative = largest_first - largest_first[:, :1]
-        self.relative = _for_all(relative, len(query))
-        """`[g, R, d]`: T^q, largest offset first, less its first row."""
-        constant = self.relative.new_zeros(num_heads, 1, key.shape[-1])
-        if len(whole):
-            constant[whole] = table[:, -1:] if len(table) == 1 else table[whole, -1:]
-        self.constant = _for_all(constant, len(query))
-        """`[g, 1, d]`: T^q far on the left, which the keys of `whole` carry beside what they are."""
-        self.shifted_from = 0
+    def __init__(self, table: Tensor, query: Tensor) -> None:
+        """`table` `[1 or h, R, d]`; `query` `[g, n, d]`, times scale."""
+        self.query, self.table = query, _for_all(table, len(query))
+
+    def by_query(self, rows: slice) -> Tensor:
+        """Return the products of a tile, `[g, t, R]`."""
+        return _wide(torch.bmm(self.query[:, rows], self.table.transpose(1, 2)))
 
     @cached_property
-    def unshifted(self) -> Tensor:
-        """`[g, n, d]`: the keys, those of `whole` with their constant."""
-        return self.key + self.constant if len(self.whole) else self.key
+    def d_table(self) -> Tensor:
+        """`[g, R, d]`."""
+        return torch.zeros_like(self.table, memory_format=torch.contiguous_format)
 
-    @cached_property
-    def shifted(self) -> Tensor:
-        """`[g, n, d]`: the keys, those right of the bands of the tile last asked for shifted."""
-        return self.key + (self.relative[:, -1:] + self.constant)
-
-    @cached_property
-    def d_relative(self) -> Tensor:
-        """The gradient of `relative`."""
-        return torch.zeros_like(self.relative, memory_format=torch.contiguous_format)
-
-    def keys_of(self, tile: BandTile, d_key: Tensor | None = None) -> Tensor:
-        """The keys for the queries of `tile`; tiles come in ascending order.
-
-        In a backward pass, `d_key` `[g, n, d]` is what the tiles before this one gave to the keys: what those that are
-        now shifted no more got until here is also the shift's.
-        """
-        if self.shifted_from == 0 and tile.near.stop == self.key.shape[1]:
-            return self.unshifted  # no band ends before the last key
-        arrived = slice(self.shifted_from, tile.near.stop)
-        torch.add(self.key[:, arrived], self.constant, out=self.shifted[:, arrived])
-        if d_key is not None:
-            self.d_relative[:, -1] += d_key[:, arrived].sum(1)
-        self.shifted_from = tile.near.stop
-        return self.shifted
-
-    def add(self, logits: Tensor, rows: slice, tile: BandTile) -> None:
-        """Add to the logits `[g, t, n]` of Q and `keys_of(tile)`."""
-        by_query = torch.bmm(self.query[:, rows], self.relative.transpose(1, 2)).to(logits.dtype)  # [g, t, R]
-        near, (_, band, right) = logits[..., tile.near], tile.masks(logits)
-        near.addcmul_(tile.slanted(by_query), band)
-        near[..., tile.can_be_right].addcmul_(by_query[..., -1:], right[:, tile.can_be_right])
-
-    def collect(self, d_logits: Tensor, rows: slice, tile: BandTile, d_query: Tensor) -> None:
-        """The adjoint of `add`, for `d_logits` as `BandTile.band` wants it; adds to `d_query` `[g, t, d]`."""
-        right = tile.masks(d_logits)[2][:, tile.can_be_right]
-        d_right = (d_logits[..., tile.near][..., tile.can_be_right] * right).sum(-1, keepdim=True)  # [g, t, 1]
-        d_by_query, d_right = tile.band(d_logits).to(d_query.dtype), d_right.to(d_query.dtype)  # [g, t, R]
-        query = self.query[:, rows]
-        d_query.baddbmm_(d_by_query, self.relative).addcmul_(d_right, self.relative[:, -1:])
-        self.d_relative.baddbmm_(d_by_query.transpose(1, 2), query)
-        self.d_relative[:, -1] += (d_right * query).sum(1)
-
-    def gradient(self, d_key: Tensor) -> Tensor:
-        """That of the table, `[1 or h, R, d]`, once all tiles are in and gave `d_key` `[g, n, d]` to the keys."""
-        d_relative = self.d_relative
-        if len(self.table) == 1:
-            d_table = d_relative.sum(0, keepdim=True)
-        else:
-            d_table = d_relative.unflatten(0, (-1, self.num_heads)).sum(0)
-        d_table[:, 0] -= d_table.sum(1)
-        if len(self.whole):
-            d_left = d_key.sum(1).unflatten(0, (-1, self.num_heads)).sum(0)[self.whole]  # [m′, d]
-            d_table[:, 0].index_add_(0, self.whole if len(d_table) > 1 else torch.zeros_like(self.whole), d_left)
-        return d_table.flip(1)
+    def collect(self, d_logits: Tensor, index: Tensor, rows: slice, d_query: Tensor) -> None:
+        """Add the gradient of a tile to those of the table and of its queries `[g, t, d]`."""
+        d_by_query = d_logits.new_zeros(*d_logits.shape[:2], self.table.shape[1])
+        d_by_query = d_by_query.scatter_add_(-1, index, d_logits).to(d_query.dtype)
+        d_query.baddbmm_(d_by_query, self.table)
+        self.d_table.baddbmm_(d_by_query.transpose(1, 2), self.query[:, rows])
 
 
 class KeyTable:
-    """K_j·T^k[r(i,j)] of one block, and the gradients of one backward pass over it."""
+    """K_j·T^k[r] of one block for every row r, and the gradients of one backward pass over it."""
 
-    def __init__(self, table: Tensor, key: Tensor, lowest: int, highest: int, num_heads: int) -> None:
+    def __init__(self, table: Tensor, key: Tensor) -> None:
         """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale."""
-        self.key, self.num_heads, self.shared = key, num_heads, len(table) == 1
-        self.table = _for_all(table, len(key))  # [g, R, d]
-        self.wide = torch.promote_types(key.dtype, torch.float32)
-        self.shape = (len(key), highest + key.shape[1] - lowest, table.shape[1])
-        self.real = slice(highest, highest + key.shape[1])
+        self.key, self.table = key, _for_all(table, len(key))
 
     @cached_property
     def by_key(self) -> Tensor:
-        """`[g, highest + n − lowest, R]`; what stands beyond the keys is read but does not count."""
-        by_key = scratch.take("by key", self.shape, self.wide)
-        by_key[:, : self.real.start], by_key[:, self.real.stop :] = 0, 0
-        product(self.key, self.table, out=by_key[:, self.real])
-        return by_key
-
-    @cached_property
-    def far(self) -> Tensor:
-        """`[2, g, 1, n]`: what each key adds far on the left, far on the right."""
-        by_key = self.by_key[:, self.real]
-        return torch.stack((by_key[..., -1], by_key[..., 0])).unsqueeze(2)
+        """`[g, R, n]`."""
+        return _wide(torch.bmm(self.table, self.key.transpose(1, 2)))
 
     @cached_property
     def d_by_key(self) -> Tensor:
         """The gradient of `by_key`."""
-        return scratch.take("gradient by key", self.shape, self.wide).zero_()
-
-    @cached_property
-    def d_far(self) -> Tensor:
-        """The gradient of `far`."""
-        return self.key.new_zeros(2, len(self.key), 1, self.key.shape[1], dtype=self.wide)
-
-    def add(self, logits: Tensor, tile: BandTile) -> None:
-        """Add to the logits `[g, t, n]`."""
-        near, (left, band, right) = logits[..., tile.near], tile.masks(logits)
-        near.addcmul_(tile.slanted_by_key(self.by_key), band)
-        for far, side, can_be, by_key in self._sides(tile, left, right, self.far):
-            logits[..., far] += by_key[..., far]
-            near[..., can_be].addcmul_(by_key[..., tile.near][..., can_be], side[:, can_be])
-
-    def collect(self, d_logits: Tensor, tile: BandTile) -> None:
-        """The adjoint of `add`, for `d_logits` as `BandTile.band` wants it."""
-        near, (left, _, right) = d_logits[..., tile.near], tile.masks(d_logits)
-        tile.band_by_key(self.d_by_key).add_(tile.band(d_logits))
-        for far, side, can_be, d_by_key in self._sides(tile, left, right, self.d_far):
-            d_by_key[..., far] += d_logits[..., far].sum(1, keepdim=True)
-            d_by_key[..., tile.near][..., can_be] += (near[..., can_be] * side[:, can_be]).sum(1, keepdim=True)
-
-    @staticmethod
-    def _sides(
-        tile: BandTile, left: Tensor, right: Tensor, by_side: Tensor
-    ) -> tuple[tuple[slice, Tensor, slice, Tensor], ...]:
-        """Far keys, mask, near places that it can hold, and its part of `[2, ..]`, of both sides."""
-        before, after = slice(0, tile.near.start), slice(tile.near.stop, None)
-        return (before, left, tile.can_be_left, by_side[0]), (after, right, tile.can_be_right, by_side[1])
+        shape = len(self.key), self.table.shape[1], self.key.shape[1]
+        return self.key.new_zeros(shape, dtype=torch.promote_types(self.key.dtype, torch.float32))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Those of the table `[1 or h, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
-        for column, part in zip((-1, 0), self.d_far, strict=True):
-            self.d_by_key[:, self.real, column] += part.squeeze(1)
-        d_by_key = self.d_by_key[:, self.real].to(self.key.dtype)
-        d_table = torch.bmm(d_by_key.transpose(1, 2), self.key)  # [g, R, d]
-        d_table = d_table.sum(0, keepdim=True) if self.shared else d_table.unflatten(0, (-1, self.num_heads)).sum(0)
-        return d_table, torch.bmm(d_by_key, self.table)
+        """Return those of the table `[g, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
+        d_by_key = self.d_by_key.to(self.key.dtype)
+        return torch.bmm(d_by_key, self.key), torch.bmm(d_by_key.transpose(1, 2), self.table)

@@ -1,4 +1,4 @@
-"""Attention for GPUs that never stores the logits: flash attention with learned position terms, in Triton.
+"""Attention for GPUs without stored logits: flash attention with learned position terms, in Triton.
 
 The formula of `megatron_ddrp.model.attention.logits`. Outside of the kernels stay P^q = Q·T^qᵀ + v/scale and
 P^k = K·T^kᵀ (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`) and their gradients T^q′ = P^q′ᵀQ,
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
 LOWEST_CAPABILITY = (8, 0)
 DROPOUT_STEPS = 65536
-"""Dropout decides by 16 bits a pair: 0.1 acts as 6554/65536, and kept values grow by exactly that."""
+"""Steps of the dropout rate, which 16 bits per pair decide: 0.1 acts as 6554/65536, and kept values grow to match."""
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
@@ -59,7 +59,7 @@ def _tile(queries: int, keys: int, warps: int, stages: int) -> dict[str, int]:
 
 
 def _tiles(dtype: torch.dtype, head_dim: int, has_key_table: bool) -> tuple[dict[str, int], ...]:
-    """Tiles of the forward, the query (and bias) gradient and the key gradient kernel.
+    """Return the tiles of the forward, the query (and bias) gradient and the key gradient kernel.
 
     Chosen by what ptxas reports of registers and shared memory for sm_80 and sm_90, with dropout: up to 64-wide heads
     in half precision hardly spill; wider heads and fp32 do. Fixed rather than tuned at the start, so that every rank
@@ -73,12 +73,12 @@ def _tiles(dtype: torch.dtype, head_dim: int, has_key_table: bool) -> tuple[dict
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """`[b, h, s, d]` → contiguous `[b, s, h, d]`, the memory that the projections leave: no copy for them."""
+    """Return `[b, h, s, d]` as contiguous `[b, s, h, d]`; projections leave this layout, so they are not copied."""
     return x.transpose(1, 2).contiguous()
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """View of `[b, s, h, d]` as `[h, b·s, d]`."""
+    """Return a view of `[b, s, h, d]` as `[h, b·s, d]`."""
     return x.flatten(0, 1).transpose(0, 1)
 
 
@@ -87,7 +87,7 @@ def _next_power_of_2(number: int) -> int:
 
 
 class _Problem:
-    """What all kernels are given, and their launch."""
+    """The arguments that all kernels share, and the launch of a kernel."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Problem:
         self.tiles = _tiles(query.dtype, head_dim, terms.key_table is not None)
 
     def _table(self, table: Tensor | None) -> Tensor | None:
-        """`[1 | h, rows, d]` → `[h, rows′, d]`, rows′ a multiple of 8: rows of P then begin at 16-byte borders."""
+        """Pad `[1 | h, rows, d]` to `[h, rows′, d]`, rows′ a multiple of 8: rows of P then begin at 16-byte borders."""
         if table is None:
             return None
         padded = F.pad(table.to(self.query.dtype), (0, 0, 0, -table.shape[1] % 8))
@@ -134,7 +134,7 @@ class _Problem:
 
     @staticmethod
     def _by_offset(vectors: Tensor, table: Tensor | None) -> Tensor | None:
-        """P: `[b, s, h, d]`, `[h, rows′, d]` → `[h, b·s, rows′]`."""
+        """Return P: `[b, s, h, d]`, `[h, rows′, d]` → `[h, b·s, rows′]`."""
         return None if table is None else _by_head(vectors) @ table.transpose(-1, -2)
 
     def _with_offset_bias(self, per_row: Tensor, by_query: Tensor | None) -> Tensor:
@@ -202,7 +202,7 @@ class _Problem:
     def _through_table(
         d_vectors: Tensor, vectors: Tensor, d_by_offset: Tensor | None, table: Tensor | None, parameter: Tensor | None
     ) -> Tensor | None:
-        """Add what P's gradient means for the vectors to theirs; return that of the table, summed in fp32."""
+        """Add the vectors' share of P's gradient to `d_vectors`; return the table's gradient, summed in fp32."""
         if d_by_offset is None or table is None or parameter is None:
             return None
         _by_head(d_vectors).baddbmm_(d_by_offset, table)
