@@ -139,12 +139,9 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        for remark in remarks_of_ranks((*verified, *corpus.remarks)):
-            log.say(remark)
-        log.say(introduction(config, ranks, corpus, loader, sizes))
-        if notes is not None:
-            size = notes.size_bytes / 2**20
-            log.say(f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank")
+        remarks = remarks_of_ranks((*verified, *corpus.remarks))
+        for line in (*remarks, introduction(config, ranks, corpus, loader, sizes), *about(notes, corpus)):
+            log.say(line)
         log.say(where_we_start(config, resumed))
         run = Run(config, ranks, engine, log, home, notes)
         clock = Clock(progress.iteration, config.training.train_iters)
@@ -246,6 +243,14 @@ def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
     if not config.objective.notes:
         return None
     return NoteDictionary(corpus.rare_words[0], config.model.hidden_size, config.objective)
+
+
+def about(notes: NoteDictionary | None, corpus: Corpus) -> list[str]:
+    """Return a line about the dictionary of notes, or none without one."""
+    if notes is None:
+        return []
+    size = notes.size_bytes / 2**20
+    return [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank"]
 
 
 def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
