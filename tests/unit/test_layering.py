@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ddrp"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -62,6 +62,18 @@ def test_no_encodings_name_outside_its_file_and_the_configuration():
     assert offenders == set()
 
 
+def test_no_objectives_name_where_it_could_decide_something():
+    """Exceptions: the model built without an objective is a masked LM; a comparison names the paper's."""
+    offenders = {
+        (file, node.value)
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in OBJECTIVES
+        if not file.startswith(("config/", "objectives/", "conversion/", "tasks/"))
+    }
+    assert offenders == {("model/build.py", "mlm")}
+
+
 def test_torch_distributed_only_in_parallel():
     assert importers("torch.distributed") - inside("parallel/") == set()
     assert importers("torch.distributed")
@@ -77,7 +89,7 @@ def test_the_data_package_imports_no_torch():
 
 
 def test_the_model_knows_one_device_and_no_files():
-    allowed = {"config", "model", "objectives", "data.batches.batch", "errors"}
+    allowed = {"config", "model", "data.batches.batch", "errors"}
     for file in inside("model/"):
         own = {n.removeprefix("megatron_ddrp.") for n in imported(TREES[file]) if n.startswith("megatron_ddrp")}
         assert all(any(n == a or n.startswith(a + ".") for a in allowed) for n in own), (file, own)

@@ -59,7 +59,7 @@ class Deberta(PositionEncoding):
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Return (P,)."""
-        return (self.relative,)
+        return (self.relative.view_as(self.relative),)  # ZeRO 3 frees a bare parameter once its module is done
 
     @staticmethod
     def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
