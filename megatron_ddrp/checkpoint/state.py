@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.registry import NotRegistered
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
@@ -37,7 +38,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read state.json of one checkpoint: counts, config, layout, files and their sums, without the state's own sum.
 
     Raises `UserError` where the file cannot be read, its sum is another, or a key is missing, unknown or of a wrong
-    type.
+    type; `NotRegistered` where it names an objective that no plug-in has brought.
     """
     file = path / STATE
     if not file.is_file():
@@ -46,6 +47,8 @@ def read_state(path: Path) -> dict[str, Any]:
         return _checked(json.loads(file.read_bytes()), path.name)
     except OSError as error:
         raise UserError(f"{STATE} cannot be read: {error.strerror}") from None
+    except NotRegistered as error:
+        raise NotRegistered(f"{path}: {error}", error.exit_code) from None
     except (ValueError, RecursionError, UserError) as error:
         raise UserError(f"{STATE} is damaged ({error})") from None
 

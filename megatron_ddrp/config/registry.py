@@ -43,6 +43,10 @@ PLUGINS: dict[str, Path] = {}
 """Name of an encoding or objective that a plug-in brought → its file."""
 
 
+class NotRegistered(UserError):
+    """The name of an encoding or objective that this process does not know."""
+
+
 def encoding_class(name: str) -> Any:
     """Return the class of a position encoding; raise `UserError` for an unknown name."""
     return _registered(name, ENCODINGS, "--position-encoding")
@@ -55,7 +59,7 @@ def objective_class(name: str) -> Any:
 
 def _registered(name: str, table: dict[str, str], flag: str) -> Any:
     if name not in table:
-        raise UserError(
+        raise NotRegistered(
             f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py brings",
             WRONG_ARGUMENTS,
         )

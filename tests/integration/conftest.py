@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ddrp.config import encoding_class
+from megatron_ddrp.config import ENCODINGS, encoding_class
 from tests.conftest import TinyCorpus
 
 TINY: dict[str, Any] = {
@@ -47,7 +47,8 @@ def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
 
     def tiny(**changes: Any) -> list[str]:
         settings = TINY | data | changes
-        if encoding_class(settings.get("position_encoding", "ddrp")).relative_distance is None:
+        name = settings.get("position_encoding", "ddrp")
+        if name in ENCODINGS and encoding_class(name).relative_distance is None:
             settings.pop("relative_distance", None)
         return command_line(settings)
 

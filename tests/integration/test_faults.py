@@ -149,7 +149,9 @@ def poison(steps: tuple[int, ...], how: str, tries: int = 2, rank: int = 0) -> N
         if how == "gradient":
             output.register_hook(lambda gradient: gradient * math.nan)
             return output
-        return output + math.inf if how == "loss" else output * math.nan
+        if how == "loss":
+            return output._replace(sums=output.sums + math.inf)
+        return output * math.nan
 
     def poisoned_step(engine, micro_batches, config, ranks, step, notes):  # type: ignore[no-untyped-def]
         tried[step] = tried.get(step, 0) + 1

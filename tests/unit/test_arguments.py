@@ -20,7 +20,8 @@ def test_every_setting_is_a_flag_in_the_section_of_its_concern():
         got = [action.option_strings[0] for action in groups[section.__doc__]]
         assert got == [flag(f.name) for f in dataclasses.fields(section) if "help" in f.metadata]
     flags = {name for action in build_parser()._actions for name in action.option_strings if name[:5] != "--no-"}
-    own = {"-h", "--help", "--config", "--dry-run", "--world-size", "--device-memory", "--local-rank", "--deepspeed"}
+    own = {"-h", "--help", "--config", "--dry-run", "--world-size", "--device-memory", "--plugin"}
+    own |= {"--local-rank", "--deepspeed"}
     settings = {flag(f.name) for s in concerns().values() for f in dataclasses.fields(s) if "help" in f.metadata}
     assert flags == own | settings and "--vocab-size" not in flags
 

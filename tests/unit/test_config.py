@@ -20,6 +20,7 @@ from megatron_ddrp.config import (
 )
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.objectives.contract import make_objective
 
 
 def test_defaults_are_the_papers_base_model():
@@ -39,10 +40,14 @@ def test_defaults_are_the_papers_base_model():
 
 
 def test_weights_follow_the_objective_unless_given():
-    assert ObjectiveConfig(objective="mlm").weights == (1.0, 0.0, 0.0)
-    assert ObjectiveConfig(objective="mth").weights == (1.0, 1.0, 0.01)
-    assert ObjectiveConfig(objective="mlm", tcd_weight=0.5).weights == (1.0, 0.5, 0.0)
-    assert ObjectiveConfig(objective="mth", hcd_weight=0.0).weights == (1.0, 1.0, 0.0)
+    def weights(**settings):
+        return tuple(term.weight for term in make_objective(ObjectiveConfig(**settings)).terms)
+
+    assert weights(objective="mlm") == (1.0, 0.0, 0.0)
+    assert weights(objective="mth") == (1.0, 1.0, 0.01)
+    assert weights(objective="mlm", tcd_weight=0.5) == (1.0, 0.5, 0.0)
+    assert weights(objective="mth", hcd_weight=0.0) == (1.0, 1.0, 0.0)
+    assert weights(objective="electra") == (1.0, 0.0, 0.0, 50.0)
 
 
 @pytest.mark.parametrize("vocab, padded", [(1, 128), (128, 128), (129, 256), (30522, 30592)])
