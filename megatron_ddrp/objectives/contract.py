@@ -90,11 +90,12 @@ class Objective:
     """Shares of the selected pieces that become [MASK] and a random piece; the rest stays (BERT's)."""
 
     rates: tuple[Rate, ...] = ()
+    """What is logged beside the terms."""
 
     counts: Mapping[str, Counter] = MappingProxyType(
         {"predicted": count_predicted, "sequences": count_sequences, "tokens": count_tokens}
     )
-    """Name → what is counted in a micro-batch, in numpy."""
+    """Name → what is counted in a micro-batch, in numpy. A subclass adds its own to these three."""
 
     generates = False
     """Whether a generator replaces tokens and the model proper detects them."""
