@@ -47,9 +47,9 @@ class ArgumentParser(argparse.ArgumentParser):
         words = [self._spelling(word) for word in words[:end]] + words[end:]
         if "--plugin" in self._option_string_actions:  # its names are choices of other flags
             scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            scout.add_argument("--plugin", action="append", nargs="?", type=Path, default=[])
+            scout.add_argument("--plugin", action="extend", nargs="*", type=Path, default=[])
             for path in scout.parse_known_args(words)[0].plugin:
-                load_plugin(path or Path())
+                load_plugin(path)
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -61,6 +61,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
+        may_be_brought = ("argument --objective:", "argument --position-encoding:")
+        if "invalid choice" in message and message.startswith(may_be_brought):
+            message += ", or a name that --plugin FILE.py brings"
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _spelling(self, word: str) -> str:
@@ -79,11 +82,12 @@ def add_plugin_flag(parser: Any) -> None:
     """Add `--plugin` to a parser or a group of its arguments; `parse_args` loads the files."""
     parser.add_argument(
         "--plugin",
-        action="append",
+        action="extend",
+        nargs="+",
         metavar="FILE.py",
         default=argparse.SUPPRESS,
         help="a Python file with position encodings or objectives of your own (ENCODINGS = {name: class}, OBJECTIVES = "
-        "{name: class}); may be given several times. Its code is run",
+        "{name: class}); its code is run",
     )
 
 

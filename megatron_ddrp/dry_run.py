@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ddrp.config import Config, flag
+from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -137,14 +139,15 @@ def settings(config: Config) -> list[str]:
     lines = []
     for concern, values in config.to_dict().items():
         lines.append(f"{concern}:")
-        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in values.items()]
-    return lines
+        flags = options_of(concerns()[concern])
+        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in values.items() if name in flags]
+    return [*lines, *(f"--plugin {path}" for path in sorted(set(PLUGINS.values())))]
 
 
 def setting(name: str, value: Any, config: Config) -> str:
     """Return a setting's value as one would type it; for one that was not given, what it comes to."""
     if isinstance(value, tuple):
-        return " ".join(value)
+        return " ".join(value) or "(none)"
     if value is not None:
         return str(value)
     resolved = {"ffn_hidden_size": config.model.ffn_size, "deberta_emd": decodes_masks(config.model)}

@@ -37,7 +37,7 @@ PREFETCHED = 50_000_000
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank."""
+    """Bytes that one rank needs."""
 
     weights: int
     gradients: int

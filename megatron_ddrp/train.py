@@ -1,4 +1,4 @@
-"""The training loop, as a paragraph."""
+"""The training loop."""
 
 from __future__ import annotations
 

@@ -78,6 +78,8 @@ def none_complete(folder: Path, reasons: list[str]) -> UserError:
 def fault(path: Path, kinds: Collection[str] = (), part: int = 0, parts: int = 1) -> str | None:
     """Return why a checkpoint cannot be used, or None. All its files must be there in their sizes.
 
+    Raises `UnknownName` where a plug-in is missing.
+
     The files of `kinds` are read for their sums; of these files, every `parts`-th from number `part` on, so that ranks
     can share the reading.
     """

@@ -69,10 +69,6 @@ class ModelConfig:
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
     def __post_init__(self) -> None:
-        if self.position_encoding == "absolute" and self.absolute_embedding is False:
-            refuse("--no-absolute-embedding with --position-encoding absolute leaves no positions: leave the one out")
-        if self.absolute_embedding is (self.position_encoding == "absolute"):
-            object.__setattr__(self, "absolute_embedding", None)  # as by default: one way to say one thing
         check_ranges(self)
         check_range("vocab_size", self.vocab_size, COUNT)
         if self.hidden_size % self.num_attention_heads:
@@ -84,7 +80,7 @@ class ModelConfig:
             self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
 
     def _ask_encoding(self) -> None:
-        """Take the encoding's default distance; refuse a distance or sizes that the encoding cannot serve."""
+        """Take the encoding's defaults; refuse a distance, an embedding or sizes that it cannot serve."""
         encoding, name = encoding_class(self.position_encoding), f"--position-encoding {self.position_encoding}"
         if self.relative_distance is None:
             object.__setattr__(self, "relative_distance", encoding.relative_distance)
@@ -93,6 +89,10 @@ class ModelConfig:
                 f"--relative-distance {self.relative_distance} with {name}, which has no relative embeddings: "
                 "leave the distance out"
             )
+        if encoding.adds_absolute_embedding and not encoding.in_logits and self.absolute_embedding is False:
+            refuse(f"--no-absolute-embedding with {name} leaves no positions: leave the one out")
+        if self.absolute_embedding is encoding.adds_absolute_embedding:
+            object.__setattr__(self, "absolute_embedding", None)  # as by default: one way to say one thing
         reason = encoding.refusal(self)
         if reason is not None:
             refuse(f"{name}: {reason}")

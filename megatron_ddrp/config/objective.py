@@ -16,7 +16,7 @@ class ObjectiveConfig:
     objective: str = option(
         "mth",
         "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
-        "detection by the model proper",
+        "detection by the model proper; token-contrast: masked LM + SimCTG's contrast of tokens",
         choices=OBJECTIVES,
     )
     objective_options: tuple[str, ...] = option(
@@ -65,12 +65,14 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        object.__setattr__(self, "objective_options", tuple(self.objective_options))
+        if isinstance(self.objective_options, str):
+            object.__setattr__(self, "objective_options", (self.objective_options,))
         chosen = objective_class(self.objective)
         for name in ("tcd_weight", "hcd_weight"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(chosen, name))
-        self.numbers(chosen.options)
+        numbers = self.numbers(chosen.options)  # stored whole, so that a default that changes is a change of settings
+        object.__setattr__(self, "objective_options", tuple(f"{name}={number!r}" for name, number in numbers.items()))
         for name in ("tcd_tokens", "hcd_heads"):
             if getattr(self, name) == 1:
                 refuse(f"{flag(name)} is {getattr(self, name)}: a cosine needs two; give 2 or more, or 0 for all")
@@ -100,12 +102,14 @@ class ObjectiveConfig:
 
         Raises `UserError` for a name that is not declared, for text that is no number, and outside of its range.
         """
-        numbers = {name: number.default for name, number in declared.items()}
+        numbers = {name: float(number.default) for name, number in declared.items()}
         for word in self.objective_options:
             name, _, text = word.partition("=")
             if name not in declared:
-                takes = f"takes {', '.join(declared)}" if declared else "takes none"
-                refuse(f"--objective-options {word}: --objective {self.objective} {takes}, as name=number")
+                takes = f"takes {', '.join(declared)}, as name=number" if declared else "has no options"
+                refuse(f"--objective-options {word}: --objective {self.objective} {takes}")
+            if sum(other.partition("=")[0] == name for other in self.objective_options) > 1:
+                refuse(f"--objective-options {word}: {name} is given twice; give it once")
             try:
                 numbers[name] = float(text)
             except ValueError:

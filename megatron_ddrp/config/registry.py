@@ -40,7 +40,13 @@ OBJECTIVES = {
 """Value of `--objective` → "module:Class"."""
 
 PLUGINS: dict[str, Path] = {}
-"""Name of an encoding or objective that a plug-in brought → its file."""
+"""Value in `ENCODINGS` or `OBJECTIVES` that a plug-in brought → its file."""
+
+_BASES = {
+    "ENCODINGS": f"{_POSITIONS}:PositionEncoding",
+    "OBJECTIVES": "megatron_ddrp.objectives.contract:Objective",
+}
+"""Table → the class that its classes derive from."""
 
 
 class NotRegistered(UserError):
@@ -63,7 +69,11 @@ def _registered(name: str, table: dict[str, str], flag: str) -> Any:
             f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py brings",
             WRONG_ARGUMENTS,
         )
-    module, _, class_name = table[name].partition(":")
+    return _class_at(table[name])
+
+
+def _class_at(place: str) -> Any:
+    module, _, class_name = place.partition(":")
     return getattr(importlib.import_module(module), class_name)
 
 
@@ -76,21 +86,23 @@ def load_plugin(path: Path) -> None:
     path = path.resolve()
     if path in PLUGINS.values():
         return
-    brought = {}
+    brought = []
     module = _run(path)
     for table_name, table in (("ENCODINGS", ENCODINGS), ("OBJECTIVES", OBJECTIVES)):
         for name, own_class in getattr(module, table_name, {}).items():
             if name in table:
                 raise _refusal(path, f"{table_name} names {name!r}, which is taken: choose another name")
-            if not isinstance(own_class, type):
-                raise _refusal(path, f"{table_name}[{name!r}] is {own_class!r:.60}: expected a class")
-            setattr(module, own_class.__name__, own_class)
-            brought[name] = table, f"{module.__name__}:{own_class.__name__}"
+            base = _class_at(_BASES[table_name])
+            if not (isinstance(own_class, type) and issubclass(own_class, base)):
+                wanted = f"expected a class derived from {base.__name__}"
+                raise _refusal(path, f"{table_name}[{name!r}] is {own_class!r:.60}: {wanted}")
+            setattr(module, f"{table_name}.{name}", own_class)  # two classes may bear one __name__
+            brought.append((table, name, f"{module.__name__}:{table_name}.{name}"))
     if not brought:
         raise _refusal(path, "brings nothing: expected ENCODINGS = {name: class} or OBJECTIVES = {name: class} in it")
-    for name, (table, place) in brought.items():
+    for table, name, place in brought:
         table[name] = place
-        PLUGINS[name] = path
+        PLUGINS[place] = path
 
 
 def _run(path: Path) -> Any:

@@ -128,7 +128,9 @@ def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[
 
 def _as_typed(value: Any) -> str:
     """Return a setting as on a command line; a list of JSON and a tuple look alike."""
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else "none" if value is None else str(value)
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def concerns() -> dict[str, Any]:
@@ -149,7 +151,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if any(typing.get_origin(option) is tuple for option in options):
         items = value if isinstance(value, (list, tuple)) else [value]
-        return value is None or all(isinstance(item, str) for item in items)
+        return type(None) in options if value is None else all(isinstance(item, str) for item in items)
     return type(value) in options
 
 

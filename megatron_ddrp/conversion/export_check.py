@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 
@@ -32,7 +32,7 @@ def check_export(folder: Path, class_name: str, model: Encoder, config: ModelCon
     try:
         from transformers import logging
     except ImportError:
-        if config.position_encoding not in PLUGINS:
+        if ENCODINGS[config.position_encoding] not in PLUGINS:
             return "not checked: transformers is not installed"
         raise UserError("a plug-in's encoding is exported with a check: pip install 'megatron-ddrp[hf]'") from None
     logging.set_verbosity_error()

@@ -113,7 +113,8 @@ def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...
     """Return a setting of config.json. Raises `UserError` where it is none of `allowed`."""
     value = values.get(key)
     if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-        raise UserError(f"{path}: {key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}")
+        others = ", or a name that --plugin FILE.py brings" if key == "position_encoding" else ""
+        raise UserError(f"{path}: {key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}{others}")
     return value
 
 

@@ -46,8 +46,8 @@ def write_model_code(folder: Path, encoding: str) -> None:
     """
     module, _, class_name = ENCODINGS[encoding].partition(":")
     slug, imported, value = re.sub(r"\W", "_", encoding), class_name, class_name
-    if encoding in PLUGINS:
-        slug = f"{slug}_{zlib.crc32(PLUGINS[encoding].read_bytes()):08x}"
+    if ENCODINGS[encoding] in PLUGINS:
+        slug = f"{slug}_{zlib.crc32(PLUGINS[ENCODINGS[encoding]].read_bytes()):08x}"
         imported, value = "ENCODINGS", "ENCODINGS[name]"
     codes = {REGISTRY: REGISTRY_CODE.format(file=_file(module, slug), imported=imported, value=value)}
     waiting = {OURS + "conversion.modeling_ddrp", OURS + "model.positions", module}

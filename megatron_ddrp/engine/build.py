@@ -87,7 +87,7 @@ def build_optimizer(
     """Return AdamW over the parameters that are trained; `decays` says which of them decay.
 
     apex's fused kernel is used where importable and `device`, on which the optimizer steps, is a GPU. `encoding` is a
-    name in `positions.ENCODINGS`.
+    name in `config.registry.ENCODINGS`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [

@@ -231,7 +231,7 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
     found, remarks = gather_objects(agree(lambda: files.candidates(folder)))[0]
     reasons: list[str] = []
     for path in found:
-        faults = gather_objects(files.fault(path, kinds, ranks.rank, ranks.world_size))
+        faults = gather_objects(agree(partial(files.fault, path, kinds, ranks.rank, ranks.world_size)))
         reason = next(filter(None, faults), None)
         if reason is None:
             return path, (*remarks, *(f"passed over {folder / r}" for r in reasons))

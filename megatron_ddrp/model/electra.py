@@ -92,11 +92,12 @@ class Generator(nn.Module):
         self.embeddings = layout(config, settings.notes_share, shared)
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
         self.head = MaskedLMHead(config, shared.token, objective)
+        self.head.own = None  # the objective's modules are the discriminator's
         self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
 
 
 class GeneratorEmbeddings(Embeddings):
-    """The first stage. HCD, like TCD, belongs to the discriminator: the generator's layers compare no heads."""
+    """The generator's first stage. Its layers compare no heads: HCD, like TCD, belongs to the discriminator."""
 
     def forward(self, inputs: Inputs) -> State:
         state = super().forward(inputs)

@@ -70,8 +70,8 @@ class SelfAttention(nn.Module):
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
         batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
-        documents = (batch.document_ids, state.inputs.draws.num_documents)
-        attending = Attending(query, key, value, terms, documents[0], state.heads[layer], dropout, documents[1])
+        num_documents = state.inputs.draws.num_documents
+        attending = Attending(query, key, value, terms, batch.document_ids, state.heads[layer], dropout, num_documents)
         apart = self.cosine_apart(attending) if len(attending.heads) else None
         if apart is not None:
             attending = attending._replace(heads=attending.heads[:0])

@@ -25,7 +25,7 @@ class Draws(NamedTuple):
     heads: Tensor
     """int64 `[layers, m′]`: HCD's head numbers, ascending; `[layers, 0]` switches HCD off."""
     own: Any = None
-    """A named tuple of tensors, the objective's `own_draws`, or None."""
+    """A named tuple of tensors, the objective's `draw_own`, or None."""
 
     @property
     def num_documents(self) -> int:

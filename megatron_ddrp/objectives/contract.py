@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, Number, ObjectiveConfig, objective_class
+from megatron_ddrp.config.option import refuse
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.bert import Bert, Encoder
 from megatron_ddrp.model.notes import window_means
@@ -184,7 +185,9 @@ class Objective:
     def output(self, end: End) -> Output:
         """Return the sums in their order, and the notes taken."""
         sums = self.sums(end)
-        assert set(sums) == set(self.sum_names), f"{sorted(sums)} are not the sums {sorted(self.sum_names)}"
+        if set(sums) != set(self.sum_names):
+            wanted = f"its terms and rates need {sorted(self.sum_names)}"
+            refuse(f"--objective {self.config.objective} gives the sums {sorted(sums)}; {wanted}")
         notes = end.state.inputs.notes
         dtype = end.state.head_cosine.dtype
         return Output(
@@ -195,8 +198,16 @@ class Objective:
 
 @cache
 def make_objective(config: ObjectiveConfig) -> Objective:
-    """Return the objective that the settings name."""
-    return objective_class(config.objective)(config)
+    """Return the objective that the settings name. Raises `UserError` where its class contradicts itself."""
+    objective = objective_class(config.objective)(config)
+    for term in objective.terms:
+        if term.per not in objective.counts:
+            known = ", ".join(objective.counts)
+            refuse(f"--objective {config.objective}: {term.name} is per {term.per!r}; its counts are {known}")
+    twice = set(objective.sum_names) & set(objective.counts)
+    if twice:
+        refuse(f"--objective {config.objective}: {', '.join(sorted(twice))} is a sum and a count: rename one")
+    return objective
 
 
 def count(objective: Objective, micro_batches: Iterable[Batch]) -> np.ndarray:

@@ -66,7 +66,7 @@ class CosineOfAllRanks:
         return terms.map(chosen)
 
     def _own(self, tensor: Tensor, heads: Tensor, dimension: int) -> Tensor:
-        """Of our heads along `dimension`, those of `heads`; zeros in place of those that other ranks have."""
+        """Return `heads` along `dimension`: our own ones, and zeros in place of those that other ranks have."""
         own = heads - self.ranks.tensor_rank * tensor.shape[dimension]
         here = (own >= 0) & (own < tensor.shape[dimension])
         chosen = tensor.index_select(dimension, torch.where(here, own, 0))
@@ -74,5 +74,5 @@ class CosineOfAllRanks:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """Return `x` in fp32 at least."""
     return x.float() if x.dtype.itemsize < 4 else x

@@ -111,6 +111,7 @@ class Courier:
         if value is None or isinstance(value, Tensor):
             return [NONE if value is None else TENSOR]
         is_named = type(value) in self.named
+        assert is_named or type(value) is tuple, f"{type(value).__name__} is not in the objective's `travelling`"
         numbers = [NAMED, self.named.index(type(value))] if is_named else [TUPLE, len(value)]
         return numbers + [number for item in value for number in self._nesting(item)]
 
@@ -138,7 +139,7 @@ def _leaves(value: Any, is_learned: bool = False) -> Iterator[tuple[Tensor, bool
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Bit for bit, in the narrowest of their types."""
+    """Return the bits of all tensors, one after the other, in the narrowest of their types."""
     carrier = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
     return torch.cat([x.contiguous().flatten().view(carrier) for x in tensors])
 

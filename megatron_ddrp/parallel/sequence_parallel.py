@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.model.electra import GeneratorEmbeddings
+from megatron_ddrp.model.electra import FormerGeneratorEmbeddings, GeneratorEmbeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.model.stages import State
@@ -231,5 +231,5 @@ def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     rows = Rows(ranks)
     specialise(model, PARALLEL, rows=rows)
     for module in model.modules():
-        if type(module) is GeneratorEmbeddings:  # in the former layout whole rows are projected
+        if isinstance(module, GeneratorEmbeddings) and not isinstance(module, FormerGeneratorEmbeddings):
             specialise(module, ((r"projection", LinearOfParts),), rows=rows)

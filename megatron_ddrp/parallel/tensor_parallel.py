@@ -106,8 +106,10 @@ def specialise(model: nn.Module, table: Sequence[tuple[str, type[nn.Module]]], *
     """
     for name, module in model.named_modules():
         for pattern, subclass in table:
-            if re.search(rf"(^|\.){pattern}$", name) and issubclass(subclass, type(module)):
-                module.__class__ = subclass
+            base = next(one for one in subclass.__mro__ if not one.__module__.startswith(__package__))
+            if re.search(rf"(^|\.){pattern}$", name) and isinstance(module, base):
+                own = type(module)  # an objective's model may have a subclass of its own there
+                module.__class__ = subclass if issubclass(subclass, own) else type(own.__name__, (subclass, own), {})
                 vars(module).update(attributes)
 
 

@@ -17,7 +17,7 @@ from megatron_ddrp.parallel.process_group import Ranks
 
 
 def _own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """(row of each id here, 0 for an id that is not; bool, whether it is)."""
+    """Return the row of each id here, 0 for an id of another rank, and whether the id is here."""
     rows = ids - first
     here = (rows >= 0) & (rows < count)
     return torch.where(here, rows, 0), here

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +61,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, tokenizer: Tokenizer) -> None:
         self.path, self._config, self._tokenizer = path, config, tokenizer
+        self._plugins = [(path.name, path.read_bytes()) for path in sorted(set(PLUGINS.values()))]
         self._held = contextlib.ExitStack()
         self._lock: int | None = None
 
@@ -84,11 +85,14 @@ class RunFolder:
 
     def _keep_plugins(self) -> list[str]:
         """Copy the files that `--plugin` loaded, for the record, where they are not there yet; return their names."""
-        missing = [path for path in set(PLUGINS.values()) if not (self.path / PLUGIN_FOLDER / path.name).is_file()]
-        for path in missing:
-            (self.path / PLUGIN_FOLDER).mkdir(exist_ok=True)
-            shutil.copyfile(path, self.path / PLUGIN_FOLDER / path.name)
-        return [f"{PLUGIN_FOLDER}/{path.name}" for path in missing]
+        folder, written = self.path / PLUGIN_FOLDER, []
+        for name, code in self._plugins:
+            folder.mkdir(exist_ok=True)
+            if code not in [path.read_bytes() for path in folder.iterdir() if path.is_file()]:
+                names = itertools.chain((name,), (f"{Path(name).stem}-{number}.py" for number in itertools.count(2)))
+                written.append(next(free for free in names if not (folder / free).exists()))
+                (folder / written[-1]).write_bytes(code)
+        return [f"{PLUGIN_FOLDER}/{name}" for name in written]
 
     def restore(self) -> list[str]:
         """Write again what somebody deleted of the folder, and return its names.

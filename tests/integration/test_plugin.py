@@ -28,8 +28,8 @@ def plugins(tmp_path: Path) -> list[str]:
     for file in FILES:
         own = tmp_path / f"my_{file.name}"
         own.write_bytes(file.read_bytes())
-        words += ["--plugin", str(own)]
-    return words
+        words.append(str(own))
+    return ["--plugin", *words]
 
 
 def convert(run: Path, output: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -71,6 +71,9 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
 
     refused = convert(one, tmp_path / "huggingface")
     assert refused.returncode == 2 and "--plugin" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert "damaged" not in refused.stderr
+    forgotten = start_ranks(flags(save=one, load=one, train_iters=9, **VALIDATION))
+    assert forgotten.exit_codes == [2] and "--plugin" in forgotten.stderr[0] and "damaged" not in forgotten.stderr[0]
     done = convert(one, tmp_path / "huggingface", *plugins)
     assert done.returncode == 0, done.stderr
     loaded = subprocess.run(
@@ -102,7 +105,7 @@ with torch.no_grad():
 
 def run_encode(run: Path, plugins: list[str]) -> torch.Tensor:
     """Return the last hidden states of a checkpoint, in a process of its own: a plug-in stays loaded."""
-    words = [sys.executable, "-c", ENCODES, str(run), *plugins[1::2]]
+    words = [sys.executable, "-c", ENCODES, str(run), *plugins[1:]]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return torch.tensor(json.loads(done.stdout.splitlines()[-1]))
@@ -114,7 +117,8 @@ def run_encode(run: Path, plugins: list[str]) -> torch.Tensor:
         ("ENCODINGS = {}", "brings nothing"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("class A: pass\nOBJECTIVES = {'mth': A}", "OBJECTIVES names 'mth', which is taken: choose another name"),
-        ("ENCODINGS = {'mine': 3}", "ENCODINGS['mine'] is 3: expected a class"),
+        ("ENCODINGS = {'mine': 3}", "ENCODINGS['mine'] is 3: expected a class derived from PositionEncoding"),
+        ("class A: pass\nOBJECTIVES = {'mine': A}", "expected a class derived from Objective"),
         (None, "cannot be read: expected a Python file"),
     ],
 )

@@ -1,5 +1,5 @@
 """Position encodings: the contract, and one file an encoding. `config/registry.py` names them."""
 
-from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding, PositionTerms
+from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding, PositionTerms, Sizes
 
-__all__ = ["LayerPositions", "PositionEncoding", "PositionTerms"]
+__all__ = ["LayerPositions", "PositionEncoding", "PositionTerms", "Sizes"]

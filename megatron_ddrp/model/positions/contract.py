@@ -69,6 +69,11 @@ class PositionTerms:
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
+        rows = self.highest - self.lowest + 1
+        for table in (self.query_table, self.key_table, self.offset_bias):
+            if table is not None and table.shape[1] != rows:
+                offsets = f"{rows} offsets lowest = {self.lowest} … highest = {self.highest}"
+                raise ValueError(f"a table of {table.shape[1]} rows for the {offsets}")
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -146,8 +146,7 @@ def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, mo
 
     path = plugin(PLUGIN)
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")
-    for table in (ENCODINGS, PLUGINS):
-        del table["slopes"]
+    del PLUGINS[ENCODINGS.pop("slopes")]
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its handlers
     command = ["convert_checkpoint.py", "--load", str(load), "--output", str(tmp_path / "hf")]
     monkeypatch.setattr(sys, "argv", command)
@@ -244,9 +243,10 @@ def test_every_position_term_acts_as_its_formula_says(offline):
         r = min(max(i - j, -1), 2) + 1
         products = query[b, h, i] @ (key[b, h, j] + tables[0, h, r]) + key[b, h, j] @ tables[1, h, r]
         torch.testing.assert_close(logits[b, h, i, j], products * 0.3 + bias[0, h, i, j] + offset_bias[h, r])
-    changes = {"scale": 0.4, "lowest": 0, "highest": 1}
+    changes = {"scale": {"scale": 0.4}, "lowest": {"lowest": 0, "highest": 3}, "highest": {"lowest": -2, "highest": 1}}
     for field in dataclasses.fields(PositionTerms):  # a field that is new in the contract must act here, too
-        other = attention_logits(query, key, dataclasses.replace(terms, **{field.name: changes.get(field.name)}))
+        changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
+        other = attention_logits(query, key, changed)
         assert not torch.equal(other, logits), field.name
 
 

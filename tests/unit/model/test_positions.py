@@ -11,6 +11,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, eager_attention
 from megatron_ddrp.model.attention.logits import attention_logits
+from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.positions.tupe import relative_bucket
 from tests.reference.tupe import t5_bucket, tupe_bucket
 from tests.unit.model.test_attention import assert_same
@@ -226,3 +227,12 @@ def test_an_unknown_encoding_is_refused_with_the_legal_ones_in_one_line(capsys):
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1
     assert all(re.search(rf"['\s]{name}[',) ]", error) for name in ENCODINGS)
+
+
+TOO_SHORT = [("query_table", (1, 3, 4)), ("key_table", (2, 3, 4)), ("offset_bias", (2, 3))]
+
+
+@pytest.mark.parametrize("field, shape", TOO_SHORT)
+def test_a_table_whose_rows_are_not_the_offsets_is_refused(field, shape):
+    with pytest.raises(ValueError, match="a table of 3 rows for the 5 offsets lowest = -2 … highest = 2"):
+        PositionTerms(1.0, lowest=-2, highest=2, **{field: torch.zeros(shape)})

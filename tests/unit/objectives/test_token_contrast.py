@@ -80,5 +80,5 @@ def test_wrong_options_are_refused_by_name(words, line):
 
 
 def test_an_objective_without_options_takes_none():
-    with pytest.raises(UserError, match="--objective mlm takes none"):
+    with pytest.raises(UserError, match="--objective mlm has no options"):
         ObjectiveConfig(objective="mlm", objective_options=("margin=1",))

@@ -5,9 +5,10 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.model import build_model
+from megatron_ddrp.model.encoder import FeedForward
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, own_part, split_dimension
-from megatron_ddrp.parallel.tensor_parallel import own_randomness
+from megatron_ddrp.parallel.tensor_parallel import PARALLEL, FeedForwardOfRanks, own_randomness, specialise
 from tests.unit.model.tiny import tiny_config
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
@@ -76,3 +77,15 @@ def test_draws_inside_differ_by_rank_and_those_outside_do_not() -> None:
     assert (before, after) == (other_before, other_after)
     assert inside != other_inside and inside != after
     assert draws(1) == (other_before, other_inside, other_after), "recomputing a layer draws the same again"
+
+
+def test_a_models_own_subclass_meets_the_other_ranks_too() -> None:
+    class Mine(FeedForward):
+        factor = 3
+
+    model = build_model(tiny_config())
+    model.layers[0].feed_forward.__class__ = Mine
+    specialise(model, PARALLEL, ranks="ranks")
+    first, second = (layer.feed_forward for layer in model.layers)
+    assert isinstance(first, FeedForwardOfRanks) and isinstance(first, Mine) and first.factor == 3
+    assert type(second) is FeedForwardOfRanks and second.ranks == "ranks"
