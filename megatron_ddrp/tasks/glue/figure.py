@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from megatron_ddrp.tasks.glue.report import Cells
+from megatron_ddrp.tasks.glue.cells import Cells
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 

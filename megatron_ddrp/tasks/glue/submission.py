@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_ddrp.tasks.glue.cells import best_cells
 from megatron_ddrp.tasks.glue.data import read_test
 from megatron_ddrp.tasks.glue.predictions import pack_submission, write_test_predictions
-from megatron_ddrp.tasks.glue.report import best_cells, percent
+from megatron_ddrp.tasks.glue.report import percent
 from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.sweep import Sweep
 from megatron_ddrp.tasks.glue.tasks import TASKS

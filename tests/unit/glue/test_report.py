@@ -6,8 +6,9 @@ import statistics
 
 import pytest
 
+from megatron_ddrp.tasks.glue.cells import best_cells
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
-from megatron_ddrp.tasks.glue.report import averages, best_cells, differences, summary, write_report
+from megatron_ddrp.tasks.glue.report import averages, differences, summary, write_report
 from megatron_ddrp.tasks.glue.report import table as table_of
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.statistics import student_interval
