@@ -1,8 +1,8 @@
 """table.md, table.json and table.png: per task the median over the seeds at the best grid point, one row per encoder.
 
-The table marks undefined scores, which count as 0. An average is shown only where all of its tasks are: of 8 columns, as
-the paper prints it, with MNLI as one number (the matched set), and of 9, matched and mismatched apart. The paper's rows
-stand below where a development set is the official one.
+The table marks undefined scores, which count as 0. An average is shown only where all of its tasks are: of 8 columns,
+as the paper prints it, with MNLI as one number (the matched set), and of 9, matched and mismatched apart. The paper's
+rows stand below where a development set is the official one.
 """
 
 from __future__ import annotations
