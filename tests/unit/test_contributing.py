@@ -1,0 +1,37 @@
+"""The recipes of CONTRIBUTING.md are the repository's own lines."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def added_lines():
+    """Yield (file, line) for every line that a diff of CONTRIBUTING.md adds."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL):
+        file = None
+        for line in block.splitlines():
+            if line.startswith("+++ b/"):
+                file = line.removeprefix("+++ b/")
+            elif line.startswith("+"):
+                yield file, line[1:]
+
+
+def test_every_added_line_is_in_the_file_that_its_diff_names():
+    added = list(added_lines())
+    assert {file for file, _ in added} >= {
+        "megatron_ddrp/config/registry.py",
+        "megatron_ddrp/model/positions/t5.py",
+        "megatron_ddrp/objectives/token_contrast.py",
+        "megatron_ddrp/tasks/glue/tasks.py",
+    }
+    texts = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file in {file for file, _ in added}}
+    assert [line for file, line in added if line not in texts[file]] == []
+
+
+def test_the_encoding_is_whole():
+    """All of the file but its docstring stands in the recipe."""
+    shown = [line for file, line in added_lines() if file == "megatron_ddrp/model/positions/t5.py"]
+    text = (ROOT / "megatron_ddrp/model/positions/t5.py").read_text(encoding="utf-8")
+    assert "\n".join(shown) == text.split('"""', 2)[2].strip("\n")
