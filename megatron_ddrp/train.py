@@ -139,7 +139,7 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        remarks = remarks_of_ranks((*verified, *corpus.remarks))
+        remarks = remarks_of_ranks((*verified, *corpus.remarks, *(home.remarks if home else ())))
         for line in (*remarks, introduction(config, ranks, corpus, loader, sizes), *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))

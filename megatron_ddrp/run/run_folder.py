@@ -62,6 +62,8 @@ class RunFolder:
     def __init__(self, path: Path, config: Config, tokenizer: Tokenizer) -> None:
         self.path, self._config, self._tokenizer = path, config, tokenizer
         self._plugins = [(path.name, path.read_bytes()) for path in sorted(set(PLUGINS.values()))]
+        self.remarks: list[str] = []
+        """What the user should know of the folder, one line each."""
         self._held = contextlib.ExitStack()
         self._lock: int | None = None
 
@@ -92,6 +94,9 @@ class RunFolder:
                 names = itertools.chain((name,), (f"{Path(name).stem}-{number}.py" for number in itertools.count(2)))
                 written.append(next(free for free in names if not (folder / free).exists()))
                 (folder / written[-1]).write_bytes(code)
+                if written[-1] != name:
+                    kept = f"{PLUGIN_FOLDER}/{written[-1]}"
+                    self.remarks.append(f"--plugin {name}: changed since the run began; its new code is kept as {kept}")
         return [f"{PLUGIN_FOLDER}/{name}" for name in written]
 
     def restore(self) -> list[str]:

@@ -72,6 +72,11 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     refused = convert(one, tmp_path / "huggingface")
     assert refused.returncode == 2 and "--plugin" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert "damaged" not in refused.stderr
+    changed = Path(plugins[1])
+    changed.write_text(changed.read_text() + "# another line\n")
+    again = start_ranks([*plugins, *flags(save=one, load=one, train_iters=6, **VALIDATION), *NAMES]).check()
+    told = "--plugin my_plugin_encoding.py: changed since the run began; its new code is kept as plugins/"
+    assert told + "my_plugin_encoding-2.py" in again.stdout[0] and len(list((one / "plugins").iterdir())) == 3
     forgotten = start_ranks(flags(save=one, load=one, train_iters=9, **VALIDATION))
     assert forgotten.exit_codes == [2] and "--plugin" in forgotten.stderr[0] and "damaged" not in forgotten.stderr[0]
     done = convert(one, tmp_path / "huggingface", *plugins)
