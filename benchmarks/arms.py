@@ -1,4 +1,4 @@
-"""What the benchmarks time: whole training steps, ours and transformers', and the work in which encodings differ.
+"""Steps for the benchmarks to time: whole ones, ours and transformers', and the work in which encodings differ.
 
 4 layers × 768, 12 heads, vocabulary 30,522, rows of random tokens.
 """

@@ -45,7 +45,7 @@ class Corpus:
     remarks: tuple[str, ...]
     """Lines for the user about the opening."""
     keep_indices: bool = True
-    """Whether sample indices and word counts are kept on disk."""
+    """True if sample indices and word counts are kept on disk."""
 
     @classmethod
     def open(cls, config: Config, keep_indices: bool = True) -> Corpus:

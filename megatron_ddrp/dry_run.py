@@ -35,11 +35,11 @@ NOT_GIVEN = {
     "exit_interval": "none: runs to the end",
     "exit_duration_in_mins": "none: runs to the end",
 }
-"""What a setting comes to that was not given, where that is more than "none"."""
+"""Setting → the words that stand for it when it is not given; "none" for all others."""
 
 
 class DataFacts(NamedTuple):
-    """What the data of a run say; nothing of it without data."""
+    """Facts about a run's data; empty without data."""
 
     facts: dict[str, Any] = {}
     """Entries of the JSON object."""

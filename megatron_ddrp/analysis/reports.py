@@ -1,4 +1,4 @@
-"""What each subcommand of tools/analyze.py does: measure, print a line per model, write the JSON and the figure."""
+"""Subcommands of tools/analyze.py: each measures, prints a line per model, and writes the JSON and the figure."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", st
 
 
 class Place(NamedTuple):
-    """Where a value stands: a file, and the dotted key in it (empty for the whole file)."""
+    """Place of a value: a file and the dotted key in it, which is empty for the whole file."""
 
     file: str
     key: str = ""

@@ -25,7 +25,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model
 
 ADDED = ("absolute_embedding", "direction_init")
-"""Those of `OWN_SETTINGS` that folders of older versions lack."""
+"""Settings of `OWN_SETTINGS` that folders of older versions lack."""
 
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:

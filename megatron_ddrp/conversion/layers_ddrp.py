@@ -23,7 +23,7 @@ def layer_norm(config: DdrpConfig) -> nn.LayerNorm:
 
 
 class PassInputs(NamedTuple):
-    """What all layers read in one forward pass, beside the hidden states."""
+    """Input of every layer in one forward pass, beside the hidden states."""
 
     allowed: Tensor
     """bool `[batch, 1, 1, seq]`, False at padding."""

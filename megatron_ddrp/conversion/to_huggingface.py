@@ -35,7 +35,7 @@ class Head(NamedTuple):
     """A head that a model is exported with."""
 
     name: str
-    """As transformers' classes end: BertFor…, AutoModelFor…, and DdrpFor… in our own model code."""
+    """End of the class names in transformers (BertFor…, AutoModelFor…) and in our own model code (DdrpFor…)."""
     family: str
     """The model of transformers that has this head."""
     plain_name: Callable[[str], str]

@@ -36,7 +36,7 @@ from megatron_ddrp.model.stages import Inputs, Judge, State
 
 
 class SampleKeys(NamedTuple):
-    """What ELECTRA draws of its own."""
+    """ELECTRA's own draws."""
 
     keys: Tensor
     """int64 `[batch, seq]`: what the noise of each token's replacement grows from."""
@@ -48,7 +48,7 @@ class OfGenerator(NamedTuple):
     lm: Tensor
     """fp32 (or fp64) scalar: −log p of the labels."""
     correct: Tensor
-    """The same type: predicted tokens whose likeliest piece is the label."""
+    """Scalar of the same type: number of predicted tokens whose likeliest piece is the label."""
 
 
 class Electra(Encoder):

@@ -50,27 +50,25 @@ def test_the_reader_sees_what_it_should():
     assert importers("torch") >= {"model/bert.py", "model/positions/ddrp.py"}
 
 
-def test_no_encodings_name_outside_its_file_and_the_configuration():
-    """Exceptions: conversion says which encodings another format can hold; a comparison names the paper's models."""
-    offenders = {
+def named_outside(names, *folders):
+    """(file, text) of every text in the code that is one of `names`, outside of some folders."""
+    return {
         (file, node.value)
         for file, tree in TREES.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in ENCODINGS
-        if not file.startswith(("config/", "model/positions/", "conversion/", "tasks/"))
+        if isinstance(node, ast.Constant) and node.value in names
+        if not file.startswith(folders)
     }
-    assert offenders == set()
+
+
+def test_no_encodings_name_outside_its_file_and_the_configuration():
+    """Exceptions: conversion says which encodings another format can hold; a comparison names the paper's models."""
+    assert named_outside(ENCODINGS, "config/", "model/positions/", "conversion/", "tasks/") == set()
 
 
 def test_no_objectives_name_where_it_could_decide_something():
     """Exceptions: the model built without an objective is a masked LM; a comparison names the paper's."""
-    offenders = {
-        (file, node.value)
-        for file, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in OBJECTIVES
-        if not file.startswith(("config/", "objectives/", "conversion/", "tasks/"))
-    }
+    offenders = named_outside(OBJECTIVES, "config/", "objectives/", "conversion/", "tasks/")
     assert offenders == {("model/build.py", "mlm")}
 
 

@@ -36,7 +36,7 @@ class Block:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the probabilities are kept for the backward pass."""
+        """True if the probabilities are kept for the backward pass."""
         return self.length <= KEPT_LENGTH
 
     def take(self, tensor: Tensor) -> Tensor:
