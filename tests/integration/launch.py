@@ -60,12 +60,14 @@ def start_ranks(
     world_size: int = 1,
     before: Callable[[], None] | None = None,
     during: Callable[[list[Any]], None] | None = None,
+    context: Any = None,
 ) -> Result:
     """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them.
 
-    `during` runs here meanwhile, with the ranks' processes, to do them harm.
+    `during` runs here meanwhile, with the ranks' processes, to do them harm. `context` starts the processes: by default
+    the fork server, whose children see no GPU.
     """
-    context = fork_server()
+    context = context or fork_server()
     words, port = [str(word) for word in arguments], free_port()
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
