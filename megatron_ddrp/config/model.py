@@ -65,6 +65,12 @@ class ModelConfig:
         "triton for A100 and newer",
         choices=("auto", "eager", "blocked", "sdpa", "triton"),
     )
+    compile: str = option(
+        "auto",
+        "compile each layer's dropout, residual sums and LayerNorms into one kernel each (torch.compile): auto does on "
+        "A100 and newer GPUs; on CPUs it gains nothing and the first step takes a minute or more",
+        choices=("auto", "on", "off"),
+    )
     vocab_size: int = 30522
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
