@@ -214,7 +214,7 @@ def mask_decoder(config: ModelConfig, arrays: Batch) -> Step:
     assert isinstance(decoding, DecodingStage)
     batch = on_device(arrays)
     with torch.no_grad():
-        state = run_stages(first, Inputs(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
+        state = run_stages(first, Inputs.of(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
     hidden = state.hidden.requires_grad_()
     position = tuple(x.requires_grad_() for x in state.position)
 
