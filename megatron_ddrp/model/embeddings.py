@@ -62,7 +62,9 @@ class Embeddings(nn.Module):
         """Return the state that enters the first layer."""
         hidden = self.embed(inputs)
         nothing = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        position = self.position(inputs.batch.position_ids) if self.position is not None else ()
+        position = (
+            () if self.position is None else self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
+        )
         return State(inputs, hidden, position, inputs.draws.heads, nothing)
 
     def embed(self, inputs: Inputs) -> Tensor:

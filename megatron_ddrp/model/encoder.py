@@ -151,7 +151,9 @@ class EncoderLayer(nn.Module):
 
     def terms(self, state: State) -> PositionTerms:
         """Return the position terms of this layer."""
-        position = state.position if self.position is None else self.position(state.inputs.batch.position_ids)
+        inputs, position = state.inputs, state.position
+        if self.position is not None:
+            position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
         return self.name_terms(self.config, self.layer_position(position))
 
     def _attention_input(self, hidden: Tensor) -> Tensor:
