@@ -64,7 +64,7 @@ def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
     by_layer = []
     for layer in model.layers:
         state = layer(state)
-        by_layer.append(state.head_cosine * config.num_layers)  # a layer adds its share of the mean over layers
+        by_layer.append(state.head_cosine)
         state = state._replace(head_cosine=torch.zeros_like(state.head_cosine))
     hidden = model.head.last_hidden(state.hidden)
     return token_cosine(hidden, token_mask).sum(), torch.stack(by_layer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +13,6 @@ from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +45,7 @@ class SelfAttention(nn.Module):
         return nullcontext()
 
     def cosine_apart(self, attending: Attending) -> Tensor | None:
-        """Return HCD's cosine `[batch, documents]` where it takes heads that are not here.
+        """Return HCD's cosine, summed over the documents, where it takes heads that are not here.
 
         None leaves it to the backend, which has the logits at hand.
         """
@@ -64,17 +62,17 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
+        """`[batch, seq, hidden]` → the same, and HCD's cosine summed over the documents (None without HCD)."""
         backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
         hidden = self.enter(hidden)
         query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
         batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
-        num_documents = state.inputs.draws.num_documents
-        attending = Attending(query, key, value, terms, batch.document_ids, state.heads[layer], dropout, num_documents)
-        apart = self.cosine_apart(attending) if len(attending.heads) else None
+        heads = state.heads[layer]
+        attending = Attending(query, key, value, terms, batch.document_ids, heads, dropout, state.counted)
+        apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
-            attending = attending._replace(heads=attending.heads[:0])
+            attending = attending._replace(heads=heads[:0])
         with self.own_randomness():
             context, cosine = backend_function(backend)(attending)
         return self.merge(context), cosine if apart is None else apart
@@ -97,7 +95,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """One layer: `State` → `State`. Adds this layer's share of HCD to `head_cosine`."""
+    """One layer: `State` → `State`. Adds this layer's HCD to `head_cosine`."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
@@ -118,7 +116,7 @@ class EncoderLayer(nn.Module):
         attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
         state = state._replace(hidden=self._join(state.hidden, attended))
         if cosine is not None:
-            state = state._replace(head_cosine=state.head_cosine + self._hcd_share(cosine, state))
+            state = state._replace(head_cosine=state.head_cosine + cosine.to(state.head_cosine.dtype))
         return state
 
     def decode(self, queries: Tensor, places: Tensor, state: State, times: int) -> Tensor:
@@ -166,9 +164,3 @@ class EncoderLayer(nn.Module):
         expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
-
-    def _hcd_share(self, cosine: Tensor, state: State) -> Tensor:
-        """Return Σ ÷ layers of `cosine` `[batch, documents]` over the documents with at least two valid tokens."""
-        inputs = state.inputs
-        lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
-        return (torch.where(lengths >= 2, cosine, 0.0).sum() / self.config.num_layers).to(state.head_cosine.dtype)

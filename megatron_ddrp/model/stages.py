@@ -126,8 +126,10 @@ class State(NamedTuple):
     """The position encoding's tensors; empty where every layer has an encoding of its own."""
     heads: Tensor
     """int64 `[layers, m′]`: HCD's heads in the layers that follow; `[layers, 0]` in ELECTRA's generator."""
+    counted: Tensor
+    """fp32 `[batch, documents]`: 1 for the documents that HCD counts, those with two tokens or more, else 0."""
     head_cosine: Tensor
-    """fp32 (or fp64) scalar: HCD summed over the documents, as far as the layers have come."""
+    """fp32 (or fp64) scalar: HCD summed over documents and layers, as far as the layers have come."""
     own: Any = None
     """A named tuple of tensors that an earlier stage of the objective leaves for the last one, or None."""
 

@@ -27,7 +27,8 @@ def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
     inputs = Inputs.of(batch, some_draws(batch)._replace(heads=torch.empty(2, 0, dtype=torch.long)), notes)
     floating = (torch.randn(3, 7, 5).to(dtype), torch.randn(1, 9, 4), torch.randn(()), torch.randn(2))
     hidden, table, cosine, sums = (x.requires_grad_() for x in floating)
-    state = State(inputs, hidden, (table,), inputs.draws.heads, cosine, Left(sums, torch.tensor(7)))
+    counted = torch.ones(len(batch.input_ids), 2)
+    state = State(inputs, hidden, (table,), inputs.draws.heads, counted, cosine, Left(sums, torch.tensor(7)))
     courier = Courier((Left,))
     floats, rest = courier.send(state)
     assert floats.dim() == rest.dim() == 1 and floats.dtype == dtype and rest.dtype == torch.uint8

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.logits import head_cosine
+from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 SMALLEST_HEAD = 16
@@ -98,6 +98,7 @@ def flex_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 
     CPUs take the uncompiled function, forward only.
     """
+    attending, cosine = tapped_cosine(attending)
     query, key, value, terms, document_ids, _, dropout, _ = attending
     if dropout > 0:
         raise ValueError(why_not_flex(query.device, query.dtype, dropout, query.shape[-1]))
@@ -110,4 +111,4 @@ def flex_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
         block_mask=_block_mask(document_ids),
         scale=terms.scale,
     )
-    return context, head_cosine(attending)
+    return context, cosine
