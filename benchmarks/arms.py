@@ -171,6 +171,7 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
     shape = (*batch.document_ids.shape, HEADS, HIDDEN // HEADS)
     query, key, value, gradient = (torch.randn(shape, device=DEVICE).transpose(1, 2) for _ in range(4))
     inputs = [x.requires_grad_() for x in (query, key, value)]
+    counted = torch.ones(len(query), int(arrays.document_ids.max()), device=DEVICE)
     tensors = tuple(x.detach().requires_grad_() for x in module(batch.position_ids))
 
     def attention(heads: list[int]) -> Step:
@@ -178,10 +179,10 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
 
         def run() -> None:
             terms = module.terms(config, layer_part(tensors))
-            attending = Attending(query, key, value, terms, batch.document_ids, chosen, dropout)
+            attending = Attending(query, key, value, terms, batch.document_ids, chosen, dropout, counted)
             context, cosine = backend_function(name)(attending)
             loss = (context * gradient).sum()
-            (loss if cosine is None else loss + 0.01 * cosine.mean()).backward()
+            (loss if cosine is None else loss + 0.01 * cosine / counted.numel()).backward()
             for tensor in (*inputs, *tensors):
                 tensor.grad = None
 
@@ -214,7 +215,7 @@ def mask_decoder(config: ModelConfig, arrays: Batch) -> Step:
     assert isinstance(decoding, DecodingStage)
     batch = on_device(arrays)
     with torch.no_grad():
-        state = run_stages(first, Inputs(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
+        state = run_stages(first, Inputs.of(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
     hidden = state.hidden.requires_grad_()
     position = tuple(x.requires_grad_() for x in state.position)
 

@@ -16,10 +16,11 @@ from megatron_ddrp.checkpoint.note_files import load_notes, note_tensors
 from megatron_ddrp.config import Config, encoding_class
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
-from megatron_ddrp.engine.build import build_engine, precision_fault
+from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.nonfinite import FiniteSteps
+from megatron_ddrp.engine.precision import allow_tf32, precision_fault, precision_remarks
 from megatron_ddrp.engine.step import StepResult, evaluate
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
@@ -37,7 +38,8 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
 from megatron_ddrp.run import stopping
-from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.flops import flop_of_step, peak_of_run
+from megatron_ddrp.run.host_memory import keep_freed_memory, peak_memory_bytes
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, check_writers, progress_line, similarities, terms
 from megatron_ddrp.run.run_folder import RunFolder
@@ -60,6 +62,7 @@ class Run:
         """Log the first step, every `--log-interval`-th and the last."""
         if progress.iteration != 1 and not due(progress.iteration, self.config.logging.log_interval, self.config):
             return
+        device = self.ranks.device
         row = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -68,6 +71,7 @@ class Run:
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             **clock.read(),
+            "peak_memory_gib": largest_over_ranks(peak_memory_bytes(device), device) / 2**30,
         }
         self.log.write(row)
         labels = make_objective(self.config.objective).labels
@@ -117,6 +121,7 @@ def train(config: Config) -> int:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
+    allow_tf32(config, ranks.device)
     agree(lambda: check_device(config, ranks))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
@@ -140,12 +145,13 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        remarks = remarks_of_ranks((*verified, *corpus.remarks, *(home.remarks if home else ())))
+        own = (*verified, *corpus.remarks, *(home.remarks if home else ()), *precision_remarks(config, ranks.device))
+        remarks = remarks_of_ranks(own)
         for line in (*remarks, introduction(config, ranks, corpus, loader, sizes), *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
         run = Run(config, ranks, engine, log, home, notes)
-        clock = Clock(progress.iteration, config.training.train_iters)
+        clock = Clock(progress.iteration, config.training.train_iters, peak_of_run(config, ranks))
         unsaved = UnsavedWork(config)
         steps = FiniteSteps(engine, config, ranks, log.say, notes)
         to_do = config.training.train_iters - progress.iteration
@@ -153,7 +159,7 @@ def train(config: Config) -> int:
         for micro_batches in iterate(loader, progress.consumed_samples, to_do):
             result = steps.take(micro_batches, progress.iteration + 1)
             progress = advance(progress, result, config)
-            clock.count(result.counts["tokens"])
+            clock.count(result.counts["tokens"], flop_of_step(config, micro_batches, ranks))
             run.log_step(result, progress, clock)
             unsaved.warn_once(progress.iteration, log.say)
             if validation and due(progress.iteration, config.logging.eval_interval, config):

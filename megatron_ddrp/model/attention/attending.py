@@ -25,9 +25,16 @@ class Attending(NamedTuple):
     heads: Tensor
     """int64 `[m′]`: heads whose logits HCD compares, empty without HCD."""
     dropout: float = 0.0
-    num_documents: int = 1
-    """Most documents in a row."""
+    counted: Tensor | None = None
+    """`[b, documents]`: the weight of each document's cosine in HCD's sum, 1 or 0 in training. None: every row is one
+    document, which counts."""
+
+    @property
+    def num_documents(self) -> int:
+        """Most documents in a row."""
+        return 1 if self.counted is None else self.counted.shape[1]
 
 
 Backend = Callable[[Attending], tuple[Tensor, Tensor | None]]
-"""Returns the context `[b, h, s, d]`, and HCD's mean pairwise cosine `[b, documents]` (None for no heads)."""
+"""Returns the context `[b, h, s, d]`, and HCD's mean pairwise cosine summed over the counted documents (None for no
+heads)."""

@@ -18,13 +18,19 @@ from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.attending import Attending, Backend
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
-from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits, position_logits, tapped_cosine
+from megatron_ddrp.model.attention.logits import (
+    allowed_pairs,
+    attention_logits,
+    position_logits,
+    sum_of_counted,
+    tapped_cosine,
+)
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 
 def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Compute the reference: A is materialised, masked with a finite value and normalised in fp32 at least."""
-    query, key, value, terms, document_ids, heads, dropout, num_documents = attending
+    query, key, value, terms, document_ids, heads, dropout, _ = attending
     logits = attention_logits(query, key, terms)
     allowed = allowed_pairs(document_ids)
     weights = probabilities(logits, allowed, dropout).to(value.dtype)
@@ -32,7 +38,8 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     if len(heads):
         chosen = logits.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
-        cosine = similarity.logits_cosine(chosen, allowed, similarity.document_mask(document_ids, num_documents))
+        documents = similarity.document_mask(document_ids, attending.num_documents)
+        cosine = sum_of_counted(similarity.logits_cosine(chosen, allowed, documents), attending)
     return weights @ value, cosine
 
 
