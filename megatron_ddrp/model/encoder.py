@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.fused import ResidualNorm, add, compiles, for_three, run_compiled
@@ -64,15 +64,18 @@ class SelfAttention(nn.Module):
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's cosine summed over the documents (None without HCD)."""
-        backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
+        inputs = state.inputs
+        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
+        backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
         hidden = self.enter(hidden)
         projections = (self.query, self.key, self.value)
         sources = for_three(hidden) if compiles(self.compile_setting, hidden.device) else (hidden, hidden, hidden)
         query, key, value = (self.split(project(x)) for project, x in zip(projections, sources, strict=True))
-        batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
+        batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
-        attending = Attending(query, key, value, terms, batch.document_ids, heads, dropout, state.counted)
+        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout)
+        attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
             attending = attending._replace(heads=heads[:0])

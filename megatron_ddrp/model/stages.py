@@ -52,12 +52,10 @@ class Layout(NamedTuple):
     `most` is the largest number of tokens to predict in a row."""
     answers: Tensor
     """int64 `[num_predicted]`: flat places in `queries` of the tokens to predict, in the order of `predicted`."""
-    tokens: Tensor
-    """int64 `[tokens]`: flat places of the tokens that are not padding, ascending; each document is one run of them."""
-    bounds: Tensor
-    """int32 `[documents + 1]`: where each document begins in `tokens`, and the number of tokens."""
+    runs: Tensor
+    """int32 `[runs + 1]`: flat places where a document, or padding, begins, ascending; last the number of places."""
     longest: int
-    """Tokens of the longest document."""
+    """Places of the longest run."""
     full: bool
     """Whether every row is one document without padding."""
     restarts: bool
@@ -74,10 +72,9 @@ def layout_of(batch: Batch) -> Layout:
     predicted = labels != IGNORED_LABEL  # [batch, seq]
     counts = predicted.sum(axis=1)
     most = int(counts.max(initial=0))
-    tokens = np.flatnonzero(documents)
-    begins = documents > 0
-    begins[:, 1:] &= documents[:, 1:] != documents[:, :-1]
-    bounds = np.append(np.flatnonzero(begins.ravel()[tokens]), len(tokens))
+    begins = np.ones(documents.shape, dtype=bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    runs = np.append(np.flatnonzero(begins), documents.size)
 
     def tensor(array: np.ndarray) -> Tensor:
         made = torch.from_numpy(np.ascontiguousarray(array))
@@ -87,9 +84,8 @@ def layout_of(batch: Batch) -> Layout:
         predicted=tensor(np.flatnonzero(predicted)),
         queries=tensor((~predicted).argsort(axis=1, kind="stable")[:, :most]),
         answers=tensor(np.flatnonzero(np.arange(most) < counts[:, None])),
-        tokens=tensor(tokens),
-        bounds=tensor(bounds.astype(np.int32)),
-        longest=int(np.diff(bounds).max(initial=0)),
+        runs=tensor(runs.astype(np.int32)),
+        longest=int(np.diff(runs).max(initial=0)),
         full=bool((documents == 1).all()),
         restarts=bool(((positions != np.arange(positions.shape[1])) & (positions != 0)).any()),
     )

@@ -15,31 +15,31 @@ BATCHES = {"padded": PADDED, "full": FULL, "packed": PACKED, "nothing to predict
 
 
 def count(batch):
-    """The documents as lists of flat places, the predicted flat places, and whether a row restarts."""
-    documents, predicted, restarts = {}, [], False
+    """The runs of a document or of padding as lists of flat places, the predicted ones, and whether a row restarts."""
+    runs, predicted, restarts = {}, [], False
     rows, seq = batch.input_ids.shape
     for row in range(rows):
         for column in range(seq):
             place = row * seq + column
             number, position = int(batch.document_ids[row, column]), int(batch.position_ids[row, column])
+            runs.setdefault((row, number), []).append(place)
             if number:
-                documents.setdefault((row, number), []).append(place)
                 restarts = restarts or (position != column and position != 0)
             if batch.labels[row, column] != IGNORED_LABEL:
                 predicted.append(place)
-    return list(documents.values()), predicted, restarts
+    return list(runs.values()), predicted, restarts
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_layout_is_what_counting_gives(name):
     batch = BATCHES[name]
     layout = layout_of(batch)
-    documents, predicted, restarts = count(batch)
+    runs, predicted, restarts = count(batch)
     assert layout.predicted.tolist() == predicted
-    bounds, tokens = layout.bounds.tolist(), layout.tokens.tolist()
-    assert [tokens[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)] == documents
-    assert layout.bounds.dtype == torch.int32 and layout.longest == max(map(len, documents))
-    assert layout.full == (sum(map(len, documents)) == batch.input_ids.numel() and len(documents) == len(batch.labels))
+    borders = layout.runs.tolist()
+    assert [list(range(begin, end)) for begin, end in zip(borders, borders[1:], strict=False)] == runs
+    assert layout.runs.dtype == torch.int32 and layout.longest == max(map(len, runs))
+    assert layout.full == (len(runs) == len(batch.labels) and bool(batch.document_ids.all()))
     assert layout.restarts == restarts
     seq = batch.input_ids.shape[1]
     asked = (layout.queries + seq * torch.arange(len(layout.queries))[:, None]).flatten()

@@ -240,7 +240,7 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     generator back, meets the same mask again.
     """
     attending, cosine = tapped_cosine(attending)
-    query, key, value, terms, _, _, dropout, _ = attending
+    query, key, value, terms, _, _, dropout, *_ = attending
     reason = why_not_triton(query.device, query.dtype, dropout, query.shape[-1])
     if reason:
         raise ValueError(reason)
