@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
-from megatron_ddrp.engine.deepspeed_file import import_quietly, lay_over, offload_device, read_settings
+from megatron_ddrp.engine.deepspeed_file import import_quietly, lay_over, read_settings
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
@@ -42,8 +42,7 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     module = build_pipeline(model, config, ranks) if has_pipeline else model
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters)
-    steps_on = torch.device("cpu") if offload_device(settings["zero_optimization"]) != "none" else ranks.device
-    optimizer = build_optimizer(module, config.optimizer, steps_on, config.model.position_encoding)
+    optimizer = build_optimizer(module, config.optimizer, config.model.position_encoding)
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -65,13 +64,10 @@ def quiet_deepspeed() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, device: torch.device, encoding: str
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) -> torch.optim.Optimizer:
     """Return AdamW over the parameters that are trained; `decays` says which of them decay.
 
-    apex's fused kernel is used where importable and `device`, on which the optimizer steps, is a GPU. `encoding` is a
-    name in `config.registry.ENCODINGS`.
+    `encoding` is a name in `config.registry.ENCODINGS`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [
@@ -79,13 +75,6 @@ def build_optimizer(
         {"params": [p for name, p in named if not decays(name, encoding)], "weight_decay": 0.0},
     ]
     betas = (config.adam_beta1, config.adam_beta2)
-    if device.type == "cuda":
-        try:
-            from apex.optimizers import FusedAdam
-        except ImportError:
-            pass
-        else:
-            return FusedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 

@@ -14,6 +14,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import place_in_grid
@@ -60,7 +61,8 @@ def two_steps(config: Config) -> Held:
     for step in (1, 2):
         if step == 2:
             engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
-        train_step(engine, loader.step((step - 1) * config.training.global_batch_size), config, ranks, step)
+        micro_batches = loader.step((step - 1) * config.training.global_batch_size)
+        train_step(engine, training_inputs(micro_batches, config, step, ranks.device), config, ranks, step)
     engine.destroy()
     forget_layout()
     return held

@@ -24,6 +24,7 @@ from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import evaluate, train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
@@ -60,7 +61,8 @@ def train_run(config: Config) -> Rows:
     end = files.exit_interval or config.training.train_iters
     for step in range(begin + 1, end + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
-        result = train_step(engine, micro_batches, config, ranks, step, notes)
+        inputs = training_inputs(micro_batches, config, step, ranks.device)
+        result = train_step(engine, inputs, config, ranks, step, notes)
         rows.append({**result.losses(config), "grad_norm": result.grad_norm})
     if rows:
         rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks, notes)
