@@ -13,10 +13,10 @@ import subprocess
 import torch
 from measure import DEVICE
 
-from megatron_ddrp.engine.build import precision_fault
+from megatron_ddrp.engine.precision import precision_fault
 
 HAS_GPU = DEVICE.type == "cuda"
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash-attn", "flashdeberta", "apex")
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash-attn", "flashdeberta")
 """PyPI packages whose versions belong into the report."""
 
 GIB = 2**30

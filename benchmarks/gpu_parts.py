@@ -26,12 +26,11 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_optimizer
-from megatron_ddrp.engine.step import MicroBatch
+from megatron_ddrp.engine.inputs import moved, training_inputs
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import Inputs
-from megatron_ddrp.objectives.contract import make_objective
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,10 +39,10 @@ class Parts:
     """A model without DeepSpeed on the device, one micro-batch, and each part's forward and backward pass."""
 
     def __init__(self, config: Config, arrays: Batch) -> None:
-        objective = make_objective(config.objective)
         torch.manual_seed(SEED)
         self.model = build_model(config.model, objective=config.objective).to(DEVICE, DTYPES[precision()])
-        self.inputs: Inputs = MicroBatch.of(arrays, objective, config, 1, None).to(DEVICE)
+        (micro_batch,) = training_inputs([arrays], config, 1, DEVICE)
+        self.inputs: Inputs = moved(micro_batch.inputs, DEVICE)
         self.stages = self.model.stages()
         self.layers = [stage for stage in self.stages if isinstance(stage, EncoderLayer)]
         shape = (*arrays.input_ids.shape, config.model.hidden_size)
@@ -51,7 +50,7 @@ class Parts:
         weights = copy.deepcopy(self.model).float()
         for weight in weights.parameters():
             weight.grad = torch.zeros_like(weight)
-        self.optimizer = build_optimizer(weights, config.optimizer, DEVICE, config.model.position_encoding)
+        self.optimizer = build_optimizer(weights, config.optimizer, config.model.position_encoding)
 
     def embeddings(self) -> None:
         """Run the first stage forward and backward."""

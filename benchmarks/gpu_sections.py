@@ -8,13 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpu_device import describe_machine
+from gpu_device import HAS_GPU, describe_machine
 from gpu_groups import Bench, Key, Row, Starter, measure_together
 from gpu_others import MODELS, Foreign
 from gpu_parts import measure_parts
 from gpu_training import Arm, measure
+from measure import DEVICE
 
 from megatron_ddrp.config import OBJECTIVES, ModelConfig, ObjectiveConfig, flag
+from megatron_ddrp.device import choices as choices_of_device
 
 if TYPE_CHECKING:
     import pytest
@@ -36,16 +38,20 @@ class Section(NamedTuple):
     run: Callable[[Bench], None]
 
 
-def choices(option: str) -> tuple[str, ...]:
-    """Return the choices of an option of `ModelConfig`; none where there is no such option."""
-    fields = {f.name: f for f in dataclasses.fields(ModelConfig)}
-    return tuple(fields[option].metadata["choices"]) if option in fields else ()
+def backends() -> list[str]:
+    """Return the attention backends that a GPU can train with, by `--attention-backend`."""
+    (field,) = (f for f in dataclasses.fields(ModelConfig) if f.name == "attention_backend")
+    return [name for name in field.metadata["choices"] if name not in NOT_TIMED]
 
 
 def machine(bench: Bench) -> None:
     """Write the device, its driver and the versions of all that takes part."""
     for name, value in describe_machine().items():
         bench.write({"name": name, "value": value})
+    for encoding, objective in (FLAGSHIP, PLAIN):
+        run = arm(bench.sizes.usual_length, encoding, objective)
+        chosen = choices_of_device(run.config(bench, bench.sizes.tokens), DEVICE)
+        bench.write({"name": f"{run.name} by default", "value": chosen})
 
 
 class Recorder:
@@ -103,21 +109,19 @@ def by_encoding(bench: Bench) -> None:
 
 def by_backend(bench: Bench) -> None:
     """Time every attention backend beside the others, for every encoding and for the flagship."""
-    names = [name for name in choices("attention_backend") if name not in NOT_TIMED]
     for encoding, objective in (*((encoding, PLAIN[1]) for encoding in bench.sizes.encodings), FLAGSHIP):
         length = bench.sizes.usual_length
-        measure([arm(length, encoding, objective, attention_backend=name) for name in names], bench)
+        measure([arm(length, encoding, objective, attention_backend=name) for name in backends()], bench)
 
 
 def compiled_or_not(bench: Bench) -> None:
     """Time the flagship and plain BERT with `--compile on` beside `off`."""
-    switches = [name for name in choices("compile") if name != "auto"]
-    if not switches:
-        bench.write({"name": "--compile", "note": "this version has no such flag"})
+    if not HAS_GPU:
+        bench.write({"name": "--compile", "note": "not timed on a CPU, where compiling takes minutes"})
         return
     for encoding, objective in (FLAGSHIP, PLAIN):
         length = bench.sizes.usual_length
-        measure([arm(length, encoding, objective, compile=switch) for switch in switches], bench)
+        measure([arm(length, encoding, objective, compile=switch) for switch in ("on", "off")], bench)
 
 
 def parts(bench: Bench) -> None:

@@ -23,13 +23,16 @@ from megatron_ddrp.config import (
     TrainingConfig,
 )
 from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+from megatron_ddrp.device import check_device
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.flops import flop_of_rows, peak_tflops
-from megatron_ddrp.train import allocate_model, check_device
+from megatron_ddrp.train import allocate_model
 
 SEED = 1234
 STEPS = 10**6
@@ -104,19 +107,24 @@ class Training:
     """A real engine on its loader, stepped from outside."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        check_device(config, ranks)
+        check_device(config, ranks.device)
         self.config, loader = open_loader(config)
         self.ranks = ranks
         torch.manual_seed(SEED)
         self.engine = build_engine(allocate_model(self.config), self.config, ranks, loader.num_micro_batches)
-        self.stream = iterate(loader, 0, STEPS)
+        self.stream = iterate(loader, 0, STEPS, self._prepare)
         self.done: list[Work] = []
 
     def step(self) -> None:
         """Make one optimizer step on the loader's next micro-batches."""
         micro_batches = next(self.stream)
-        result = train_step(self.engine, micro_batches, self.config, self.ranks, len(self.done) + 1)
-        self.done.append(Work(result.counts["tokens"], [batch.input_ids.shape for batch in micro_batches]))
+        train_step(self.engine, micro_batches, self.config, self.ranks, len(self.done) + 1)
+        arrays = [micro_batch.arrays for micro_batch in micro_batches]
+        tokens = sum(int((batch.document_ids > 0).sum()) for batch in arrays)  # the step's own counts wait for its end
+        self.done.append(Work(tokens, [batch.input_ids.shape for batch in arrays]))
+
+    def _prepare(self, micro_batches: list[Batch], number: int) -> list[MicroBatch]:
+        return training_inputs(micro_batches, self.config, number + 1, self.ranks.device)
 
     def mfu(self, work: Work, seconds: float) -> float | None:
         """Return the share of the device's peak; None where the peak is not known."""

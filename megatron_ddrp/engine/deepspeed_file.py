@@ -25,6 +25,7 @@ RESERVED_SETTINGS = {
     "bf16.enabled": "--bf16",
     "fp16.enabled": "--fp16",
     "zero_optimization.stage": "--zero-stage",
+    "zero_optimization.offload_optimizer.device": "--offload-optimizer",
 }
 """DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
 
@@ -63,6 +64,9 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         _refuse(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
     if loaded.get("zero_force_ds_cpu_optimizer") is True:
         _refuse(path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out")
+    sums = loaded.get("data_types")
+    if config.pipeline_model_parallel_size > 1 and isinstance(sums, dict) and "grad_accum_dtype" in sums:
+        _refuse(path, "data_types.grad_accum_dtype: a pipeline needs the one that is set for it; leave it out")
     for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         if offload_device(loaded.get("zero_optimization"), name) != "none" and config.zero_stage not in stages:
             allowed = " or ".join(map(str, stages))

@@ -15,13 +15,12 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ModelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.device import DTYPES, check_device
+from megatron_ddrp.engine.inputs import moved, training_inputs
 from megatron_ddrp.engine.layout import WeightedLoss
-from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.objectives.contract import count, make_objective
-from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.train import check_device
 from tests.gpu.cases import half_precision, on_devices
 
 LOSS, NORM = 1e-3, 0.03
@@ -30,7 +29,6 @@ LOSS, NORM = 1e-3, 0.03
 SCALE = 1024.0
 """Factor of the loss in the backward pass, so that gradients in fp16 do not underflow."""
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
 
 (CHOICES,) = (f.metadata["choices"] for f in dataclasses.fields(ModelConfig) if f.name == "attention_backend")
@@ -42,14 +40,14 @@ VARIANTS = [
     (encoding, backend, name)
     for encoding in ("absolute", "ddrp")
     for backend in BACKENDS
-    for name in ("all heads", "packed", "packed, all heads")
+    for name in ("all heads", "packed", "packed, all heads", "rows without padding", "compiled")
 ]
 
 
-def first_micro_batch(config: Config) -> tuple[Config, Batch]:
-    """Return the configuration with the vocabulary's size, and the loader's first micro-batch (numpy)."""
+def last_micro_batch(config: Config) -> tuple[Config, Batch]:
+    """Return the configuration with the vocabulary's size, and the loader's micro-batch of the longest rows (numpy)."""
     corpus = Corpus.open(config, keep_indices=False)
-    return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), corpus.loader("train", 0, 1).step(0)[0]
+    return config.replace(model={"vocab_size": corpus.tokenizer.vocab_size}), corpus.loader("train", 0, 1).step(0)[-1]
 
 
 def loss_and_norms(config: Config, arrays: Batch, device: str, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -62,7 +60,8 @@ def loss_and_norms(config: Config, arrays: Batch, device: str, dtype: torch.dtyp
     weights = torch.zeros(len(objective.sum_names), device=device)
     for number, term in enumerate(objective.terms):
         weights[number] = term.weight / max(1, counts[term.per])
-    loss = WeightedLoss(weights)(model(*MicroBatch.of(arrays, objective, config, 1, None).to(torch.device(device))))
+    (micro_batch,) = training_inputs([arrays], config, 1, torch.device(device))
+    loss = WeightedLoss(weights)(model(*moved(micro_batch.inputs, torch.device(device))))
     (loss * SCALE).backward()
     norms = {name: w.grad.float().norm() / SCALE for name, w in model.named_parameters() if w.grad is not None}
     of_softmax = [norm for name, norm in norms.items() if re.search(r"query|key|position", name)]
@@ -74,12 +73,12 @@ def assert_step_is_close(words: list[str], backend: str, device: str) -> None:
     precision = half_precision(device)
     try:
         config = parse_arguments([*words, f"--{precision}", "--attention-backend", backend]).config
-        check_device(config, Ranks(0, 1, torch.device(device)))
+        check_device(config, torch.device(device))
     except UserError as refused:
         pytest.skip(str(refused))
-    config, arrays = first_micro_batch(config)
+    config, arrays = last_micro_batch(config)
     loss, norm, softmax_norm = loss_and_norms(config, arrays, device, DTYPES[precision])
-    eager = config.replace(model={"attention_backend": "eager"})
+    eager = config.replace(model={"attention_backend": "eager", "compile": "off"})
     expected = loss_and_norms(eager, arrays, "cpu", torch.float32)
     assert loss == pytest.approx(expected[0], rel=LOSS)
     assert norm == pytest.approx(expected[1], rel=NORM)
@@ -98,10 +97,15 @@ def test_a_step_in_half_precision_equals_fp32_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("device", "encoding", "backend", "variant"), on_devices(VARIANTS, [("ddrp", "sdpa", "packed, all heads")])
+    ("device", "encoding", "backend", "variant"),
+    on_devices(VARIANTS, [("ddrp", "sdpa", "packed, all heads"), ("absolute", "sdpa", "rows without padding")]),
 )
-def test_heads_and_packed_rows(
+def test_heads_rows_and_compiled_layers(
     device: str, encoding: str, backend: str, variant: str, flags: Callable[..., list[str]]
 ) -> None:
-    changes = {"packing": "packed" in variant, "hcd_heads": 0 if "all heads" in variant else 2}
+    changes: dict[str, Any] = {"packing": "packed" in variant, "hcd_heads": 0 if "all heads" in variant else 2}
+    if variant == "rows without padding":
+        changes["global_batch_size"] = 64  # four of these rows are full
+    if variant == "compiled":
+        changes["compile"] = "on"
     assert_step_is_close(flags(**SIZES, position_encoding=encoding, **changes), backend, device)

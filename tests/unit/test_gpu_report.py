@@ -25,7 +25,7 @@ import torch
 from gpu_groups import TINY, Bench, Row, Sizes, Work
 from gpu_parts import part_rows
 from gpu_sections import SECTIONS, Section
-from gpu_training import write_corpora
+from gpu_training import Arm, write_corpora
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES
 from megatron_ddrp.errors import FAILURE, UserError
@@ -120,15 +120,20 @@ def test_every_encoding_and_objective_is_timed(report: dict[str, Any]) -> None:
 
 def test_backends_are_timed_or_refused_in_a_line(report: dict[str, Any]) -> None:
     names = [row["name"] for row in report["rows"]["backends"]]
-    assert len(names) == 2 * (len(gpu_sections.choices("attention_backend")) - len(gpu_sections.NOT_TIMED))
+    assert len(names) == 2 * len(gpu_sections.backends())
+    assert {"sdpa", "triton"} <= set(gpu_sections.backends())
     assert "ddrp + mth, --attention-backend sdpa" in timed(report["rows"]["backends"])
     (refused,) = (row for row in report["rows"]["backends"] if row["name"] == "ddrp + mth, --attention-backend triton")
     assert refused["note"].startswith("UserError: --attention-backend triton: ")
 
 
-def test_the_switch_of_compilation_is_found_where_there_is_one(report: dict[str, Any]) -> None:
-    switches = [name for name in gpu_sections.choices("compile") if name != "auto"]
-    assert len(report["rows"]["compile"]) == (2 * len(switches) or 1)
+def test_compiled_layers_stand_beside_others(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    groups: list[list[Arm]] = []
+    monkeypatch.setattr(gpu_sections, "HAS_GPU", True)
+    monkeypatch.setattr(gpu_sections, "measure", lambda arms, bench: groups.append(arms))
+    gpu_sections.compiled_or_not(bench)
+    assert [arm.name for arm in groups[0]] == ["ddrp + mth, --compile on", "ddrp + mth, --compile off"]
+    assert [[arm.config(bench, 64).model.compile for arm in arms] for arms in groups] == [["on", "off"]] * 2
 
 
 def test_the_parts_of_a_step_add_up(report: dict[str, Any]) -> None:
