@@ -58,7 +58,7 @@ def page(report: dict[str, Any]) -> str:
         lines += ["", f"## {section['title']}", ""]
         if section["name"] in ABOUT:
             lines += [ABOUT[section["name"]], ""]
-        is_of_tests = any("test" in row for row in section["rows"])
+        is_of_tests = any("selected" in row for row in section["rows"])
         lines += tests_table(section["rows"]) if is_of_tests else table(section["rows"])
         lines += ["", f"{section['seconds']:.0f} s. {section['fault'] or ''}".strip()]
     return "\n".join(lines) + "\n"
@@ -75,15 +75,19 @@ def table(rows: list[Row]) -> list[str]:
 
 def tests_table(rows: list[Row]) -> list[str]:
     """Return a line of counts, a line for each failed test, and a line for each reason to skip."""
-    outcomes = Counter(row["outcome"] for row in rows)
-    lines = [", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) + "."]
-    lines += [f"- failed: `{row['test']}`: {row['note']}" for row in rows if row["outcome"] == "failed"]
-    skipped = Counter(row["note"] for row in rows if row["outcome"] == "skipped")
+    tests = [row for row in rows if "test" in row]
+    outcomes = Counter(row["outcome"] for row in tests)
+    outcomes["left out for time"] = sum(row.get("selected", 0) for row in rows) - len({row["test"] for row in tests})
+    lines = [", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if count > 0) + "."]
+    lines += [f"- failed: `{row['test']}`: {row['note']}" for row in tests if row["outcome"] == "failed"]
+    skipped = Counter(row["note"] for row in tests if row["outcome"] == "skipped")
     return lines + [f"- skipped {count}: {note}" for note, count in skipped.items()]
 
 
 def row_line(row: Row) -> str:
     """Return a row as a line for the terminal."""
+    if "selected" in row:
+        return f"{row['selected']} tests"
     if "test" in row:
         return f"{row['outcome']} {row['test'].rpartition('/')[2]} {row.get('note', '')}".rstrip()
     return "  ".join(

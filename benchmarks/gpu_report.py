@@ -38,7 +38,7 @@ from megatron_ddrp.errors import FAILURE, UserError, run_command
 from megatron_ddrp.parallel import process_group
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE = 20.0
+GRACE = 45.0
 """Seconds that a section has beyond its deadline before it is killed."""
 PAGE, NUMBERS, LOG = "gpu-report.md", "gpu-report.json", "gpu-report.log"
 
@@ -106,7 +106,7 @@ class Reporter:
 def work(section: Section, sizes: Sizes, folder: Path, seconds: float, rows_file: Path, log: Path) -> None:
     """Run a section in this process, which leads a group of its own; append its rows and what it fails with."""
     os.setsid()
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     with rows_file.open("a", encoding="utf-8", buffering=1) as lines:

@@ -55,10 +55,14 @@ def machine(bench: Bench) -> None:
 
 
 class Recorder:
-    """A plug-in of pytest that writes a row for each test."""
+    """A plug-in of pytest that writes a row with the number of tests, then a row for each test."""
 
     def __init__(self, write: Callable[[Row], None]) -> None:
         self.write = write
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Write how many tests will run, so that a reader sees how many the deadline cut off."""
+        self.write({"selected": len(session.items)})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write a test's outcome: after its call, or after what came before or behind it and did not pass."""

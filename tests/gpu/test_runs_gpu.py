@@ -22,8 +22,8 @@ from tests.integration.test_precision import allow_fp16_on_the_cpu
 from tests.integration.training_runs import Rows, forget_layout, run_ranks, train_run
 
 Flags = Callable[..., list[str]]
-LOSS, NORM = 0.02, 0.1
-"""Relative tolerances of losses and gradient norms in half precision."""
+LOSS, NORM = 0.005, 0.03
+"""Relative tolerances of losses and gradient norms in half precision. A CPU's are off by 0.001 and 0.004 at most."""
 TIMEOUT = 240.0
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, "train_iters": 3}

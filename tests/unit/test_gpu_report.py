@@ -199,7 +199,8 @@ def test_tests_have_their_outcome_and_reason(tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(TESTS, encoding="utf-8")
     written: list[Row] = []
     gpu_sections.run_tests([tmp_path / "test_sample.py"], Bench(SIZES, tmp_path, 0.0, written.append))
-    rows = {row["test"].rpartition("::")[2]: row for row in written}
+    rows = {row["test"].rpartition("::")[2]: row for row in written if "test" in row}
+    assert written[0] == {"selected": 4}
     assert {name: row["outcome"] for name, row in rows.items()} == {
         "test_good": "passed",
         "test_bad": "failed",
@@ -212,6 +213,14 @@ def test_tests_have_their_outcome_and_reason(tmp_path: Path) -> None:
     lines = gpu_page.tests_table(written)
     assert lines[0] == "2 failed, 1 passed, 1 skipped."
     assert lines[-1] == "- skipped 1: no such device"
+    assert gpu_page.tests_table(written[:2])[0] == "3 left out for time, 1 passed."
+    assert [gpu_page.row_line(row).partition(" ")[0] for row in written] == [
+        "4",
+        "passed",
+        "failed",
+        "skipped",
+        "failed",
+    ]
 
 
 def test_tests_that_do_not_start_fail_the_section(tmp_path: Path) -> None:
