@@ -27,12 +27,11 @@ from megatron_ddrp.model.attention.gpu import triton_attention
 
 TRITON_PRODUCTS = {
     "forward_kernel": 2,  # Q·Kᵀ, P·V
-    "query_gradient_kernel": 2,  # dO·Vᵀ, dA·K, as the usual count has them: 5 backward products over both kernels
-    "key_gradient_kernel": 3,  # dV, dK, and Q·Kᵀ again
-    "bias_gradient_kernel": 2,
+    "query_gradient_kernel": 3,  # Q·Kᵀ again, dO·Vᵀ, dA·K
+    "key_gradient_kernel": 4,  # both again, dAᵀ·Q, Pᵀ·dO
+    "bias_gradient_kernel": 2,  # both again
 }
-"""Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]`; what a second kernel computes again is left
-out, as the rates that the estimate assumes are."""
+"""Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]`."""
 
 
 @cache
