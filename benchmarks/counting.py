@@ -3,7 +3,7 @@
 `Counting`, a `TorchDispatchMode`, sees each operation of the fake GPU of `fake_gpu.py`, forward and backward:
 
     gpu = fake_device()
-    with fake_tensors(), Counting() as counting, gpu_kernels(counting):
+    with fake_tensors(), Counting() as counting, gpu_kernels():
         model = on_device(on_meta_device(config), gpu)
         model(batch, draws).sums.sum().backward()
     counting.launches, counting.waits
@@ -95,12 +95,23 @@ class Counting(TorchDispatchMode):
     `predicted`, reading a truth value False, and a mask keeps rows · predicted of its elements.
     """
 
+    active: Counting | None = None
+    """The one that counts now; stubs of kernels report to it."""
+
     def __init__(self, rows: int = 1, predicted: int = 1) -> None:
         super().__init__()
         self.rows, self.predicted = rows, predicted
         self.launches: list[Launch] = []
         self.waits: list[Wait] = []
         self._paused = 0
+
+    def __enter__(self) -> Counting:
+        Counting.active = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Counting.active = None
+        super().__exit__(*error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -68,32 +68,35 @@ def fake_tensors() -> FakeTensorMode:
 
 
 @contextmanager
-def gpu_kernels(counting: Counting) -> Iterator[None]:
+def gpu_kernels() -> Iterator[None]:
     """Let the package take its GPU paths, with stubs that count in the place of kernels.
 
     torch's attention is the flash kernel without a mask in half precision, else the efficient kernel, as on an A100.
-    Our Triton kernels are patched where they are launched.
+    Our Triton kernels are patched where they are launched; what `torch.compile` is given counts as one launch, since
+    its compiler makes no code for this device.
     """
     is_cuda = property(lambda tensor: tensor.device.type == DEVICE_NAME)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", is_cuda))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _sdpa))
         stack.enter_context(mock.patch.object(triton_attention, "why_not_triton", lambda *_: None))
-        stack.enter_context(mock.patch.object(triton_attention._Problem, "launch", _triton_stub(counting)))
+        stack.enter_context(mock.patch.object(triton_attention._Problem, "launch", _launch_triton))
+        stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: counted_as_one(function)))
         yield
 
 
-def _triton_stub(counting: Counting) -> Callable[..., None]:
-    """Return a stub for `_Problem.launch`: one launch that touches each of its tensors once."""
+def _active() -> Counting:
+    assert Counting.active is not None, "a kernel's stub outside of `Counting`"
+    return Counting.active
 
-    def launch(problem: Any, kernel: Any, programs: int, outputs: tuple[Tensor | None, ...], tile: object) -> None:
-        name = kernel.fn.__name__
-        tensors = {id(x): x for x in (*problem.inputs, *outputs) if x is not None}
-        batch, heads, seq = problem.sizes
-        product = 2 * batch * heads * seq * seq * problem.query.shape[-1]
-        counting.add(name, sum(map(extent, tensors.values())), product * TRITON_PRODUCTS[name], "attention")
 
-    return launch
+def _launch_triton(problem: Any, kernel: Any, *others: Any) -> None:
+    """Stand in for `_Problem.launch`: one launch that touches each of its tensors once."""
+    name = kernel.fn.__name__
+    tensors = {id(x): x for x in tree_leaves((problem.inputs, others)) if isinstance(x, Tensor)}
+    batch, heads, seq = problem.sizes
+    product = 2 * batch * heads * seq * seq * problem.query.shape[-1]
+    _active().add(name, sum(map(extent, tensors.values())), product * TRITON_PRODUCTS[name], "attention")
 
 
 def _sdpa(
@@ -119,7 +122,7 @@ def _sdpa(
     )[0]
 
 
-def counted_as_one(function: Callable[..., Any], counting: Counting) -> Callable[..., Any]:
+def counted_as_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` as a compiler would leave it: one launch forward, one backward.
 
     Their bytes are those of the tensors among its arguments and results; the backward pass reads the arguments and
@@ -139,19 +142,20 @@ def counted_as_one(function: Callable[..., Any], counting: Counting) -> Callable
             again, more = tree_unflatten(filled, structure)
             return function(*again, **more)
 
-        return _AsOne.apply(call, name, counting, *(leaves[place] for place in places))
+        return _AsOne.apply(call, name, *(leaves[place] for place in places))
 
     return counted
 
 
 class _AsOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, name, counting, *tensors):  # type: ignore[override]
+    def forward(ctx, call, name, *tensors):  # type: ignore[override]
+        counting = _active()
         with counting.paused(), torch.enable_grad():
             own = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
             result = call(*own)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        ctx.name, ctx.counting, ctx.own, ctx.outputs = name, counting, own, outputs
+        ctx.name, ctx.own, ctx.outputs = name, own, outputs
         counting.add(name, sum(map(extent, (*own, *outputs))))
         with counting.paused():
             leaves, structure = tree_flatten(result)
@@ -159,7 +163,7 @@ class _AsOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[override]
-        counting, wanted = ctx.counting, [x for x in ctx.own if x.requires_grad]
+        counting, wanted = _active(), [x for x in ctx.own if x.requires_grad]
         pairs = zip(ctx.outputs, gradients, strict=True)
         given = {x: gradient for x, gradient in pairs if gradient is not None and x.requires_grad}
         with counting.paused():
@@ -167,4 +171,4 @@ class _AsOne(torch.autograd.Function):
             per_input = [next(found) if x.requires_grad else None for x in ctx.own]
         touched = (*ctx.own, *given.values(), *(g for g in per_input if g is not None))
         counting.add(f"{ctx.name} backward", sum(map(extent, touched)))
-        return (None, None, None, *per_input)
+        return (None, None, *per_input)

@@ -113,7 +113,7 @@ def count(config: Config) -> Counting:
     gpu = fake_device()
     given = MicroBatch.of(full_rows(rows, model_config.seq_length), objective, config, 1, None).inputs
     predicted = round(config.objective.mask_prob * model_config.seq_length)
-    with fake_tensors(), Counting(rows, predicted) as counting, gpu_kernels(counting):
+    with fake_tensors(), Counting(rows, predicted) as counting, gpu_kernels():
         with counting.paused():
             model = on_device(on_meta_device(model_config, config.objective), gpu)
             inputs = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=gpu), given)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from counting import Counting
-from fake_gpu import counted_as_one, fake_device, fake_tensors, gpu_kernels, on_device
+from fake_gpu import fake_device, fake_tensors, gpu_kernels, on_device
 
 
 def counted(run: Callable[[Counting], object]) -> dict[str, Any]:
     """Return the launches and waits of `run`; what it makes with the counting paused is not counted."""
-    with fake_tensors(), Counting(rows=2, predicted=3) as counting, gpu_kernels(counting):
+    with fake_tensors(), Counting(rows=2, predicted=3) as counting, gpu_kernels():
         run(counting)
     return {"launches": counting.launches, "waits": [wait.operation for wait in counting.waits]}
 
@@ -64,7 +64,7 @@ def waits(counting: Counting) -> None:
 def compiled(counting: Counting) -> None:
     with counting.paused():
         x, weight = tensor(4, 8, grad=True), tensor(8, grad=True)
-    joined = counted_as_one(lambda x, weight: F.gelu(x * weight).relu() + 1, counting)
+    joined = torch.compile(lambda x, weight: F.gelu(x * weight).relu() + 1)
     result = joined(x, weight)
     result.backward(result.detach())
     assert x.grad is not None and x.grad.shape == x.shape and weight.grad is not None
