@@ -1,10 +1,11 @@
 """Estimate training on V100, A100 and H100 without one: launches, bytes and FLOP counted on a fake GPU.
 
 A micro-batch of each encoding × objective × attention backend runs forward and backward in bf16 on the device of
-`fake_gpu.py`, with 3 layers and with 2: the difference is a layer, the remainder embeddings, head and loss. The time of
-each launch is the longest of bytes ÷ bandwidth, FLOP ÷ rate and 2 µs; rates and their sources stand in
-`megatron_ddrp/cost.py`. MFU is the model's FLOP (`megatron_ddrp/run/flops.py`) ÷ the device's peak in that time. The
-optimizer, communication and gaps between launches are left out. All times are estimates: none was measured.
+`fake_gpu.py`, with 3 layers and with 2: the difference is a layer, the remainder embeddings, head and loss. A launch
+takes the longest of bytes ÷ bandwidth, FLOP ÷ rate and 2 µs, by the rates of `megatron_ddrp/run/cost.py`. MFU is the
+model's FLOP (`megatron_ddrp/run/flops.py`) ÷ the device's peak in that time. The optimizer, communication and gaps
+between launches are left out. All times are estimates: none was measured. Compiled regions count as one launch on V100
+too, which has none under `--compile auto`: that is 1 to 3 % of its time.
 
     python benchmarks/gpu_cost.py                                      # the table of every combination, in minutes
     python benchmarks/gpu_cost.py --encodings ddrp --objectives mth --launches 40      # a layer's costliest launches
@@ -30,11 +31,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ModelConfig, ObjectiveConfig, TrainingConfig
-from megatron_ddrp.cost import DEVICES, Device
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.run.cost import DEVICES, Device
 from megatron_ddrp.run.flops import flop_per_token, peak_tflops
 from megatron_ddrp.tasks.markdown import Table
 
@@ -74,7 +75,7 @@ class Cost:
         estimates = {}
         for name, device in DEVICES.items():
             of_layer, whole = self.milliseconds(device)
-            if device.runs_triton or model.attention_backend != "triton":
+            if device.is_recent or model.attention_backend != "triton":
                 figures = {"layer_ms": round(of_layer, 3), "ms": round(whole, 2), "mfu": round(self.mfu(device), 4)}
                 estimates[name] = figures
         return {
@@ -221,6 +222,7 @@ def configurations(arguments: argparse.Namespace) -> list[Config]:
                 attention_dropout=arguments.dropout,
                 position_encoding=encoding,
                 attention_backend=backend,
+                compile="on",
             ),
             objective=ObjectiveConfig(objective=objective),
             training=TrainingConfig(micro_batch_size=arguments.rows),
