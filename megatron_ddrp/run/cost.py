@@ -49,6 +49,8 @@ class Device:
     """GB/s that a GPU sends to the others of its host."""
     between: float
     """GB/s that a host sends to the other hosts, over all its network cards."""
+    processors: int
+    """Streaming multiprocessors."""
     is_recent: bool = True
     """Whether it has compute capability 8.0: bf16, attention in Triton and torch's flash kernel."""
 
@@ -91,9 +93,9 @@ def sustained(peak: Device) -> Device:
 
 
 DEVICES = {
-    "v100": sustained(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, is_recent=False)),
-    "a100": sustained(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200)),
-    "h100": sustained(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400)),
+    "v100": sustained(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, 80, is_recent=False)),
+    "a100": sustained(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
+    "h100": sustained(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
 }
 """Name → device, peaks by their makers' data sheets (NVLink per direction). Hosts of V100 are linked by 16 GB/s, those
 of A100 by 8 cards of 200 Gbit/s, those of H100 by 8 of 400."""
@@ -107,6 +109,9 @@ HEAD_TRAFFIC = 16
 
 BIAS_TRAFFIC, HCD_TRAFFIC = 20, 51
 """Passes over a dense bias `[batch, heads, seq, seq]`, and over HCD's fp32 logits of its heads, both without Triton."""
+
+TILE = 128
+"""Rows and columns of a product's tile; one multiprocessor works on one tile."""
 
 LAUNCHES = 60
 """Launches per layer, forward and backward; those of small micro-batches take no less than `LAUNCH_SECONDS` each."""
@@ -183,11 +188,16 @@ def mfu(config: Config, seconds: float, world_size: int, device: Device) -> floa
 
 
 def micro_batch_seconds(config: Config, device: Device) -> float:
-    """Return the time that the slowest stage, the last one, computes on one micro-batch, forward and backward."""
+    """Return the time that the slowest stage, the last one, computes on one micro-batch, forward and backward.
+
+    Products `[tokens, hidden / tensor]` with fewer tiles than the device has multiprocessors leave the others idle.
+    """
     model, training, objective = config.model, config.training, config.objective
     tensor = config.parallel.tensor_model_parallel_size
     tokens = training.micro_batch_size * model.seq_length
-    rate = (device.single if training.precision == "fp32" else device.half) * 1e12
+    tiles = tokens / TILE * model.hidden_size / tensor / TILE
+    busy = min(1.0, tiles / device.processors)
+    rate = (device.single if training.precision == "fp32" else device.half) * 1e12 * busy
     flop, kernel = flop_per_token(config), attention_kernel(config, device)
     share = _layers_per_stage(config) / model.num_layers
     products = (flop.linear + flop.tables) * share + flop.head + flop.mask_decoder + flop.generator * share
