@@ -14,7 +14,7 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.engine.build import precision_fault
+from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device

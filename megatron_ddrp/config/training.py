@@ -19,6 +19,11 @@ class TrainingConfig:
     )
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
     fp16: bool = option(False, "train in float16 with dynamic loss scaling")
+    tf32: bool = option(
+        True,
+        "compute products of fp32 matrices in TF32 on GPUs that have it: several times the speed at a precision "
+        "between bf16's and fp32's; --no-tf32 keeps all of fp32",
+    )
     num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)", within="[1, 65536]")
     max_skipped_steps: int = option(
         10,

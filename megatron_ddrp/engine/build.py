@@ -58,22 +58,6 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     return engine
 
 
-def precision_fault(precision: str, device: torch.device) -> str | None:
-    """Return why a device cannot train in "fp32", "bf16" or "fp16"; None where it can."""
-    if precision == "fp16" and device.type == "cpu":
-        import_quietly()
-        from deepspeed.accelerator import get_accelerator
-
-        if not get_accelerator().is_fp16_supported():
-            return "there is no GPU here, and this CPU does not compute in float16: use --bf16, or neither for float32"
-    if precision == "bf16" and device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):  # torch.cuda.is_bf16_supported() counts emulation as support
-            name, (major, minor) = torch.cuda.get_device_name(device), capability
-            return f"{name} has compute capability {major}.{minor} and only emulates bfloat16 (8.0 has it): use --fp16"
-    return None
-
-
 def quiet_deepspeed() -> None:
     """Leave the progress line readable: DeepSpeed's warnings and errors stay, its chatter goes."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -21,10 +21,12 @@ from functools import cache
 import torch
 
 from megatron_ddrp.config import Config, ModelConfig, encoding_class
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel.process_group import Ranks
 
 TRAINING = 6
 """FLOP of the forward and backward pass per weight and token."""
@@ -71,6 +73,14 @@ def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
 def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]]) -> float:
     """Return the FLOP of micro-batches of some shapes `(rows, length)`."""
     return sum(rows * length * flop_per_token(config, length).total for rows, length in shapes)
+
+
+def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -> float:
+    """Return the FLOP of a step over all ranks, from the micro-batches of this one.
+
+    The loader deals rows of about the same length to all data-parallel ranks.
+    """
+    return flop_of_rows(config, (batch.input_ids.shape for batch in micro_batches)) * ranks.data_size
 
 
 def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:
@@ -148,6 +158,20 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 )
 """(pattern of whole words in the name that `torch.cuda.get_device_name` gives, peak by the maker); the first match
 counts."""
+
+
+def peak_of_run(config: Config, ranks: Ranks) -> float | None:
+    """Return the FLOP/s of all ranks' devices together, taken to be like this one's; None where it is not known."""
+    of_device = peak_of_device(config, ranks.device)
+    return None if of_device is None else of_device * ranks.world_size
+
+
+def peak_of_device(config: Config, device: torch.device) -> float | None:
+    """Return the FLOP/s of `--peak-tflops`, else of the device's row in `PEAKS`; None without either."""
+    given, training = config.logging.peak_tflops, config.training
+    if given is None and device.type == "cuda":
+        given = peak_tflops(torch.cuda.get_device_name(device), training.precision, training.tf32)
+    return None if given is None else given * 1e12
 
 
 def peak_tflops(device_name: str, precision: str, tf32: bool) -> float | None:
