@@ -30,8 +30,14 @@ TRITON_PRODUCTS = {
     "query_gradient_kernel": 3,  # Q·Kᵀ again, dO·Vᵀ, dA·K
     "key_gradient_kernel": 4,  # both again, dAᵀ·Q, Pᵀ·dO
     "bias_gradient_kernel": 2,  # both again
+    "compare_kernel": 2,  # Q·Kᵀ for the sum of heads, and again for each head beside it
+    "pull_kernel": 1,  # Q·Kᵀ
 }
-"""Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]`."""
+"""Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]` per head."""
+
+OF_SOME_HEADS = {"compare_kernel", "pull_kernel"}
+"""HCD's kernels: of the first `INPUTS_OF_HEADS` tensors they touch the compared heads alone."""
+INPUTS_OF_HEADS = 5
 
 
 @cache
@@ -80,7 +86,7 @@ def gpu_kernels() -> Iterator[None]:
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", is_cuda))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _sdpa))
         stack.enter_context(mock.patch.object(triton_attention, "why_not_triton", lambda *_: None))
-        stack.enter_context(mock.patch.object(triton_attention._Problem, "launch", _launch_triton))
+        stack.enter_context(mock.patch.object(triton_attention, "launch", _launch_triton))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: counted_as_one(function)))
         yield
 
@@ -90,13 +96,19 @@ def _active() -> Counting:
     return Counting.active
 
 
-def _launch_triton(problem: Any, kernel: Any, *others: Any) -> None:
-    """Stand in for `_Problem.launch`: one launch that touches each of its tensors once."""
+def _launch_triton(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Stand in for `launching.launch`: one launch that touches each of its tensors once."""
     name = kernel.fn.__name__
-    tensors = {id(x): x for x in tree_leaves((problem.inputs, others)) if isinstance(x, Tensor)}
-    batch, heads, seq = problem.sizes
-    product = 2 * batch * heads * seq * seq * problem.query.shape[-1]
-    _active().add(name, sum(map(extent, tensors.values())), product * TRITON_PRODUCTS[name], "attention")
+    (batch, seq, heads, head_dim), share = arguments[0].shape, 1.0
+    if name in OF_SOME_HEADS:
+        share = constants["COUNT"] / heads
+    touched = {
+        id(x): extent(x) * (share if place < INPUTS_OF_HEADS else 1)
+        for place, x in enumerate(arguments)
+        if isinstance(x, Tensor)
+    }
+    flop = TRITON_PRODUCTS[name] * share * heads * 2 * batch * seq * seq * head_dim
+    _active().add(name, round(sum(touched.values())), round(flop), "attention")
 
 
 def _sdpa(
