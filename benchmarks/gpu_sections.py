@@ -16,7 +16,7 @@ from gpu_training import Arm, measure
 from measure import DEVICE
 
 from megatron_ddrp.config import OBJECTIVES, ModelConfig, ObjectiveConfig, flag
-from megatron_ddrp.device import choices as choices_of_device
+from megatron_ddrp.run.device import choices as choices_of_device
 
 if TYPE_CHECKING:
     import pytest

@@ -14,7 +14,6 @@ from megatron_ddrp.checkpoint.note_files import load_notes
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader
-from megatron_ddrp.device import check_device, choices
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
@@ -29,6 +28,7 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host
 from megatron_ddrp.run import stopping
+from megatron_ddrp.run.device import check_device, choices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers

@@ -67,7 +67,7 @@ class ModelConfig:
     )
     compile: str = option(
         "auto",
-        "compile each layer's dropout, residual sums and LayerNorms into one kernel each (torch.compile): auto does on "
+        "join dropout, residual sums, LayerNorms and GELU of a layer into fewer kernels (torch.compile): auto does on "
         "A100 and newer GPUs; on CPUs it gains nothing and the first step takes a minute or more",
         choices=("auto", "on", "off"),
     )

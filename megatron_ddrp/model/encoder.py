@@ -12,7 +12,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.fused import ResidualNorm, add, compiles, for_three, run_compiled
+from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, for_three, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import State
 
@@ -89,7 +89,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input = nn.Linear(config.hidden_size, config.ffn_size)
+        self.compile_setting = config.compile
+        self.input = GeluLinear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -97,7 +98,10 @@ class FeedForward(nn.Module):
         return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(F.gelu(self.input(self.enter(hidden))))
+        entered = self.enter(hidden)
+        if type(self.input) is GeluLinear and compiles(self.compile_setting, hidden.device):
+            return self.output(self.input(entered, gelu=True))
+        return self.output(F.gelu(self.input(entered)))
 
 
 class EncoderLayer(nn.Module):

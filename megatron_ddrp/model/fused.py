@@ -1,8 +1,9 @@
-"""The point-wise parts of a layer as regions: functions of tensors and numbers, each compiled into one kernel each way.
+"""The point-wise parts of a layer as regions: functions of tensors and numbers, each compiled as a whole.
 
-Written as torch's operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of
-which reads and writes whole hidden states. `torch.compile` makes one of them, and `--compile` decides whether it is
-asked. The modules keep their parameters: whatever gathers or cuts these sees the same modules called.
+As torch's operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of which
+reads and writes whole hidden states, and the gradient of a bias before a GELU reads them once more. `torch.compile`
+joins them, and `--compile` decides whether it is asked. The parameters stay those of the modules, and each is used in
+the call of its own module: whatever gathers or cuts parameters sees the same modules called.
 
 Dropout draws from torch's generator of the device, compiled or not, so recomputed layers and resumed runs repeat it;
 the numbers that it draws differ between the two.
@@ -45,6 +46,11 @@ def add_and_norm(
     return total, F.layer_norm(total, weight.shape, weight, bias, eps)
 
 
+def bias_gelu(states: Tensor, bias: Tensor) -> Tensor:
+    """Return GELU(states + bias)."""
+    return F.gelu(states + bias)
+
+
 def sum_of_three(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
     """Return the sum of three tensors."""
     return first + second + third
@@ -57,7 +63,7 @@ def compiled(region: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others: Any) -> Any:
-    """Run a region compiled: `states` `[.., hidden]` go in as `[tokens, hidden]`; its results have their shape.
+    """Run a region compiled: `states` `[.., width]` go in as `[tokens, width]`; its results have their shape.
 
     The number of tokens is a variable of the compiled code, so rows of every length share it.
     """
@@ -82,6 +88,16 @@ class ResidualNorm(nn.LayerNorm):
         if added is None:
             return super().forward(hidden)
         return run_compiled(self.region, (hidden, added), self.weight, self.bias, self.eps, dropout)
+
+
+class GeluLinear(nn.Linear):
+    """A linear map that also takes the GELU behind it, which is then compiled together with its bias."""
+
+    def forward(self, x: Tensor, gelu: bool = False) -> Tensor:
+        """Return the map of `x`, or GELU of it."""
+        if not gelu:
+            return super().forward(x)
+        return run_compiled(bias_gelu, (F.linear(x, self.weight),), self.bias)
 
 
 class _ForThree(torch.autograd.Function):

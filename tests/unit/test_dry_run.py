@@ -205,3 +205,13 @@ def test_assumptions_have_a_range(line):
     with pytest.raises(UserError, match=f"{line.replace(' ', ' is ')}.*: it must") as error:
         parse_arguments(["--dry-run", *line.split()])
     assert error.value.exit_code == 2
+
+
+def test_it_estimates_the_step_on_known_gpus(capsys):
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --train-iters 7200 --micro-batch-size 4"
+    text, facts = run_dry(capsys, f"{shape} --fp16 --world-size 8 --global-batch-size 64")
+    assert "estimated, not measured" in text and re.search(r"\n +H100 +0\.\d+ +\d+ % +\d+ +\d", text)
+    estimate = facts["estimates"]["h100"]
+    assert estimate["hours"] == pytest.approx(2 * estimate["step_seconds"])
+    _, facts = run_dry(capsys, f"{shape} --bf16 --world-size 8 --global-batch-size 64")
+    assert list(facts["estimates"]) == ["a100", "h100"]

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.model import fused
 from megatron_ddrp.model.attention.relative import spread
+from megatron_ddrp.model.electra import SampleKeys
 from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -29,7 +31,11 @@ def region_inputs(tokens, dropout):
     return (hidden, added), (weight, bias, 1e-5, dropout)
 
 
-@pytest.mark.parametrize("region", [fused.add_norm, fused.add_and_norm])
+def bias_gelu(hidden, added, weight, bias, *_):
+    return fused.bias_gelu(hidden * added * weight, bias)
+
+
+@pytest.mark.parametrize("region", [fused.add_norm, fused.add_and_norm, bias_gelu])
 def test_a_region_gives_the_numbers_of_its_operations(region, traced):
     for tokens in (3, 4, 5):  # one graph serves them
         states, others = region_inputs(tokens, 0.0)
@@ -62,17 +68,22 @@ def test_gradients_of_three_readers_add_up(traced):
     "changes",
     [
         {"position_encoding": "deberta", "layernorm_position": "post"},  # its mask decoder decodes places
-        {"position_encoding": "ddrp", "layernorm_position": "pre"},
+        {
+            "objective": ObjectiveConfig(objective="electra", generator_size=1.0),
+            "layernorm_position": "pre",
+            "ffn_hidden_size": 48,  # the generator's: one graph serves both
+        },
     ],
     ids=lambda changes: changes["layernorm_position"],
 )
 def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, traced):
     batch = tiny_batch()
+    keys = SampleKeys(torch.arange(batch.labels.numel()).view_as(batch.labels))
     answers = []
     for setting in ("off", "on"):
         model = tiny_model(compile=setting, **changes)
-        sums = model(batch, some_draws(batch)).sums
-        answers.append({"sums": sums, **gradients(model, sums)})
+        sums = model(batch, some_draws(batch)._replace(own=keys)).sums
+        answers.append({"sums": sums, **gradients(model, sums, range(1, 1 + len(sums)))})
     assert answers[0].keys() == answers[1].keys()
     for name, expected in answers[0].items():
         torch.testing.assert_close(answers[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")

@@ -11,9 +11,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.backends import sdpa_attention
+from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
+from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
 from megatron_ddrp.model.attention.gpu.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
+from megatron_ddrp.model.similarity import document_mask
 from tests.unit.model.attention_cases import (
     NO_HEADS,
     answer,
@@ -99,7 +101,7 @@ def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
     case = make_case([[1] * 40], -4, 3, tables="q", head_dim=40)
     before = dropped_probabilities(case, 0.3, 7)
     assert not torch.equal(before, dropped_probabilities(case, 0.3, 8))
-    monkeypatch.setattr(module, "_tiles", lambda *_: (module._tile(16, 64, 4, 1),) * 3)
+    monkeypatch.setattr(module, "tiles", lambda *_: Tiles(*(Tile(16, 64, 4, 1),) * 4))
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
 
 
@@ -156,11 +158,45 @@ def test_packed_documents_attend_as_if_alone():
         torch.testing.assert_close(packed[:, :, part], alone, **CLOSE)
 
 
-def test_cosine_is_that_of_the_other_backends():
-    case = make_case(PADDED, -4, 3, tables="qkV", heads=3)
-    attending = case.attending(heads=torch.tensor([0, 2]))
-    torch.testing.assert_close(triton_attention(attending)[1], sdpa_attention(attending)[1])
-    assert triton_attention(case.attending())[1] is None
+COMPARED = {
+    "two of three heads": (PADDED, (-4, 3), {"tables": "qk", "heads": 3}, [0, 2]),
+    "all of three heads": (PADDED, (-4, 3), {"tables": "qKV", "heads": 3}, [0, 1, 2]),
+    "content, packed": (PACKED, (-4, 3), {"heads": 4}, [1, 3]),
+    "three of four, packed, whole tiles": ([[1] * 36 + [2] * 34], (-4, 3), {"tables": "q", "heads": 4}, [0, 1, 3]),
+    "bias": (PADDED, (0, 0), {"bias_batch": 1, "heads": 2}, [0, 1]),
+    "bias a sequence": (PADDED, (-4, 3), {"tables": "QV", "bias_batch": 2, "heads": 3}, [1, 2]),
+    "documents in any order": (UNORDERED, (-4, 3), {"tables": "qk", "heads": 2}, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("document_ids, bounds, options, heads", COMPARED.values(), ids=COMPARED)
+def test_heads_are_compared_as_by_eager(document_ids, bounds, options, heads, dropout):
+    """HCD's sum and gradients, alone and beside those of the context, which dropout changes and the sum does not."""
+    case = make_case(document_ids, *bounds, **options)
+    generator = torch.Generator().manual_seed(3)
+    lengths = document_mask(case.document_ids, int(case.document_ids.max())).sum(-1)
+    counted = torch.rand(lengths.shape, generator=generator) * (lengths > 1)
+
+    def both(case, backend, dropout=0.0):
+        """The sum, its gradients, and those of the context and the sum together."""
+        torch.manual_seed(7)
+        attending = case.attending(dropout, torch.tensor(heads))._replace(counted=counted)
+        context, cosine = backend(attending)
+        alone = torch.autograd.grad(cosine, case.inputs, retain_graph=True, allow_unused=True)
+        together = torch.autograd.grad((context * case.weight()).sum() + 5 * cosine, case.inputs)
+        return cosine, alone, together
+
+    cosine, alone, together = both(case, triton_attention, dropout)
+    expected, expected_alone, _ = both(case.to("cpu", torch.float64), eager_attention)
+    torch.testing.assert_close(cosine.double(), expected, **CLOSE)
+    for got, wanted in zip(alone, expected_alone, strict=True):
+        wanted = torch.zeros_like(got) if wanted is None else wanted  # values
+        torch.testing.assert_close(got.double(), wanted.double(), **CLOSE)
+    torch.manual_seed(7)
+    _, gradients = answer(case, triton_attention, dropout)
+    for got, without, part in zip(together, gradients, alone, strict=True):
+        torch.testing.assert_close(got, without + 5 * part, rtol=1e-4, atol=1e-5)
 
 
 def test_serves_no_float64_and_says_so():

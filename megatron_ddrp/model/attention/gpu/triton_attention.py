@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.logits import tapped_cosine
+from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,24 +54,6 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, dropout: float, hea
     return None
 
 
-def _tile(queries: int, keys: int, warps: int, stages: int) -> dict[str, int]:
-    return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
-
-
-def _tiles(dtype: torch.dtype, head_dim: int, has_key_table: bool) -> tuple[dict[str, int], ...]:
-    """Return the tiles of the forward, the query (and bias) gradient and the key gradient kernel.
-
-    Chosen by what ptxas reports of registers and shared memory for sm_80 and sm_90, with dropout: up to 64-wide heads
-    in half precision hardly spill; wider heads and fp32 do. Fixed rather than tuned at the start, so that every rank
-    and every run sums in the same order.
-    """
-    if dtype == torch.float32:
-        return (_tile(32, 32, 4, 1),) * 3
-    if head_dim > 64:
-        return _tile(128, 64, 8, 2), _tile(64, 32, 4, 2), _tile(32, 32, 4, 1)
-    return _tile(128, 64, 8, 3), _tile(64, 32, 4, 2), _tile(32, 32, 4, 2) if has_key_table else _tile(64, 64, 4, 2)
-
-
 def _by_token(x: Tensor) -> Tensor:
     """Return `[b, h, s, d]` as contiguous `[b, s, h, d]`; projections leave this layout, so they are not copied."""
     return x.transpose(1, 2).contiguous()
@@ -98,10 +80,12 @@ class _Problem:
         document_ids: Tensor,
         seed: Tensor | None,
         dropout: float,
+        heads: Tensor,
     ) -> None:
-        """`query`, `key`, `value` `[b, s, h, d]`, contiguous."""
+        """`query`, `key`, `value` `[b, s, h, d]`, contiguous; `heads` int64 `[m′]`, those that HCD compares."""
         batch, seq, num_heads, head_dim = query.shape
         self.query, self.key, self.value, self.terms = query, key, value, terms
+        self.heads = heads if len(heads) else None
         self.query_table, self.key_table = self._table(terms.query_table), self._table(terms.key_table)
         self.by_query, self.by_key = self._by_offset(query, self.query_table), self._by_offset(key, self.key_table)
         if terms.offset_bias is not None:
@@ -120,10 +104,12 @@ class _Problem:
             "HIGHEST": terms.highest,
             "RUNS": 1 if self.by_query is None and self.by_key is None else 3,
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
+            "COUNT": len(heads),
+            "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
             # fp32 as three products of tensor-core numbers: as good as fp32, where one alone keeps 10 bits.
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
         }
-        self.tiles = _tiles(query.dtype, head_dim, terms.key_table is not None)
+        self.tiles = tiles(query, terms)
 
     def _table(self, table: Tensor | None) -> Tensor | None:
         """Pad `[1 | h, rows, d]` to `[h, rows′, d]`, rows′ a multiple of 8: rows of P then begin at 16-byte borders."""
@@ -150,20 +136,56 @@ class _Problem:
         batch, num_heads, seq = self.sizes
         return self.query.new_empty(num_heads, batch, seq, dtype=torch.float32)
 
-    def launch(self, kernel: Any, programs: int, outputs: tuple[Tensor | None, ...], tile: dict[str, int]) -> None:
-        with torch.cuda.device_of(self.query):
-            kernel[(programs,)](*self.inputs, *self.numbers, *outputs, *self.sizes, **self.constants, **tile)
+    def launch(self, kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], tile: Tile) -> None:
+        """Run a kernel of attention; `tensors` come after those that all of them read."""
+        launch(kernel, programs, (*self.inputs, *self.numbers, *tensors, *self.sizes), self.constants | tile.constants)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the context `[b, s, h, d]` and the base-2 log-sum-exp `[h, b, s]`."""
+    def launch_compare(self, kernel: Any, tensors: tuple[Tensor, ...], counted: Tensor) -> None:
+        """Run a kernel of HCD, which knows no values and no dropout."""
+        query, key, _, by_query, by_key, bias, ids, _ = self.inputs
+        inputs, tile = (query, key, by_query, by_key, bias, ids, self.terms.scale, self.heads), self.tiles.heads
+        programs = self.sizes[0] * -(-self.sizes[2] // tile.queries)
+        constants = self.constants | tile.constants | {"DOCUMENTS": counted.shape[1]}
+        launch(kernel, programs, (*inputs, *tensors, *self.sizes), constants)
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the context `[b, s, h, d]`, the base-2 log-sum-exp `[h, b, s]`, and under HCD the sums of squares of
+        each query's logits, `[h, b, s]`."""
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
-        tile = self.tiles[0]
+        tile = self.tiles.forward
         context, lse = torch.empty_like(self.query), self.statistics()
-        self.launch(triton_kernels.forward_kernel, self._blocks(tile["BLOCK_M"]), (context, lse), tile)
-        return context, lse
+        squares = None if self.heads is None else self.statistics()
+        self.launch(
+            triton_kernels.forward_kernel, self._blocks(tile.queries), (context, lse, squares, self.heads), tile
+        )
+        return context, lse, squares
 
-    def backward(self, context: Tensor, d_context: Tensor, lse: Tensor, wants_bias: bool) -> tuple[Tensor | None, ...]:
+    def compare(self, squares: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return HCD's sum over the counted documents, fp32, and what its gradient needs, twice `[m′, b, s]`."""
+        from megatron_ddrp.model.attention.gpu import triton_heads
+
+        batch, _, seq = self.sizes
+        inverse, inner = (squares.new_empty(self.constants["COUNT"], batch, seq) for _ in range(2))
+        shares = squares.new_empty(batch, seq)
+        self.launch_compare(triton_heads.compare_kernel, (squares, counted, inverse, inner, shares), counted)
+        return shares.sum(), inverse, inner
+
+    def pull(self, of_heads: list[Tensor], d_sum: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the gradient kernels add for HCD: T `[b, s, s]`, and the pulls `[2, m′, b, s]`.
+
+        `of_heads`: the counted documents, and what `compare` gave for the gradient.
+        """
+        from megatron_ddrp.model.attention.gpu import triton_heads
+
+        (batch, _, seq), (counted, inverse, inner) = self.sizes, of_heads
+        total, pulls = self.query.new_empty(batch, seq, seq), inverse.new_empty(2, *inverse.shape)
+        self.launch_compare(triton_heads.pull_kernel, (counted, inverse, inner, d_sum, total, pulls), counted)
+        return total, pulls
+
+    def backward(
+        self, context: Tensor, d_context: Tensor, lse: Tensor, wants_bias: bool, pulls: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value `[b, s, h, d]`, and of the terms' tensors in their order."""
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
@@ -171,19 +193,20 @@ class _Problem:
         d_query, d_key, d_value = (torch.empty_like(self.query) for _ in range(3))
         d_by_query = None if self.by_query is None else torch.zeros_like(self.by_query)
         d_by_key = None if self.by_key is None else torch.zeros_like(self.by_key)
-        outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query)
-        tile = self.tiles[1]
-        self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile["BLOCK_M"]), outputs, tile)
-        outputs, tile = (d_context, lse, delta, d_key, d_value, d_by_key), self.tiles[2]
-        self.launch(triton_kernels.key_gradient_kernel, self._blocks(tile["BLOCK_N"]), outputs, tile)
+        outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query, self.heads, *pulls)
+        tile = self.tiles.query_gradient
+        self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile.queries), outputs, tile)
+        outputs, tile = (d_context, lse, delta, d_key, d_value, d_by_key, self.heads, *pulls), self.tiles.key_gradient
+        self.launch(triton_kernels.key_gradient_kernel, self._blocks(tile.keys), outputs, tile)
         d_query_table = self._through_table(d_query, self.query, d_by_query, self.query_table, self.terms.query_table)
         d_key_table = self._through_table(d_key, self.key, d_by_key, self.key_table, self.terms.key_table)
         d_bias = None
         if self.bias is not None and wants_bias:
             d_bias = torch.empty_like(self.bias)
-            seq, tile = self.sizes[2], self.tiles[1]
-            programs = self.bias.shape[:2].numel() * -(-seq // tile["BLOCK_M"]) * -(-seq // tile["BLOCK_N"])
-            self.launch(triton_kernels.bias_gradient_kernel, programs, (d_context, lse, delta, d_bias), tile)
+            seq, tile = self.sizes[2], self.tiles.query_gradient
+            programs = self.bias.shape[:2].numel() * -(-seq // tile.queries) * -(-seq // tile.keys)
+            outputs = (d_context, lse, delta, d_bias, self.heads, *pulls)
+            self.launch(triton_kernels.bias_gradient_kernel, programs, outputs, tile)
         return d_query, d_key, d_value, d_query_table, d_key_table, d_bias, self._offset_bias_gradient(d_by_query)
 
     def _offset_bias_gradient(self, d_by_query: Tensor | None) -> Tensor | None:
@@ -215,21 +238,30 @@ class _Problem:
 class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attending: Attending, seed: Tensor | None, query, key, value, *tensors):  # type: ignore[override]
-        terms, document_ids, dropout = attending.terms.with_tensors(tensors), attending.document_ids, attending.dropout
+        terms, document_ids, heads = attending.terms.with_tensors(tensors), attending.document_ids, attending.heads
         query, key, value = _by_token(query), _by_token(key), _by_token(value)
-        context, lse = _Problem(query, key, value, terms, document_ids, seed, dropout).forward()
-        ctx.save_for_backward(document_ids, seed, context, lse, query, key, value, *tensors)
-        ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
-        return context.transpose(1, 2)
+        problem = _Problem(query, key, value, terms, document_ids, seed, attending.dropout, heads)
+        context, lse, squares = problem.forward()
+        cosine = None
+        of_heads: tuple[Tensor, ...] = ()
+        if squares is not None:
+            counted = squares.new_ones(len(query), 1) if attending.counted is None else attending.counted
+            cosine, *rest = problem.compare(squares, counted)
+            of_heads = (counted, *rest)
+        ctx.save_for_backward(document_ids, seed, heads, context, lse, query, key, value, *tensors, *of_heads)
+        ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), attending.dropout
+        return context.transpose(1, 2), cosine
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_context):  # type: ignore[override]
-        document_ids, seed, context, lse, query, key, value, *tensors = ctx.saved_tensors
+    def backward(ctx, d_context, d_cosine):  # type: ignore[override]
+        document_ids, seed, heads, context, lse, query, key, value, *rest = ctx.saved_tensors
+        tensors, of_heads = rest[: len(HEAD_DIMENSIONS)], rest[len(HEAD_DIMENSIONS) :]
         terms = ctx.terms.with_tensors(tensors)
-        problem = _Problem(query, key, value, terms, document_ids, seed, ctx.dropout)
+        problem = _Problem(query, key, value, terms, document_ids, seed, ctx.dropout, heads)
+        pulls = problem.pull(of_heads, d_cosine) if of_heads else (None, None)
         wants_bias = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))["bias"]
-        gradients = problem.backward(context, _by_token(d_context), lse, wants_bias)
+        gradients = problem.backward(context, _by_token(d_context), lse, wants_bias, pulls)
         return (None, None, *(None if x is None else x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
 
 
@@ -239,11 +271,9 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
     generator back, meets the same mask again.
     """
-    attending, cosine = tapped_cosine(attending)
     query, key, value, terms, _, _, dropout, *_ = attending
     reason = why_not_triton(query.device, query.dtype, dropout, query.shape[-1])
     if reason:
         raise ValueError(reason)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
-    context = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
-    return context, cosine
+    return _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)

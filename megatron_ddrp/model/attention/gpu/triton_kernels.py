@@ -15,6 +15,8 @@ import triton.language as tl
 
 from megatron_ddrp.model.attention.gpu.triton_tiles import (
     collect,
+    compare_tile,
+    enlargement,
     gradient_tile,
     keep_tile,
     load_ids,
@@ -23,6 +25,7 @@ from megatron_ddrp.model.attention.gpu.triton_tiles import (
     logits_tile,
     partners,
     run_of_tiles,
+    slot_of,
     store_bins,
     store_rows,
 )
@@ -31,12 +34,15 @@ from megatron_ddrp.model.attention.gpu.triton_tiles import (
 @triton.jit
 def forward_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
-    context, lse,
+    context, lse, squares, heads,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Context and base-2 log-sum-exp of BLOCK_M queries; both 0 for queries that may attend to nothing."""
+    """Context and base-2 log-sum-exp of BLOCK_M queries; both 0 for queries that may attend to nothing.
+
+    Of `heads`, the sum of squares of each query's allowed logits too.
+    """
     first_row, pair, b, h, line = locate(S, B, BLOCK_M)
     origin = (b * S * H + h) * D
     ids += b * S
@@ -48,6 +54,9 @@ def forward_kernel(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    row_squares = tl.zeros((BLOCK_M,), tl.float32)
+    if squares is not None:
+        slot = slot_of(heads, h, COUNT, COUNT_PAD)
     start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
     for where in tl.static_range(RUNS):
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
@@ -59,6 +68,10 @@ def forward_kernel(
                 q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
                 TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
             )  # fmt: skip
+            if squares is not None:  # noqa: SIM102
+                if slot >= 0:
+                    finite = tl.where(logits == float("-inf"), 0.0, logits)
+                    row_squares += tl.sum(finite * finite, 1)
             new_largest = tl.maximum(largest, tl.max(logits, 1))
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             p = tl.exp2(logits - shift[:, None])
@@ -70,21 +83,21 @@ def forward_kernel(
             v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
             sums = sums * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     empty = total == 0.0
-    factor = 1.0 / tl.where(empty, 1.0, total)
-    if seed is not None:
-        factor *= 65536.0 / (65536 - drop_below)
+    factor = enlargement(seed, drop_below) / tl.where(empty, 1.0, total)
     store_rows(context + origin, rows, S, H * D, sums * factor[:, None], D, D_PAD)
     row_lse = tl.where(empty, 0.0, largest + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(lse + line + rows, row_lse, mask=rows < S)
+    if squares is not None:
+        tl.store(squares + line + rows, row_squares, mask=rows < S)
 
 
 @triton.jit
 def query_gradient_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
-    context, d_context, lse, delta, d_query, d_by_query,
+    context, d_context, lse, delta, d_query, d_by_query, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_M queries and of their P^q; writes delta = Σ_j p·dp of each row for the other kernels too."""
     first_row, pair, b, h, line = locate(S, B, BLOCK_M)
@@ -97,12 +110,15 @@ def query_gradient_kernel(
     q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
     d_out = load_rows(d_context + origin, rows, S, H * D, D, D_PAD)
     out = load_rows(context + origin, rows, S, H * D, D, D_PAD)
-    row_delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    enlarge = enlargement(seed, drop_below)
+    row_delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1) / enlarge
     tl.store(delta + line + rows, row_delta, mask=rows < S)
     row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
     d_q = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     above = tl.zeros((BLOCK_M,), tl.float32)
     below = tl.zeros((BLOCK_M,), tl.float32)
+    if total is not None:
+        slot = slot_of(heads, h, COUNT, COUNT_PAD)
     start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
     for where in tl.static_range(RUNS):
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
@@ -119,7 +135,10 @@ def query_gradient_kernel(
                 logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
                 BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
-            gradient *= scale
+            gradient *= scale * enlarge
+            if total is not None:  # noqa: SIM102
+                if slot >= 0:
+                    gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT) * scale
             d_q += tl.dot(gradient.to(k.dtype), k, input_precision=PRECISION)
             if by_query is not None:
                 above, below = collect(
@@ -134,10 +153,10 @@ def query_gradient_kernel(
 @triton.jit
 def key_gradient_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
-    d_context, lse, delta, d_key, d_value, d_by_key,
+    d_context, lse, delta, d_key, d_value, d_by_key, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_N keys, of their values and of their P^k."""
     first_column, pair, b, h, line = locate(S, B, BLOCK_N)
@@ -149,6 +168,9 @@ def key_gradient_kernel(
     column_ids = load_ids(ids, columns, S)
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
+    enlarge = enlargement(seed, drop_below)
+    if total is not None:
+        slot = slot_of(heads, h, COUNT, COUNT_PAD)
     d_k = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     d_v = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     above = tl.zeros((BLOCK_N,), tl.float32)
@@ -168,12 +190,15 @@ def key_gradient_kernel(
                 q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
                 TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
             )  # fmt: skip
-            dropped, gradient = gradient_tile(
+            kept, gradient = gradient_tile(
                 logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
                 BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
-            gradient *= scale
-            d_v += tl.dot(tl.trans(dropped.to(d_out.dtype)), d_out, input_precision=PRECISION)
+            gradient *= scale * enlarge
+            if total is not None:  # noqa: SIM102
+                if slot >= 0:
+                    gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT) * scale
+            d_v += tl.dot(tl.trans(kept.to(d_out.dtype)), d_out, input_precision=PRECISION)
             d_k += tl.dot(tl.trans(gradient.to(q.dtype)), q, input_precision=PRECISION)
             if by_key is not None:
                 above, below = collect(
@@ -181,7 +206,7 @@ def key_gradient_kernel(
                     TABLE_ROWS, LOWEST, HIGHEST, where, 0,
                 )  # fmt: skip
     store_rows(d_key + origin, columns, S, H * D, d_k, D, D_PAD)
-    store_rows(d_value + origin, columns, S, H * D, d_v, D, D_PAD)
+    store_rows(d_value + origin, columns, S, H * D, d_v * enlarge, D, D_PAD)
     if by_key is not None:
         store_bins(d_by_key + (line + columns) * TABLE_ROWS, above, below, columns < S, LOWEST, HIGHEST)
 
@@ -189,10 +214,10 @@ def key_gradient_kernel(
 @triton.jit
 def bias_gradient_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
-    d_context, lse, delta, d_bias,
+    d_context, lse, delta, d_bias, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of the bias: summed over the sequences, one after the other, unless each has its own."""
     column_blocks = tl.cdiv(S, BLOCK_N)
@@ -205,6 +230,9 @@ def bias_gradient_kernel(
     first_sequence = matrix // H
     last_sequence = first_sequence + 1 if BIAS_BATCHED else B
     bias += matrix.to(tl.int64) * S * S
+    enlarge = enlargement(seed, drop_below)
+    if total is not None:
+        slot = slot_of(heads, h, COUNT, COUNT_PAD)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for sequence in range(first_sequence, last_sequence):
         b = tl.cast(sequence, tl.int64)
@@ -227,6 +255,10 @@ def bias_gradient_kernel(
             logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
             BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
+        gradient *= enlarge
+        if total is not None:  # noqa: SIM102
+            if slot >= 0:
+                gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT)
         sums += gradient
     inside = (rows < S)[:, None] & (columns < S)[None, :]
     cells = d_bias + matrix.to(tl.int64) * S * S + rows[:, None] * S + columns[None, :]

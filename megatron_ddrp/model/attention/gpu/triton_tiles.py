@@ -8,8 +8,8 @@ value a row is broadcast), the band (each pair looks up its own value), after th
 gradient of P needs no atomics: between the bins a cell (row, offset) has one pair, hence one writer; the bins are sums
 in registers.
 
-The softmax works in base 2. Dropout draws 16 bits a pair from Philox at the counter (column j // 8, row i, head and
-sequence), so that tiles of any shape agree, and a call serves eight pairs.
+The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so that tiles
+of any shape agree.
 
 Memory: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; row statistics `[h, b, s]`.
 """
@@ -25,8 +25,6 @@ BAND: tl.constexpr = tl.constexpr(0)
 ABOVE: tl.constexpr = tl.constexpr(1)
 BELOW: tl.constexpr = tl.constexpr(2)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Philox with 7 rounds passes BigCrush (Salmon et al. 2011); Triton's default of 10 is a safety margin.
-ROUNDS: tl.constexpr = tl.constexpr(7)
 
 
 @triton.jit
@@ -155,16 +153,62 @@ def logits_tile(
 
 
 @triton.jit
+def mix(x):
+    """Scatter the bits of uint32 numbers: two multiplications, as in SplitMix's finaliser."""
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x ^= x >> 15
+    x *= 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
 def keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which entries dropout keeps, bool `[BLOCK_M, BLOCK_N]`: a Philox call gives 16 bits to each of 8 columns."""
-    group = first_column // 8 + tl.arange(0, BLOCK_N // 8)
-    zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.int32)
-    a, b, c, d = tl.philox(
-        tl.load(seed), zero + group[None, :], zero + rows[:, None], zero + pair, zero, n_rounds=ROUNDS
-    )
-    words = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_M, BLOCK_N / 8, 2, 2]
-    halves = tl.join(words & 0xFFFF, words >> 16)  # [BLOCK_M, BLOCK_N / 8, 2, 2, 2]
-    return tl.reshape(halves, (BLOCK_M, BLOCK_N)).to(tl.int32) >= drop_below
+    """Which entries dropout keeps, bool `[BLOCK_M, BLOCK_N]`.
+
+    Two uint32 keys a row, from Philox's for the (head, sequence) pair; a hash of keys and column gives 32 bits to two
+    columns, and its products with two odd numbers one column's decision each, in their high bits.
+    """
+    first, second, _, _ = tl.philox(tl.load(seed), pair, 0, 0, 0)
+    keys = mix(first.to(tl.uint32) + rows.to(tl.uint32))
+    more = mix(keys ^ second.to(tl.uint32))
+    columns = (first_column // 2 + tl.arange(0, BLOCK_N // 2)).to(tl.uint32) * 0x9E3779B1
+    x = (keys[:, None] ^ columns[None, :]) * 0x21F0AAAD + more[:, None]
+    x ^= x >> 16
+    both = tl.reshape(tl.join(x * 0xD35A2D97, x * 0xAC564B05), (BLOCK_M, BLOCK_N))
+    return both >= (drop_below.to(tl.uint32) << 16)
+
+
+@triton.jit
+def enlargement(seed, drop_below):
+    """The factor of what dropout keeps."""
+    factor = 1.0
+    if seed is not None:
+        factor = 65536.0 / (65536 - drop_below)
+    return factor
+
+
+@triton.jit
+def slot_of(heads, h, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
+    """Place of head `h` among the heads that HCD compares, −1 for any other."""
+    slots = tl.arange(0, COUNT_PAD)
+    numbers = tl.load(heads + slots, mask=slots < COUNT, other=-1)
+    return tl.max(tl.where(numbers == h, slots, -1), 0)
+
+
+@triton.jit
+def compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT: tl.constexpr):
+    """HCD's gradient of a tile of a compared head's A: toward·T − away·A, `[BLOCK_M, BLOCK_N]`.
+
+    `total`: T, `[B, S, S]`; `pulls`: toward and away of each query, `[2, COUNT, B, S]`; see `triton_heads.py`.
+    """
+    in_rows = rows < S
+    own = pulls + (slot * B + b) * S + rows
+    toward = tl.load(own, mask=in_rows, other=0.0)
+    away = tl.load(own + COUNT * B * S, mask=in_rows, other=0.0)
+    inside = in_rows[:, None] & (columns < S)[None, :]
+    sums = tl.load(total + b * S * S + (rows[:, None] * S + columns[None, :]), mask=inside, other=0.0).to(tl.float32)
+    return tl.where(logits == float("-inf"), 0.0, toward[:, None] * sums - away[:, None] * logits)
 
 
 @triton.jit
@@ -183,16 +227,18 @@ def gradient_tile(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Probabilities after dropout, and the gradient of A: both `[BLOCK_M, BLOCK_N]`, fp32."""
+    """Probabilities that dropout keeps, and the gradient of A: both `[BLOCK_M, BLOCK_N]`, fp32, not enlarged yet.
+
+    `delta`: that of flash attention ÷ dropout's enlargement.
+    """
     p = tl.exp2(logits - lse[:, None])
     d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-    dropped = p
+    kept = p
     if seed is not None:
-        enlarge = 65536.0 / (65536 - drop_below)
         keep = keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M, BLOCK_N)
-        dropped = tl.where(keep, p * enlarge, 0.0)
-        d_p = tl.where(keep, d_p * enlarge, 0.0)
-    return dropped, p * (d_p - delta[:, None])
+        kept = tl.where(keep, p, 0.0)
+        d_p = tl.where(keep, d_p, 0.0)
+    return kept, p * (d_p - delta[:, None])
 
 
 @triton.jit

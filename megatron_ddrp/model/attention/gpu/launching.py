@@ -1,0 +1,61 @@
+"""How the Triton kernels of attention are started: tiles, warps and pipeline stages by kernel and device.
+
+Chosen by what the compiler reports of registers, spilled bytes and shared memory (`benchmarks/kernels.py`), and fixed
+rather than tuned at the start, so that every rank and every run sums in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.model.positions.contract import PositionTerms
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a tile, warps of a program, stages of its loads."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The tile in the words of a launch."""
+        return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
+
+class Tiles(NamedTuple):
+    """The tile of each kind of kernel."""
+
+    forward: Tile
+    query_gradient: Tile
+    """Of the bias's gradient too."""
+    key_gradient: Tile
+    heads: Tile
+    """Of HCD's kernels."""
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, and the lowest that is served for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+def tiles(query: Tensor, terms: PositionTerms) -> Tiles:
+    """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device."""
+    head_dim = query.shape[-1]
+    if query.dtype == torch.float32:
+        return Tiles(*(Tile(32, 32, 4, 1),) * 4)
+    if head_dim > 64:
+        return Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(64, 32, 4, 2))
+    last = Tile(32, 32, 4, 2) if terms.key_table is not None else Tile(64, 64, 4, 2)
+    return Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), last, Tile(64, 32, 4, 2))
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Run so many programs of a kernel on the device of its first argument. Every kernel is started here."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(programs,)](*arguments, **constants)
