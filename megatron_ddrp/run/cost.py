@@ -107,13 +107,13 @@ TRAFFIC = 60
 HEAD_TRAFFIC = 16
 """Passes over the fp32 logits of the predicted tokens."""
 
-BIAS_TRAFFIC, HCD_TRAFFIC = 20, 51
+BIAS_TRAFFIC, HCD_TRAFFIC = 16, 51
 """Passes over a dense bias `[batch, heads, seq, seq]`, and over HCD's fp32 logits of its heads, both without Triton."""
 
 TILE = 128
 """Rows and columns of a product's tile; one multiprocessor works on one tile."""
 
-LAUNCHES = 60
+LAUNCHES = 50
 """Launches per layer, forward and backward; those of small micro-batches take no less than `LAUNCH_SECONDS` each."""
 
 
