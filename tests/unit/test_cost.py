@@ -90,3 +90,10 @@ def test_gradients_between_hosts_take_the_hosts_link() -> None:
 def test_a_device_without_bf16_is_left_out() -> None:
     bf16 = BASE.replace(training={"fp16": False, "bf16": True})
     assert why_not(bf16, V100) and not why_not(bf16, H100) and not why_not(BASE, V100)
+
+
+def test_fp32_runs_take_tf32_where_there_is_some() -> None:
+    assert H100.products("fp32") == H100.half / 2 and V100.products("fp32") == V100.single
+    fp32 = BASE.replace(training={"fp16": False})
+    assert micro_batch_seconds(fp32, H100) > 1.5 * micro_batch_seconds(BASE, H100)
+    assert 0 < mfu(fp32, estimate_step(fp32, PARAMETERS, 8, V100).seconds, 8, V100) < 1
