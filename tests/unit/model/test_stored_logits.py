@@ -7,8 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.model.attention.gpu import triton_attention
-from megatron_ddrp.model.stages import Draws
-from tests.unit.model.tiny import tiny_batch, tiny_model
+from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
 
 BATCH, SEQ = 2, 23
 
@@ -29,18 +28,18 @@ class Shapes(TorchDispatchMode):
 
 
 def pairs_of_rows(backend, encoding):
-    """Return the shapes with an entry for each pair of tokens of each row, in a training step."""
+    """Return the shapes with an entry for each pair of tokens of each row, in a training step with HCD."""
     model = tiny_model(position_encoding=encoding, attention_backend=backend, attention_dropout=0.1, seq_length=SEQ)
     model = model.float().train()
     batch = tiny_batch((SEQ, SEQ - 2), SEQ)
     with Shapes() as shapes:
-        model(batch, Draws.none(BATCH, model.config.num_layers)).sums.sum().backward()
+        model(batch, some_draws(batch)).sums.sum().backward()
     return {shape for shape in shapes.seen if len(shape) > 3 and shape[0] == BATCH and shape[-2:] == (SEQ, SEQ)}
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if encoding_class(name).in_logits])
 def test_no_logits_are_stored(encoding, monkeypatch):
     monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
-    monkeypatch.setattr(triton_attention._Problem, "launch", lambda *_: None)  # the kernels work on tiles
+    monkeypatch.setattr(triton_attention, "launch", lambda *_: None)  # the kernels work on tiles
     assert pairs_of_rows("triton", encoding) == set()
     assert pairs_of_rows("eager", encoding)

@@ -39,6 +39,11 @@ class Tiles(NamedTuple):
     """Of HCD's kernels."""
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, and the lowest that is served for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
 def tiles(query: Tensor, terms: PositionTerms) -> Tiles:
     """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device."""
     head_dim = query.shape[-1]

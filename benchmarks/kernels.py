@@ -1,0 +1,213 @@
+"""What the Triton kernels of attention compile to, on a machine without a GPU: registers, spills, shared memory.
+
+    python benchmarks/kernels.py                     the table as Markdown, for sm_80 (A100) and sm_90 (H100, H200)
+    python benchmarks/kernels.py --write             keeps it in docs/benchmarks.md, and the bounds that tests hold
+    python benchmarks/kernels.py --encodings ddrp --head-sizes 64 --compare 2
+
+Triton compiles for GPUs that are not there. The launches are those of a training step in bf16 with dropout 0.1, caught
+where kernels are started, so that the table has what is shipped: every kernel, its tile and its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import measure  # noqa: F401  (puts the repository on the import path)
+import torch
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig, encoding_class
+from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.gpu import launching, triton_attention
+
+ROOT = Path(__file__).resolve().parents[1]
+BOUNDS = ROOT / "tests" / "golden" / "kernel_bounds.json"
+CAPABILITIES = (80, 90)
+HEAD_SIZES = (64, 128)
+SEQ = 512
+MARKERS = "<!-- kernels: begin -->", "<!-- kernels: end -->"
+
+
+class Launch(NamedTuple):
+    """One start of a kernel."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel became."""
+
+    registers: int
+    """Of a thread, of at most 255."""
+    spilled: int
+    """Bytes of a thread's stack: values that did not fit into registers."""
+    shared: int
+    """Bytes of shared memory of a program."""
+    instruction: str
+    """How matrices are multiplied: "wgmma" (Hopper), "mma.sync" (Ampere), or "none"."""
+
+
+def launches(encoding: str, head_dim: int, compared: int, capability: int) -> dict[str, Launch]:
+    """Return the launches of one attention, forward and backward, by kernel; `compared` heads take part in HCD."""
+    config = ModelConfig(
+        position_encoding=encoding, hidden_size=4 * head_dim, num_attention_heads=4, num_layers=1, seq_length=SEQ
+    )
+    module = encoding_class(encoding)(config)
+    terms = module.terms(config, module.layer_part(config)(module(torch.arange(SEQ)[None])))
+    found: dict[str, Launch] = {}
+
+    def catch(kernel: Any, _: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        found[kernel.fn.__name__.removesuffix("_kernel")] = Launch(kernel, arguments, constants)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta").requires_grad_()
+
+    with (
+        mock.patch.object(triton_attention, "launch", catch),
+        mock.patch.object(triton_attention, "why_not_triton", lambda *_: None),
+        mock.patch.object(launching, "capability_of", lambda _: (capability // 10, capability % 10)),
+    ):
+        query, key, value = (leaf(3, SEQ, 4, head_dim).transpose(1, 2) for _ in range(3))
+        attending = Attending(
+            query,
+            key,
+            value,
+            terms.map(lambda x, _: leaf(*x.shape)),
+            torch.empty(3, SEQ, dtype=torch.long, device="meta"),
+            torch.empty(compared, dtype=torch.long, device="meta"),
+            0.1,
+            torch.empty(3, 1, device="meta"),
+        )
+        context, cosine = triton_attention.triton_attention(attending)
+        (context.sum() + (0 if cosine is None else cosine)).backward()
+    return found
+
+
+def compile_launch(launch: Launch, capability: int) -> Compiled:
+    """Compile a launch for a compute capability, 80 for 8.0, as Triton would at the first call there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_source
+
+    options = {name: launch.constants[name] for name in ("num_warps", "num_stages")}
+    names = launch.kernel.arg_names
+    given = dict(zip(names, launch.arguments, strict=False))
+    constants = {name: value for name, value in launch.constants.items() if name in names}
+    constants |= {name: value for name, value in given.items() if value is None or (type(value) is int and value == 1)}
+    signature = {name: "constexpr" if name in constants else _type_of(given[name]) for name in names}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name in names
+        if name not in constants and _is_aligned(given[name])
+    }
+    source = ASTSource(launch.kernel, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
+    compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spilled = _resources(compiled.asm["cubin"])
+    text = compiled.asm["ptx"]
+    instruction = next((name for name in ("wgmma", "mma.sync") if name in text), "none")
+    return Compiled(registers, spilled, compiled.metadata.shared, instruction)
+
+
+def _type_of(value: Any) -> str:
+    """Return Triton's name for the type of an argument."""
+    if isinstance(value, Tensor):
+        return {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.long: "*i64"}[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: Any) -> bool:
+    """Return whether Triton would see a multiple of 16: torch's allocations are, and so may numbers be."""
+    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return registers and stack bytes of a thread, as cuobjdump reads them from a compiled kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
+    return int(found[1]), int(found[2])
+
+
+def cases(
+    encodings: Sequence[str], head_sizes: Sequence[int], compared: Sequence[int]
+) -> Iterator[tuple[str, int, Launch]]:
+    """Yield (name, capability, launch) of every kernel of some encodings, equal ones once."""
+    seen = set()
+    for capability, head_dim, encoding, count in itertools.product(CAPABILITIES, head_sizes, encodings, compared):
+        for kernel, launch in launches(encoding, head_dim, count, capability).items():
+            kinds = [_type_of(value) if isinstance(value, Tensor) else value for value in launch.arguments]
+            key = repr((capability, kernel, sorted(launch.constants.items()), kinds))
+            if key not in seen:
+                seen.add(key)
+                yield f"{encoding}{' hcd' * (count > 0)}, {head_dim}, {kernel}, sm_{capability}", capability, launch
+
+
+def markdown(table: dict[str, Compiled]) -> str:
+    """Return the table, one row a kernel."""
+    lines = [
+        "| encoding, head size, kernel, device | registers | spilled bytes | shared memory, KiB | instruction |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for name, row in table.items():
+        lines.append(f"| {name} | {row.registers} | {row.spilled} | {row.shared / 1024:.1f} | {row.instruction} |")
+    return "\n".join(lines)
+
+
+def write(table: dict[str, Compiled]) -> None:
+    """Keep the table in docs/benchmarks.md and in the file of bounds."""
+    page = ROOT / "docs" / "benchmarks.md"
+    text = page.read_text(encoding="utf-8")
+    begin, end = (text.index(marker) for marker in MARKERS)
+    page.write_text(f"{text[:begin]}{MARKERS[0]}\n{markdown(table)}\n{text[end:]}", encoding="utf-8")
+    BOUNDS.write_text(json.dumps({name: asdict(row) for name, row in table.items()}, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS)
+    parser.add_argument("--head-sizes", nargs="+", type=int, default=HEAD_SIZES, metavar="D")
+    parser.add_argument("--compare", type=int, nargs="+", default=[0, 2], metavar="M", help="heads that HCD compares")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="these alone, such as forward or key_gradient")
+    parser.add_argument(
+        "--tile", type=int, nargs=4, metavar=("Q", "K", "WARPS", "STAGES"), help="try this tile instead"
+    )
+    parser.add_argument("--write", action="store_true", help="keep the table in the docs, and as the tests' bounds")
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    table: dict[str, Compiled] = {}
+    for name, capability, launch in cases(arguments.encodings, arguments.head_sizes, arguments.compare):
+        if arguments.kernels is None or name.split(", ")[2] in arguments.kernels:
+            if arguments.tile:
+                launch = launch._replace(constants=launch.constants | launching.Tile(*arguments.tile).constants)
+            table[name] = compile_launch(launch, capability)
+            print(name, table[name], flush=True)
+    print(markdown(table))
+    if arguments.write:
+        write(table)
+
+
+if __name__ == "__main__":
+    main()
