@@ -13,30 +13,29 @@ import torch
 
 from megatron_ddrp.checkpoint import last_name, newest, read_state, refuse_folders
 from megatron_ddrp.checkpoint.note_files import load_notes, note_tensors
-from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import BatchLoader, iterate
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
 from megatron_ddrp.engine.nonfinite import FiniteSteps
-from megatron_ddrp.engine.precision import allow_tf32, precision_fault, precision_remarks
+from megatron_ddrp.engine.precision import allow_tf32, precision_remarks
 from megatron_ddrp.engine.step import StepResult, evaluate
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
-    WRONG_ARGUMENTS,
     UserError,
     agreed_by_all,
     allocations_as_user_errors,
     refusals_as_user_errors,
 )
 from megatron_ddrp.model import Encoder, build_model, count_parameters
-from megatron_ddrp.model.attention.backends import refusal, resolve_backend
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
 from megatron_ddrp.run import stopping
+from megatron_ddrp.run.device import check_device, choices
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import keep_freed_memory, peak_memory_bytes
 from megatron_ddrp.run.launch import is_launched
@@ -121,7 +120,7 @@ def train(config: Config) -> int:
     if ranks.device.type == "cpu":
         keep_freed_memory()
     allow_tf32(config, ranks.device)
-    agree(lambda: check_device(config, ranks))
+    agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     verified = verify_data(config, is_first_on_host(), agree)
@@ -201,18 +200,6 @@ def allocate_model(config: Config) -> Encoder:
         return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
 
 
-def check_device(config: Config, ranks: Ranks) -> None:
-    """Refuse a precision or an attention backend that this rank's device does not have, before anything is read."""
-    fault = precision_fault(config.training.precision, ranks.device)
-    if fault:
-        raise UserError(f"--{config.training.precision}: {fault}", WRONG_ARGUMENTS)
-    model, dtypes = config.model, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    dtype = dtypes[config.training.precision]
-    reason = refusal(model.attention_backend, ranks.device, dtype, model.attention_dropout, model.head_dim)
-    if reason:
-        raise UserError(f"--attention-backend {model.attention_backend}: {reason}", WRONG_ARGUMENTS)
-
-
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
     check_writers(config)
@@ -262,14 +249,10 @@ def about(notes: NoteDictionary | None, corpus: Corpus) -> list[str]:
 def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
     """Return three lines about the run, and one more per corpus of a blend; `sizes` as of `count_parameters`."""
     parameters, position_parameters = sizes
-    encoding = encoding_class(config.model.position_encoding)
-    backend, why = resolve_backend(
-        config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
-    )
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
-        f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
+        f"({position_parameters:,} of positions), {choices(config, ranks.device)}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
         f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "

@@ -60,11 +60,11 @@ def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
     config, device = model.config, batch.document_ids.device
     all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
     token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]
-    state = model.embeddings(Inputs(batch, Draws(token_mask, all_heads)))
+    state = model.embeddings(Inputs.of(batch, Draws(token_mask, all_heads)))
     by_layer = []
     for layer in model.layers:
         state = layer(state)
-        by_layer.append(state.head_cosine * config.num_layers)  # a layer adds its share of the mean over layers
+        by_layer.append(state.head_cosine)
         state = state._replace(head_cosine=torch.zeros_like(state.head_cosine))
     hidden = model.head.last_hidden(state.hidden)
     return token_cosine(hidden, token_mask).sum(), torch.stack(by_layer)

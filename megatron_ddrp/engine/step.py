@@ -22,7 +22,7 @@ from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
 from megatron_ddrp.engine.schedule import learning_rate
-from megatron_ddrp.model.stages import Inputs
+from megatron_ddrp.model.stages import Inputs, layout_of
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, sum_over_ranks
@@ -94,7 +94,7 @@ class MicroBatch:
         """Draw for the objective, and read the notes."""
         draws = objective.draw(arrays, config.model, config.training.seed, step)
         read, occurrences = notes.inputs(arrays) if notes else (None, None)
-        return cls(Inputs(arrays.map(torch.from_numpy), draws, read), occurrences)
+        return cls(Inputs(arrays.map(torch.from_numpy), draws, read, layout_of(arrays)), occurrences)
 
     def to(self, device: torch.device) -> Inputs:
         """Return the inputs on a device."""
@@ -102,12 +102,10 @@ class MicroBatch:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return nested named tuples with their tensors on a device."""
-    if value is None:
-        return None
+    """Return nested named tuples with their tensors on a device; None and numbers stay."""
     if isinstance(value, Tensor):
         return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
-    return type(value)(*(_moved(item, device) for item in value))
+    return type(value)(*(_moved(item, device) for item in value)) if isinstance(value, tuple) else value
 
 
 def _train_whole(

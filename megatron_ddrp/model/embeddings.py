@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.notes import blend
+from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import Inputs, State
 
 NUM_SEGMENTS = 2
@@ -62,8 +63,11 @@ class Embeddings(nn.Module):
         """Return the state that enters the first layer."""
         hidden = self.embed(inputs)
         nothing = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        position = self.position(inputs.batch.position_ids) if self.position is not None else ()
-        return State(inputs, hidden, position, inputs.draws.heads, nothing)
+        position: tuple[Tensor, ...] = ()
+        if self.position is not None:
+            position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
+        lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
+        return State(inputs, hidden, position, inputs.draws.heads, (lengths >= 2).float(), nothing)
 
     def embed(self, inputs: Inputs) -> Tensor:
         """Return `[batch, seq, hidden]`: the sum of the embeddings, with notes blended in, normalised."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
+from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, for_three, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.similarity import document_mask
 from megatron_ddrp.model.stages import State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +30,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
-        self.backend = config.attention_backend
+        self.backend, self.compile_setting = config.attention_backend, config.compile
         self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
@@ -47,7 +46,7 @@ class SelfAttention(nn.Module):
         return nullcontext()
 
     def cosine_apart(self, attending: Attending) -> Tensor | None:
-        """Return HCD's cosine `[batch, documents]` where it takes heads that are not here.
+        """Return HCD's cosine, summed over the documents, where it takes heads that are not here.
 
         None leaves it to the backend, which has the logits at hand.
         """
@@ -64,17 +63,22 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`[batch, seq, hidden]` → the same, and HCD's mean cosine `[batch, documents]` (None without HCD)."""
-        backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
+        """`[batch, seq, hidden]` → the same, and HCD's cosine summed over the documents (None without HCD)."""
+        inputs = state.inputs
+        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
+        backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
         hidden = self.enter(hidden)
-        query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
-        batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
+        projections = (self.query, self.key, self.value)
+        sources = for_three(hidden) if compiles(self.compile_setting, hidden.device) else (hidden, hidden, hidden)
+        query, key, value = (self.split(project(x)) for project, x in zip(projections, sources, strict=True))
+        batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
-        num_documents = state.inputs.draws.num_documents
-        attending = Attending(query, key, value, terms, batch.document_ids, state.heads[layer], dropout, num_documents)
-        apart = self.cosine_apart(attending) if len(attending.heads) else None
+        heads = state.heads[layer]
+        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout)
+        attending = Attending(query, key, value, terms, *rows)
+        apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
-            attending = attending._replace(heads=attending.heads[:0])
+            attending = attending._replace(heads=heads[:0])
         with self.own_randomness():
             context, cosine = backend_function(backend)(attending)
         return self.merge(context), cosine if apart is None else apart
@@ -85,7 +89,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input = nn.Linear(config.hidden_size, config.ffn_size)
+        self.compile_setting = config.compile
+        self.input = GeluLinear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -93,19 +98,22 @@ class FeedForward(nn.Module):
         return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(F.gelu(self.input(self.enter(hidden))))
+        entered = self.enter(hidden)
+        if type(self.input) is GeluLinear and compiles(self.compile_setting, hidden.device):
+            return self.output(self.input(entered, gelu=True))
+        return self.output(F.gelu(self.input(entered)))
 
 
 class EncoderLayer(nn.Module):
-    """One layer: `State` → `State`. Adds this layer's share of HCD to `head_cosine`."""
+    """One layer: `State` → `State`. Adds this layer's HCD to `head_cosine`."""
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.config, self.number = config, number
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.attention_norm = ResidualNorm(config)
         self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.feed_forward_norm = ResidualNorm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
@@ -118,7 +126,7 @@ class EncoderLayer(nn.Module):
         attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
         state = state._replace(hidden=self._join(state.hidden, attended))
         if cosine is not None:
-            state = state._replace(head_cosine=state.head_cosine + self._hcd_share(cosine, state))
+            state = state._replace(head_cosine=state.head_cosine + cosine.to(state.head_cosine.dtype))
         return state
 
     def decode(self, queries: Tensor, places: Tensor, state: State, times: int) -> Tensor:
@@ -151,22 +159,33 @@ class EncoderLayer(nn.Module):
 
     def terms(self, state: State) -> PositionTerms:
         """Return the position terms of this layer."""
-        position = state.position if self.position is None else self.position(state.inputs.batch.position_ids)
+        inputs, position = state.inputs, state.position
+        if self.position is not None:
+            position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
         return self.name_terms(self.config, self.layer_position(position))
+
+    def runs_compiled(self, hidden: Tensor) -> bool:
+        """Return whether dropout, residual sums and LayerNorms run as compiled regions."""
+        return compiles(self.config.compile, hidden.device)
 
     def _attention_input(self, hidden: Tensor) -> Tensor:
         return self.attention_norm(hidden) if self.norm_before else hidden
 
     def _join(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Residual, feed-forward, residual, with the LayerNorms where the configuration puts them."""
+        if self.runs_compiled(hidden):
+            return self._join_compiled(hidden, attended)
         hidden = hidden + self.dropout(attended)
         hidden = hidden if self.norm_before else self.attention_norm(hidden)
         expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
 
-    def _hcd_share(self, cosine: Tensor, state: State) -> Tensor:
-        """Return Σ ÷ layers of `cosine` `[batch, documents]` over the documents with at least two valid tokens."""
-        inputs = state.inputs
-        lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
-        return (torch.where(lengths >= 2, cosine, 0.0).sum() / self.config.num_layers).to(state.head_cosine.dtype)
+    def _join_compiled(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Do what `_join` does, in regions of `model/fused.py`."""
+        dropout = self.dropout.p if self.training else 0.0
+        if self.norm_before:
+            hidden, normed = self.feed_forward_norm(hidden, attended, dropout)
+            return run_compiled(add, (hidden, self.feed_forward(normed)), dropout)
+        hidden = self.attention_norm(hidden, attended, dropout)
+        return self.feed_forward_norm(hidden, self.feed_forward(hidden), dropout)

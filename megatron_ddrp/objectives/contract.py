@@ -174,13 +174,12 @@ class Objective:
         state = end.state
         token_mask = state.inputs.draws.token_mask
         tcd = token_cosine(end.hidden, token_mask).sum() if token_mask.shape[2] else state.head_cosine.new_zeros(())
-        return {**self.own_sums(end), "tcd_loss": tcd, "hcd_loss": state.head_cosine}
+        return {**self.own_sums(end), "tcd_loss": tcd, "hcd_loss": state.head_cosine / len(state.heads)}
 
     def own_sums(self, end: End) -> dict[str, Tensor]:
         """Return the sums beside those of TCD and HCD: here −log p(label) over the predicted tokens."""
-        labels = end.state.inputs.batch.labels
         logits = end.head.logits(end.predicted)
-        return {"lm_loss": end.head.lm_sum(logits, labels[labels != IGNORED_LABEL])}
+        return {"lm_loss": end.head.lm_sum(logits, end.state.inputs.predicted_labels)}
 
     def output(self, end: End) -> Output:
         """Return the sums in their order, and the notes taken."""

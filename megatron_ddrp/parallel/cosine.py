@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
+from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits, sum_of_counted
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.parallel.collectives import sum_of_ranks
 from megatron_ddrp.parallel.process_group import Ranks
@@ -30,7 +30,11 @@ class CosineOfAllRanks:
         self.ranks, self.terms_by_head = ranks, terms_by_head
 
     def __call__(self, attending: Attending) -> Tensor:
-        """Return the cosine `[b, documents]`; `attending` has our own heads, and the wanted ones by global number."""
+        """Return the cosine summed over the counted documents; `attending` has our own heads, and the wanted ones by
+        global number."""
+        return sum_of_counted(self._by_document(attending), attending)
+
+    def _by_document(self, attending: Attending) -> Tensor:
         query, key, _, terms, document_ids, heads, *_ = attending
         documents = similarity.document_mask(document_ids, attending.num_documents)
         num_heads = query.shape[1] * self.ranks.tensor_size

@@ -56,16 +56,6 @@ def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
     return terms.map(lambda x, dimension: x if x.shape[dimension] == 1 else x.index_select(dimension, heads))
 
 
-def head_cosine(attending: Attending) -> Tensor | None:
-    """Return HCD's mean pairwise cosine `[b, documents]` for backends that never hold A; None for no heads."""
-    query, key, terms, heads = attending.query, attending.key, attending.terms, attending.heads
-    if not len(heads):
-        return None
-    if len(heads) < query.shape[1]:
-        query, key, terms = query.index_select(1, heads), key.index_select(1, heads), choose_heads(terms, heads)
-    return _cosine(attending, query, key, terms)
-
-
 def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
     """Return the mean pairwise cosine of the compared heads, whose parts are given, by the cheapest closed form.
 
@@ -102,12 +92,17 @@ class _TapHeads(torch.autograd.Function):
 
 
 def tapped_cosine(attending: Attending) -> tuple[Attending, Tensor | None]:
-    """Return HCD's mean pairwise cosine `[b, documents]` (None for no heads), and what attention must go on with."""
+    """Return what attention must go on with, and HCD's mean pairwise cosine summed over the counted documents."""
     query, key, terms, heads = attending.query, attending.key, attending.terms, attending.heads
     if not len(heads):
         return attending, None
     if len(heads) == query.shape[1]:
-        return attending, _cosine(attending, query, key, terms)
+        return attending, sum_of_counted(_cosine(attending, query, key, terms), attending)
     (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
     cosine = _cosine(attending, some_queries, some_keys, choose_heads(terms, heads))
-    return attending._replace(query=query, key=key), cosine
+    return attending._replace(query=query, key=key), sum_of_counted(cosine, attending)
+
+
+def sum_of_counted(cosine: Tensor, attending: Attending) -> Tensor:
+    """Return the sum of `cosine` `[b, documents]` over the documents that HCD counts."""
+    return (cosine if attending.counted is None else cosine * attending.counted).sum()

@@ -26,8 +26,10 @@ class Case:
         return [self.query, self.key, self.value, *(x for x in self.terms.tensors if x is not None)]
 
     def attending(self, dropout=0.0, heads=NO_HEADS):
-        heads = heads.to(self.query.device)
-        return Attending(self.query, self.key, self.value, self.terms, self.document_ids, heads, dropout)
+        device = self.query.device
+        counted = torch.ones(len(self.query), int(self.document_ids.max()), device=device)
+        ids = self.document_ids
+        return Attending(self.query, self.key, self.value, self.terms, ids, heads.to(device), dropout, counted)
 
     @property
     def valid(self):

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
+from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
@@ -111,17 +111,16 @@ def test_logits_equal_the_contract_formula(kind):
 
 
 def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS):
-    """Context of the valid tokens, cosine of the documents that count, and the gradients of both together."""
-    documents = int(document_ids.max())
-    context, cosine = BACKENDS[name](Attending(query, key, value, terms, document_ids, heads, 0.0, documents))
-    context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
-    if cosine is not None:
-        assert cosine.shape == (len(document_ids), documents) and cosine.isfinite().all()
-        cosine = cosine.where(document_mask(document_ids, documents).sum(-1) > 1, 0.0)
+    """Context of the valid tokens, cosine of the documents that count, weighted, and the gradients of both together."""
+    counts = document_mask(document_ids, int(document_ids.max())).sum(-1) > 1  # [batch, documents]
     generator = torch.Generator().manual_seed(1)
+    counted = torch.randn(counts.shape, generator=generator, dtype=torch.float32) * counts
+    context, cosine = BACKENDS[name](Attending(query, key, value, terms, document_ids, heads, 0.0, counted))
+    context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
     loss = (context * torch.randn(context.shape, generator=generator).to(context.dtype)).sum()
     if cosine is not None:
-        loss = loss + (cosine * torch.randn(cosine.shape, generator=generator)).sum()
+        assert cosine.shape == ()
+        loss = loss + cosine
     return context, cosine, torch.autograd.grad(loss, inputs)
 
 
@@ -159,14 +158,20 @@ def test_context_and_cosine_equal_the_twins(backend, kind):
     terms = make_terms(kind)
     heads = torch.tensor([0, 2])
     inputs = [query, key, value, *tensors_of(terms)]
-    context, cosine = BACKENDS[backend](Attending(query, key, value, terms, DOCUMENT_IDS, heads, 0.0, 2))
+    attending = Attending(query, key, value, terms, DOCUMENT_IDS, heads)
+    context, _ = BACKENDS[backend](attending)
     context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
     logits = loop_logits(query, key, terms)
     slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS, strict=True)])
     assert_same(context, slow, inputs)
-    counted = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]  # row and document
-    slow = torch.stack([mth.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist()) for row, n in counted])
-    fast = torch.stack([cosine[row, n - 1] for row, n in counted])
+    documents = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]  # row and number
+    slow = torch.stack([mth.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist()) for row, n in documents])
+    fast = []
+    for row, n in documents:
+        counted = torch.zeros(BATCH, 2)
+        counted[row, n - 1] = 1
+        fast.append(BACKENDS[backend](attending._replace(counted=counted))[1])
+    fast = torch.stack(fast)
     assert_same(fast, slow, [x for x in inputs if x is not value])
 
 
@@ -265,12 +270,3 @@ def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
     for block in (parts[0], parts[2]):
         ids = document_ids[block.rows, : block.length]
         assert torch.equal(~block.forbidden(whole), allowed_pairs(ids))
-
-
-def test_auto_chooses_by_device_encoding_and_dropout():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert resolve_backend("auto", cpu, in_logits=True, dropout=0.0)[0] == "blocked"
-    assert resolve_backend("auto", cpu, in_logits=False, dropout=0.1)[0] == "blocked"
-    assert resolve_backend("auto", cpu, in_logits=False, dropout=0.0)[0] == "sdpa"
-    assert resolve_backend("auto", gpu, in_logits=True, dropout=0.1)[0] == "sdpa"
-    assert resolve_backend("eager", cpu, in_logits=True, dropout=0.1) == ("eager", "as asked for")

@@ -19,6 +19,7 @@ from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.cpu.heads import ComparedHeads, by_document, by_query
 from megatron_ddrp.model.attention.cpu.positions import BlockPositions
+from megatron_ddrp.model.attention.logits import sum_of_counted
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
 
 
@@ -68,7 +69,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attending: Attending, training: bool, query, key, value, *tensors):  # type: ignore[override]
         terms = attending.terms.with_tensors(tensors)
-        document_ids, heads, dropout, documents = attending[4:]
+        document_ids, heads, dropout, *_ = attending[4:]
         batch, num_heads, seq = query.shape[:3]
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -97,7 +98,7 @@ class _BlockedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, document_ids, heads, *tensors, *kept)
         ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
         ctx.logits_are_kept = len(heads) > 0
-        return context, by_document(products, similarity.document_mask(document_ids, documents))
+        return context, by_document(products, similarity.document_mask(document_ids, attending.num_documents))
 
     @staticmethod
     def backward(ctx, context_gradient, gram_gradient):  # type: ignore[override]
@@ -151,6 +152,6 @@ class _BlockedAttention(torch.autograd.Function):
 
 def blocked_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Compute attention as the other backends do, tile by tile."""
-    query, key, value, terms, _, heads, _, _ = attending
+    query, key, value, terms = attending[:4]
     context, gram = _BlockedAttention.apply(attending, torch.is_grad_enabled(), query, key, value, *terms.tensors)
-    return context, similarity.cosine_of_gram(gram) if len(heads) else None
+    return context, sum_of_counted(similarity.cosine_of_gram(gram), attending) if len(attending.heads) else None

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.logits import head_cosine
+from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -239,10 +239,11 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
     generator back, meets the same mask again.
     """
-    query, key, value, terms, _, _, dropout, _ = attending
+    attending, cosine = tapped_cosine(attending)
+    query, key, value, terms, _, _, dropout, *_ = attending
     reason = why_not_triton(query.device, query.dtype, dropout, query.shape[-1])
     if reason:
         raise ValueError(reason)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
     context = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
-    return context, head_cosine(attending)
+    return context, cosine
