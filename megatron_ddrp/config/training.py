@@ -86,6 +86,11 @@ class ParallelConfig:
     deepspeed_config: str | None = option(
         None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
     )
+    offload_optimizer: str = option(
+        "none",
+        "where ZeRO keeps the optimizer's state: cpu moves it, and the step, to host memory, where a GPU is too small",
+        choices=("none", "cpu"),
+    )
     checkpoint_activations: bool = option(
         False, "recompute each layer in the backward pass: less memory, a third slower"
     )
@@ -95,6 +100,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.offload_optimizer != "none" and self.zero_stage == 0:
+            refuse("--offload-optimizer cpu with --zero-stage 0: ZeRO moves the state, so use --zero-stage 1 or higher")
         if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
             refuse(
                 f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} with --zero-stage "

@@ -81,7 +81,7 @@ def held_now(engine: Any) -> Held:
     parameters = list(engine.module.parameters())
     weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
     zero = engine.optimizer
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [grad for p in parameters for grad in (p.grad, getattr(p, "grad_accum", None)) if grad is not None]
     for kept in ("averaged_gradients", "all_grad_tensors"):
         gradients += [part for parts in getattr(zero, kept, {}).values() for part in parts or []]
     if getattr(zero, "grad_partitions_flat_buffer", None) is not None:
