@@ -9,7 +9,7 @@ too, which has none under `--compile auto`: that is 1 to 3 % of its time.
 
     python benchmarks/gpu_cost.py                                      # the table of every combination, in minutes
     python benchmarks/gpu_cost.py --encodings ddrp --objectives mth --launches 40      # a layer's costliest launches
-    python benchmarks/gpu_cost.py --json new.json --compare benchmarks/gpu_cost_before.json --markdown
+    python benchmarks/gpu_cost.py --json benchmarks/gpu_cost.json --compare benchmarks/gpu_cost_before.json --write
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from arms import full_rows
 from counting import Counting, Launch, Totals
 from fake_gpu import fake_device, fake_tensors, gpu_kernels, on_device
 from measure import benchmark_parser
+from pages import write_table
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -112,7 +113,8 @@ def count(config: Config) -> Counting:
     model_config, rows = config.model, config.training.micro_batch_size
     objective = make_objective(config.objective)
     gpu = fake_device()
-    given = MicroBatch.of(full_rows(rows, model_config.seq_length), objective, config, 1, None).inputs
+    arrays = full_rows(rows, model_config.seq_length)
+    given = MicroBatch.of(arrays, objective, config, 1, torch.device("cpu")).inputs
     predicted = round(config.objective.mask_prob * model_config.seq_length)
     with fake_tensors(), Counting(rows, predicted) as counting, gpu_kernels():
         with counting.paused():
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     parser.add_argument("--compare", metavar="FILE", help="put these figures, from before, beside the new ones")
     parser.add_argument("--markdown", action="store_true", help="print the table alone")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md too")
     arguments = parser.parse_args()
     before = json.loads(Path(arguments.compare).read_text(encoding="utf-8"))["rows"] if arguments.compare else []
     rows = []
@@ -207,6 +210,8 @@ def main() -> None:
         head = json.dumps({"shape": shape, "torch": torch.__version__})[:-1]
         Path(arguments.json).write_text(f'{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
     print(table(rows, before))
+    if arguments.write:
+        write_table("benchmarks.md", "gpu-cost", str(table(rows, before)))
 
 
 def configurations(arguments: argparse.Namespace) -> list[Config]:

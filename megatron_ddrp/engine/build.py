@@ -6,14 +6,14 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ddrp.config import Config, OptimizerConfig, ParallelConfig, encoding_class
-from megatron_ddrp.engine.deepspeed_file import import_quietly, lay_over, offload_device, read_settings
+from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
+from megatron_ddrp.engine.deepspeed_file import adds_up_in_fp32, import_quietly, lay_over, read_settings
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
@@ -133,15 +133,6 @@ def deepspeed_settings(
     if parallel.zero_stage == 0:
         settings["gradient_clipping"] = 0.0  # `GradientClipping` does it
     return settings
-
-
-def adds_up_in_fp32(parallel: ParallelConfig, from_file: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed can add up bf16 gradients in fp32 in this layout.
-
-    Offloaded, its pipelines would leave out the tied weights' gradients of other stages.
-    """
-    offloads = parallel.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
-    return parallel.pipeline_model_parallel_size == 1 or not offloads
 
 
 @contextlib.contextmanager

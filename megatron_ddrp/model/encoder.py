@@ -23,7 +23,7 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 class SelfAttention(nn.Module):
     """Projections around the one attention. The number of heads here follows from the weights' shapes.
 
-    Tensor parallelism leaves some of a layer's heads here and overrides `enter`, `own_randomness` and `cosine_apart`.
+    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness` and `cosine_apart`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -37,9 +37,11 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states as the projections take them."""
-        return hidden
+    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        """Apply some of this layer's maps to hidden states: `[.., hidden]` → one tensor per map."""
+        sums_compiled = len(maps) == 3 and compiles(self.compile_setting, hidden.device)
+        sources = for_three(hidden) if sums_compiled else (hidden,) * len(maps)
+        return tuple(each(source) for each, source in zip(maps, sources, strict=True))
 
     def own_randomness(self) -> AbstractContextManager:
         """Return the context in which dropout draws for these heads."""
@@ -67,10 +69,7 @@ class SelfAttention(nn.Module):
         inputs = state.inputs
         demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
-        hidden = self.enter(hidden)
-        projections = (self.query, self.key, self.value)
-        sources = for_three(hidden) if compiles(self.compile_setting, hidden.device) else (hidden, hidden, hidden)
-        query, key, value = (self.split(project(x)) for project, x in zip(projections, sources, strict=True))
+        query, key, value = map(self.split, self.project(hidden, self.query, self.key, self.value))
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
@@ -85,7 +84,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them. Tensor parallelism overrides `enter`."""
+    """Two linear maps with an exact GELU between them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,15 +92,10 @@ class FeedForward(nn.Module):
         self.input = GeluLinear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states as the first map takes them."""
-        return hidden
-
     def forward(self, hidden: Tensor) -> Tensor:
-        entered = self.enter(hidden)
-        if type(self.input) is GeluLinear and compiles(self.compile_setting, hidden.device):
-            return self.output(self.input(entered, gelu=True))
-        return self.output(F.gelu(self.input(entered)))
+        if isinstance(self.input, GeluLinear) and compiles(self.compile_setting, hidden.device):
+            return self.output(self.input(hidden, gelu=True))
+        return self.output(F.gelu(self.input(hidden)))
 
 
 class EncoderLayer(nn.Module):
@@ -135,13 +129,13 @@ class EncoderLayer(nn.Module):
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
-        source = attention.enter(self._attention_input(state.hidden))
-        key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
+        source = self._attention_input(state.hidden)
+        key, value = map(attention.split, attention.project(source, attention.key, attention.value))
         rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
         key = rotate(key, state.inputs.batch.position_ids)
         for _ in range(times):
-            query = attention.split(attention.query(attention.enter(self._attention_input(queries))))
-            query = rotate(query, own_places)
+            (query,) = attention.project(self._attention_input(queries), attention.query)
+            query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
                 context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
@@ -151,8 +145,8 @@ class EncoderLayer(nn.Module):
     def logits(self, state: State) -> Tensor:
         """Return this layer's attention logits A before the padding mask, `[batch, heads, seq, seq]`, for analyses."""
         attention = self.attention
-        source = attention.enter(self._attention_input(state.hidden))
-        query, key = (attention.split(projection(source)) for projection in (attention.query, attention.key))
+        source = self._attention_input(state.hidden)
+        query, key = map(attention.split, attention.project(source, attention.query, attention.key))
         rotate = self.layer_position.rotate
         query, key = rotate(query, state.inputs.batch.position_ids), rotate(key, state.inputs.batch.position_ids)
         return attention_logits(query, key, self.terms(state))

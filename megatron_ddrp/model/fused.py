@@ -96,8 +96,12 @@ class GeluLinear(nn.Linear):
     def forward(self, x: Tensor, gelu: bool = False) -> Tensor:
         """Return the map of `x`, or GELU of it."""
         if not gelu:
-            return super().forward(x)
-        return run_compiled(bias_gelu, (F.linear(x, self.weight),), self.bias)
+            return self.product(x, self.bias)
+        return run_compiled(bias_gelu, (self.product(x, None),), self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the map of `x` with or without the bias. Tensor parallelism overrides this."""
+        return F.linear(x, self.weight, bias)
 
 
 class _ForThree(torch.autograd.Function):

@@ -40,7 +40,7 @@ class Device:
     half: float
     """TFLOP/s of bf16 or fp16 matrix products."""
     single: float
-    """TFLOP/s of fp32 ones."""
+    """TFLOP/s of fp32 ones without TF32."""
     bandwidth: float
     """TB/s of device memory."""
     memory: float
@@ -53,6 +53,12 @@ class Device:
     """Streaming multiprocessors."""
     is_recent: bool = True
     """Whether it has compute capability 8.0: bf16, attention in Triton and torch's flash kernel."""
+
+    def products(self, precision: str) -> float:
+        """Return the TFLOP/s of a run's matrix products: fp32 runs use TF32 where the device has it, half as fast."""
+        if precision != "fp32":
+            return self.half
+        return self.half / 2 if self.is_recent else self.single
 
     def attention(self, kernel: str, is_backward: bool) -> float:
         """Return the TFLOP/s of an attention kernel; its share of `half` is the same on every device."""
@@ -107,13 +113,13 @@ TRAFFIC = 60
 HEAD_TRAFFIC = 16
 """Passes over the fp32 logits of the predicted tokens."""
 
-BIAS_TRAFFIC, HCD_TRAFFIC = 20, 51
+BIAS_TRAFFIC, HCD_TRAFFIC = 16, 51
 """Passes over a dense bias `[batch, heads, seq, seq]`, and over HCD's fp32 logits of its heads, both without Triton."""
 
 TILE = 128
 """Rows and columns of a product's tile; one multiprocessor works on one tile."""
 
-LAUNCHES = 60
+LAUNCHES = 50
 """Launches per layer, forward and backward; those of small micro-batches take no less than `LAUNCH_SECONDS` each."""
 
 
@@ -122,7 +128,7 @@ class Estimate:
     """Estimated seconds of a step, by part."""
 
     compute: float
-    """Micro-batches: FLOP, memory traffic and recomputation."""
+    """Micro-batches: FLOP, memory traffic, recomputation."""
     tensor: float
     """All-reduces between tensor-parallel ranks."""
     pipeline: float
@@ -181,7 +187,7 @@ UPDATE_BYTES = 32
 
 def mfu(config: Config, seconds: float, world_size: int, device: Device) -> float:
     """Return the share of the devices' published peak that the model's FLOP of a step make up in so many seconds."""
-    peak = peak_tflops(device.name, config.training.precision, tf32=False)
+    peak = peak_tflops(device.name, config.training.precision, tf32=True)
     assert peak is not None, device.name
     tokens = config.training.global_batch_size * config.model.seq_length
     return flop_per_token(config).total * tokens / (world_size * peak * 1e12 * seconds)
@@ -197,7 +203,7 @@ def micro_batch_seconds(config: Config, device: Device) -> float:
     tokens = training.micro_batch_size * model.seq_length
     tiles = tokens / TILE * model.hidden_size / tensor / TILE
     busy = min(1.0, tiles / device.processors)
-    rate = (device.single if training.precision == "fp32" else device.half) * 1e12 * busy
+    rate = device.products(training.precision) * 1e12 * busy
     flop, kernel = flop_per_token(config), attention_kernel(config, device)
     share = _layers_per_stage(config) / model.num_layers
     products = (flop.linear + flop.tables) * share + flop.head + flop.mask_decoder + flop.generator * share

@@ -7,7 +7,16 @@ import dataclasses
 import pytest
 
 from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ddrp.run.cost import DEVICES, LAUNCHES, Estimate, estimate_step, mfu, micro_batch_seconds, why_not
+from megatron_ddrp.run.cost import (
+    DEVICES,
+    LAUNCH_SECONDS,
+    LAUNCHES,
+    Estimate,
+    estimate_step,
+    mfu,
+    micro_batch_seconds,
+    why_not,
+)
 from megatron_ddrp.run.flops import flop_per_token
 
 H100, V100 = DEVICES["h100"], DEVICES["v100"]
@@ -30,8 +39,16 @@ def test_products_bound_the_time_from_below() -> None:
 
 
 def test_small_micro_batches_are_bound_by_their_launches() -> None:
-    small = BASE.replace(training={"micro_batch_size": 1}, model={"seq_length": 8})
-    assert micro_batch_seconds(small, H100) == pytest.approx(12 * LAUNCHES * 2e-6)
+    fast = dataclasses.replace(H100, half=1e9, bandwidth=1e9)
+    assert micro_batch_seconds(BASE, fast) == pytest.approx(12 * LAUNCHES * LAUNCH_SECONDS)
+
+
+def test_products_of_few_tiles_leave_multiprocessors_idle() -> None:
+    """4 rows of base are 16 x 6 tiles for 132 multiprocessors, 32 rows are enough."""
+    rows = {
+        number: micro_batch_seconds(BASE.replace(training={"micro_batch_size": number}), H100) for number in (4, 32)
+    }
+    assert rows[4] > 1.1 * rows[32] / 8
 
 
 def test_more_work_takes_longer() -> None:
@@ -73,3 +90,10 @@ def test_gradients_between_hosts_take_the_hosts_link() -> None:
 def test_a_device_without_bf16_is_left_out() -> None:
     bf16 = BASE.replace(training={"fp16": False, "bf16": True})
     assert why_not(bf16, V100) and not why_not(bf16, H100) and not why_not(BASE, V100)
+
+
+def test_fp32_runs_take_tf32_where_there_is_some() -> None:
+    assert H100.products("fp32") == H100.half / 2 and V100.products("fp32") == V100.single
+    fp32 = BASE.replace(training={"fp16": False})
+    assert micro_batch_seconds(fp32, H100) > 1.5 * micro_batch_seconds(BASE, H100)
+    assert 0 < mfu(fp32, estimate_step(fp32, PARAMETERS, 8, V100).seconds, 8, V100) < 1

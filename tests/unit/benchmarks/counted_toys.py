@@ -7,6 +7,7 @@ A process of its own, since the device has to be registered before the first bac
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from counting import Counting
 from fake_gpu import fake_device, fake_tensors, gpu_kernels, on_device
+from gpu_cost import configurations, cost
 
 
 def counted(run: Callable[[Counting], object]) -> dict[str, Any]:
@@ -76,6 +78,14 @@ def attention(counting: Counting) -> None:
     F.scaled_dot_product_attention(query, key, value, dropout_p=0.1).sum().backward()
 
 
+def layers() -> dict[str, Any]:
+    """Return the counts of a layer of `ddrp` in Triton by objective, base at 32 x 512."""
+    words = {"encodings": ["ddrp"], "objectives": ["mlm", "mth"], "backends": ["triton"], "dropout": 0.1}
+    shape = {"layers": 12, "hidden": 768, "heads": 12, "seq": 512, "rows": 32}
+    rows = [cost(config).summary() for config in configurations(argparse.Namespace(**words, **shape))]
+    return {row["objective"]: row for row in rows}
+
+
 if __name__ == "__main__":
     toys = (two_layers, views_and_strides, waits, compiled, attention)
-    print(json.dumps({run.__name__: counted(run) for run in toys}))
+    print(json.dumps({run.__name__: counted(run) for run in toys} | {"layers": layers()}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-Toys = dict[str, dict[str, list[Any]]]
+Toys = dict[str, dict[str, Any]]
 BF16 = 2
 
 
@@ -62,3 +62,12 @@ def test_attention_counts_two_products_forward_and_five_backward(toys: Toys) -> 
     product = 2 * (2 * 3) * 16 * 16 * 8
     flop = [launch[2] for launch in toys["attention"]["launches"] if launch[3] == "attention"]
     assert flop == [2 * product, 5 * product]
+
+
+def test_a_layer_of_the_flagship_stays_lean(toys: Toys) -> None:
+    """At most 60 launches forward and backward; HCD adds at most 5 % of the bytes and 10 % of the launches; no wait."""
+    plain, flagship = toys["layers"]["mlm"], toys["layers"]["mth"]
+    assert sum(flagship["layer_launches"]) <= 60
+    assert sum(flagship["layer_launches"]) <= 1.1 * sum(plain["layer_launches"])
+    assert flagship["layer_bytes"] <= 1.05 * plain["layer_bytes"]
+    assert flagship["waits"] == 0

@@ -22,14 +22,15 @@ def scaling() -> ModuleType:
 
 @pytest.mark.parametrize("name", ["rates", "check", "base", "corpus"])
 def test_the_page_has_the_computed_tables(scaling: ModuleType, name: str) -> None:
-    written = scaling.block(scaling.PAGE.read_text(encoding="utf-8"), name)
+    written = sys.modules["pages"].written_table(scaling.DOCUMENT, name)
     assert written == scaling.BLOCKS[name](), "run python benchmarks/scaling.py"
 
 
 def test_no_layout_that_fits_is_faster(scaling: ModuleType) -> None:
-    device, most = scaling.DEVICES["v100"], scaling.USABLE * 32 * scaling.GIB
-    choice = scaling.best("base", "v100", 8)
+    layouts = sys.modules["layouts"]
+    device, most = scaling.DEVICES["v100"], layouts.USABLE * 32 * layouts.GIB
+    choice = layouts.best("base", "v100", 8)
     assert choice.memory <= most
-    for config in scaling.candidates("base", 8, device):
-        seconds = scaling.estimate_step(config, scaling.parameters("base"), 8, device).seconds
-        assert seconds >= choice.estimate.seconds or scaling.memory("base", config, 8) > most, config.parallel
+    for config in layouts.candidates("base", 8, device):
+        seconds = layouts.estimate_step(config, layouts.parameters("base"), 8, device).seconds
+        assert seconds >= choice.estimate.seconds or layouts.memory("base", config, 8) > most, config.parallel
