@@ -18,10 +18,10 @@ STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint test check endurance
+.PHONY: help setup quickstart lint test check endurance gpu-report
 
 help: ## list these commands
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo "  variables:      TORCH='$(TORCH)'  PYTHON=$(PYTHON)  OUT=$(OUT)  CORPUS=FILE.jsonl"
 
 setup: $(STAMP) ## make .venv with all that the other commands need; nothing to do when it is current
@@ -55,3 +55,6 @@ endurance: $(STAMP) ## hours: fifty kills, a thousand damaged files, every layou
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.damage --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write
+
+gpu-report: $(STAMP) ## on a machine with a CUDA device, about 20 minutes: tests and times in gpu-report.md and .json, to send in
+	@$(BIN)/python benchmarks/gpu_report.py

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig, encoding_class
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import backend_function, resolve_backend
 from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.similarity import token_cosine
-from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.model.stages import Draws, Inputs, layout_of
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.host_memory import keep_freed_memory
 
@@ -166,8 +166,9 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
     encoding, dropout = config.position_encoding, config.attention_dropout
     module = encoding_class(encoding)(config).to(DEVICE)
     layer_part = module.layer_part(config).to(DEVICE)
-    name, _ = resolve_backend("auto", DEVICE, module.in_logits, dropout)
-    batch = on_device(arrays)
+    batch, layout = on_device(arrays), layout_of(arrays)
+    demand = Demand(DEVICE, torch.get_default_dtype(), dropout, HIDDEN // HEADS)
+    name, _ = resolve_backend("auto", demand, module.in_logits, layout.full)
     shape = (*batch.document_ids.shape, HEADS, HIDDEN // HEADS)
     query, key, value, gradient = (torch.randn(shape, device=DEVICE).transpose(1, 2) for _ in range(4))
     inputs = [x.requires_grad_() for x in (query, key, value)]
@@ -179,7 +180,7 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
 
         def run() -> None:
             terms = module.terms(config, layer_part(tensors))
-            attending = Attending(query, key, value, terms, batch.document_ids, chosen, dropout, counted)
+            attending = Attending(query, key, value, terms, batch.document_ids, chosen, dropout, counted, layout)
             context, cosine = backend_function(name)(attending)
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine / counted.numel()).backward()
@@ -215,7 +216,7 @@ def mask_decoder(config: ModelConfig, arrays: Batch) -> Step:
     assert isinstance(decoding, DecodingStage)
     batch = on_device(arrays)
     with torch.no_grad():
-        state = run_stages(first, Inputs(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
+        state = run_stages(first, Inputs.of(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
     hidden = state.hidden.requires_grad_()
     position = tuple(x.requires_grad_() for x in state.position)
 

@@ -106,7 +106,7 @@ def electra_arms(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
     whole = build_model(config, objective=ELECTRA).to(DEVICE)
     generator, discriminator = (Alone(config, generates).to(DEVICE) for generates in (True, False))
     targets = (torch.rand(batch.labels.shape, device=DEVICE) < 0.12).long()
-    masked, judged = Inputs(batch, none), Inputs(batch._replace(labels=targets), none)
+    masked, judged = Inputs.of(batch, none), Inputs.of(batch._replace(labels=targets), none)
     return {
         "generator": training_step(generator, lambda: generator(masked) / 600),
         "discriminator": training_step(discriminator, lambda: discriminator(judged) * 50 / 4096),

@@ -14,12 +14,13 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
-from megatron_ddrp.engine.build import precision_fault
+from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.run.cost import DEVICES, estimate_step, mfu, why_not
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 
 GIB = 2**30
@@ -81,6 +82,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         "zero_stage": parallel.zero_stage,
         "micro_batches_per_step": micro_batches,
         "train_iters": training.train_iters,
+        "estimates": estimates(config, parameters, world_size),
         **data.facts,
     }
     if device_memory is not None:
@@ -88,9 +90,38 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     fault = precision_fault(training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if fault:
         print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
-    lines = (*settings(config), *summary(config, facts), *memory_table(needs, parallel.zero_stage), *data.lines)
+    needed = memory_table(needs, parallel.zero_stage)
+    lines = (*settings(config), *summary(config, facts), *needed, *estimate_table(facts), *data.lines)
     print("\n".join(lines))
     print(json.dumps(facts))
+
+
+def estimates(config: Config, parameters: int, world_size: int) -> dict[str, dict[str, float]]:
+    """Return the estimated step of each device of `megatron_ddrp/run/cost.py` that can serve; nothing was measured."""
+    found = {}
+    for name, device in DEVICES.items():
+        if why_not(config, device) is None:
+            seconds = estimate_step(config, parameters, world_size, device).seconds
+            hours = seconds * config.training.train_iters / 3600
+            share = mfu(config, seconds, world_size, device)
+            found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "memory_gib": device.memory}
+    return found
+
+
+def estimate_table(facts: dict[str, Any]) -> list[str]:
+    """Return lines of the estimates: one row per kind of GPU."""
+    rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB there"]]
+    needed = f"{facts['memory_per_rank_bytes'] / GIB:,.1f}"
+    for name, estimate in facts["estimates"].items():
+        figures = (f"{estimate['step_seconds']:.3f}", f"{100 * estimate['mfu']:.0f} %", f"{estimate['hours']:,.0f}")
+        rows.append([name.upper(), *figures, needed, f"{estimate['memory_gib']:g}"])
+    return ["estimated, not measured (docs/scaling.md says how):", *columns(rows)]
+
+
+def columns(rows: list[list[str]]) -> list[str]:
+    """Return rows of cells as indented lines, aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def open_data(config: Config) -> tuple[Config, DataFacts]:
@@ -181,10 +212,9 @@ def memory_table(needs: dict[int, Memory], chosen: int) -> list[str]:
     for stage, memory in needs.items():
         sizes = [*(getattr(memory, name) for name in names), memory.total]
         rows.append([f"{stage} *" if stage == chosen else f"{stage}  ", *(f"{size / 2**20:,.0f}" for size in sizes)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     on_host = needs[chosen].on_host
     host = f"; in host memory {on_host / 2**20:,.0f}" if on_host else ""
     return [
         f"memory of the rank that needs the most, MiB (* this run{host}):",
-        *("  " + "  ".join(map(str.rjust, row, widths)) for row in rows),
+        *columns(rows),
     ]

@@ -4,8 +4,11 @@ Weights, gradients and optimizer state are counted as DeepSpeed lays them out (R
 
     ZeRO 0   all of them on every data-parallel rank
     ZeRO 1   the optimizer's fp32 copy of the weights and Adam's two moments are cut, in fp32 training too
-    ZeRO 2   and the gradients; a parameter that lies across a cut keeps its whole gradient on both sides
+    ZeRO 2   and the gradients; added up in their own type, a parameter that lies across a cut keeps its whole
+             gradient on both sides
     ZeRO 3   and the weights, but for small ones (`param_persistence_threshold`), which stay whole beside their parts
+
+Under bf16 gradients are added up in fp32: 4 bytes per parameter where 16-bit sums would take 2.
 
 Activations are an estimate: they depend on the attention backend, on padding and on torch.
 """
@@ -100,23 +103,29 @@ def _width(layer: nn.Module) -> int:
 
 
 def memory_of_rank(
-    part: Part, config: Config, stage: int, zero: Mapping[str, Any], data_rank: int, data_size: int, notes: int = 0
+    part: Part, config: Config, stage: int, settings: Mapping[str, Any], data_rank: int, data_size: int, notes: int = 0
 ) -> Memory:
     """Return the memory of data-parallel rank `data_rank` of the `data_size` ranks that hold `part`.
 
-    `zero` are DeepSpeed's `zero_optimization` settings but for their stage; `notes` are the bytes of the dictionary.
+    `settings` are DeepSpeed's, whose stage is not looked at; `notes` are the bytes of the dictionary.
     """
+    zero = settings["zero_optimization"]
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
+    sums = FP32 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     weights = gradients = pieces = sum(part.sizes)
     master_and_moments = FP32 * (ADAM_MOMENTS + 1)
-    bucket = int(zero["reduce_bucket_size"])
+    bucket, in_turn = int(zero["reduce_bucket_size"]), 2 if zero["overlap_comm"] else 1
+    converted = sums * bucket if sums != width else 0  # a bucket of 16-bit gradients, to be reduced in fp32
     if stage == 0:
         optimizer, buffers = FP32 * ADAM_MOMENTS * weights, 0
     elif stage < 3:
         flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
-        weights, buffers = sum(flat), bucket
+        weights = sum(flat)
+        buffers = sums * bucket * in_turn if stage == 1 else width * bucket * in_turn + converted
         optimizer = master_and_moments * sum(flat) // data_size
-        if stage == 2:
+        if stage == 2 and sums != width:
+            gradients = sum(flat) // data_size
+        elif stage == 2:
             cuts = zip(part.groups, flat, strict=True)
             gradients = sum(_touched(sizes, data_rank, length // data_size) for sizes, length in cuts)
     else:
@@ -125,12 +134,12 @@ def memory_of_rank(
         weights = pieces + sum(size for size in part.sizes if size <= persistent)
         gradients, optimizer = pieces, master_and_moments * pieces
         ahead = min(int(zero.get("stage3_prefetch_bucket_size", PREFETCHED)), sum(part.sizes))
-        buffers = bucket + ahead + max(part.sizes)
+        buffers = width * (bucket + ahead + max(part.sizes)) + converted
     on_host = optimizer if stage and offload_device(zero) != "none" else 0
     activations = activation_bytes(part, config, width)
     weights_on_host = pieces if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
-    states = (width * (weights - weights_on_host), width * gradients, optimizer - on_host)
-    return Memory(*states, activations, width * buffers, on_host + width * weights_on_host + notes)
+    states = (width * (weights - weights_on_host), sums * gradients, optimizer - on_host)
+    return Memory(*states, activations, buffers, on_host + width * weights_on_host + notes)
 
 
 def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
@@ -169,19 +178,20 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
 
 
 def by_zero_stage(
-    model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0
+    model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0, device_type: str = "cuda"
 ) -> dict[int, list[Memory]]:
     """Return every rank's memory at each ZeRO stage that the other settings allow; `notes` as in `memory_of_rank`.
 
-    In the order of ranks, but once for all tensor-parallel neighbours, which need the same.
+    In the order of ranks, but once for all tensor-parallel neighbours, which need the same. `device_type` decides the
+    size of buckets.
     """
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
     stages = range(config.training.precision != "fp32", 2 if has_pipeline else 4)
     parts = cut_up(model, config, micro_batches)
-    settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes)) for part in parts]
+    settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes), device_type) for part in parts]
     return {
         stage: [
-            memory_of_rank(part, config, stage, of_part["zero_optimization"], data_rank, data_size, notes)
+            memory_of_rank(part, config, stage, of_part, data_rank, data_size, notes)
             for part, of_part in zip(parts, settings, strict=True)
             for data_rank in range(data_size)
         ]

@@ -5,104 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_ddrp.checkpoint import last_name, newest, read_state, refuse_folders
-from megatron_ddrp.checkpoint.note_files import load_notes, note_tensors
-from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.checkpoint import newest, read_state, refuse_folders
+from megatron_ddrp.checkpoint.note_files import load_notes
+from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus, verify_data
-from megatron_ddrp.data.batches.loader import BatchLoader, iterate
-from megatron_ddrp.engine.build import build_engine, precision_fault
-from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint, save_checkpoint
+from megatron_ddrp.data.batches.loader import BatchLoader
+from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
-from megatron_ddrp.engine.nonfinite import FiniteSteps
-from megatron_ddrp.engine.step import StepResult, evaluate
+from megatron_ddrp.engine.precision import allow_tf32, precision_remarks
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
-    WRONG_ARGUMENTS,
-    UserError,
-    agreed_by_all,
     allocations_as_user_errors,
-    refusals_as_user_errors,
 )
+from megatron_ddrp.loop import Run
 from megatron_ddrp.model import Encoder, build_model, count_parameters
-from megatron_ddrp.model.attention.backends import refusal, resolve_backend
-from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
-from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host, largest_over_ranks
+from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host
 from megatron_ddrp.run import stopping
+from megatron_ddrp.run.device import check_device, choices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
-from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, check_writers, progress_line, similarities, terms
+from megatron_ddrp.run.log import MetricsLog, check_writers
 from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
-
-
-@dataclass(frozen=True)
-class Run:
-    """One rank's running training, as its steps, validations and checkpoints share it."""
-
-    config: Config
-    ranks: Ranks
-    engine: Any
-    log: MetricsLog
-    home: RunFolder | None
-    """The `--save` folder; rank 0 alone has one."""
-    notes: NoteDictionary | None
-
-    def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
-        """Log the first step, every `--log-interval`-th and the last."""
-        if progress.iteration != 1 and not due(progress.iteration, self.config.logging.log_interval, self.config):
-            return
-        row = {
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
-            **result.losses(self.config),
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
-            **clock.read(),
-        }
-        self.log.write(row)
-        labels = make_objective(self.config.objective).labels
-        self.log.say(progress_line(row, labels, self.config.training.train_iters, clock.eta(progress.iteration)))
-
-    def validate(self, loader: BatchLoader, progress: Progress) -> None:
-        """Log the losses on the same held-out samples with the same masks each time."""
-        config = self.config
-        steps = min(config.logging.eval_iters, max(1, len(loader.samples) // config.training.global_batch_size))
-        losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
-        self.log.write({"iteration": progress.iteration, **losses})
-        labels = make_objective(config.objective).labels
-        line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
-        self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
-
-    def save(self, folder: Path, progress: Progress, must: bool) -> None:
-        """Save a checkpoint. Where that fails and it need not be, say so and continue: the earlier ones are whole."""
-        notes = {} if self.notes is None else note_tensors(self.notes)
-        try:
-            agree(self._restore)
-            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes)
-            self.log.say(f"saved {saved}")
-        except UserError as error:
-            line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
-            if must:
-                raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
-            self.log.say(f"{line}; going on")
-
-    def _restore(self) -> None:
-        """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
-        if self.home is None:
-            return
-        with refusals_as_user_errors(self.home.path):
-            written = [*self.home.restore(), *self.log.restore()]
-        if written:
-            self.log.say(f"{self.home.path} lacked {', '.join(written)}: written again")
 
 
 def train(config: Config) -> int:
@@ -116,7 +47,8 @@ def train(config: Config) -> int:
         torch.set_num_threads(config.training.num_threads)
     if ranks.device.type == "cpu":
         keep_freed_memory()
-    agree(lambda: check_device(config, ranks))
+    allow_tf32(config, ranks.device)
+    agree(lambda: check_device(config, ranks.device))
     folder, load = (Path(name) if name else None for name in (config.checkpoint.save, config.checkpoint.load))
     agree(lambda: refuse_folders(folder, load))
     verified = verify_data(config, is_first_on_host(), agree)
@@ -139,32 +71,13 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        remarks = remarks_of_ranks((*verified, *corpus.remarks, *(home.remarks if home else ())))
+        own = (*verified, *corpus.remarks, *(home.remarks if home else ()), *precision_remarks(config, ranks.device))
+        remarks = remarks_of_ranks(own)
         for line in (*remarks, introduction(config, ranks, corpus, loader, sizes), *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
-        run = Run(config, ranks, engine, log, home, notes)
-        clock = Clock(progress.iteration, config.training.train_iters)
-        unsaved = UnsavedWork(config)
-        steps = FiniteSteps(engine, config, ranks, log.say, notes)
-        to_do = config.training.train_iters - progress.iteration
-        request = 0
-        for micro_batches in iterate(loader, progress.consumed_samples, to_do):
-            result = steps.take(micro_batches, progress.iteration + 1)
-            progress = advance(progress, result, config)
-            clock.count(result.counts["tokens"])
-            run.log_step(result, progress, clock)
-            unsaved.warn_once(progress.iteration, log.say)
-            if validation and due(progress.iteration, config.logging.eval_interval, config):
-                run.validate(validation, progress)
-                clock.pause()
-            request = largest_over_ranks(requests.code, ranks.device)
-            stops = progress.iteration == config.training.train_iters or exits(progress.iteration, config) or request
-            if folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                run.save(folder, progress, must=bool(stops))
-                clock.pause()
-            if stops:
-                break
+        run = Run(config, ranks, engine, log, folder, home, notes)
+        progress, request = run.steps(loader, validation, progress, requests)
         code = ASKED_TO_STOP if request and progress.iteration < config.training.train_iters else 0
         if code:
             saved = "" if folder else "; nothing is saved without --save"
@@ -195,18 +108,6 @@ def allocate_model(config: Config) -> Encoder:
         return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
 
 
-def check_device(config: Config, ranks: Ranks) -> None:
-    """Refuse a precision or an attention backend that this rank's device does not have, before anything is read."""
-    fault = precision_fault(config.training.precision, ranks.device)
-    if fault:
-        raise UserError(f"--{config.training.precision}: {fault}", WRONG_ARGUMENTS)
-    model, dtypes = config.model, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    dtype = dtypes[config.training.precision]
-    reason = refusal(model.attention_backend, ranks.device, dtype, model.attention_dropout, model.head_dim)
-    if reason:
-        raise UserError(f"--attention-backend {model.attention_backend}: {reason}", WRONG_ARGUMENTS)
-
-
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
     """Return the corpus, the training loader and, if the run validates, the validation loader."""
     check_writers(config)
@@ -215,27 +116,6 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
     training = corpus.loader("train", ranks.data_rank, ranks.data_size)
     wants_validation = config.logging.eval_interval > 0 and config.logging.eval_iters > 0
     return corpus, training, corpus.loader("valid", ranks.data_rank, ranks.data_size) if wants_validation else None
-
-
-def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
-    """Return the progress after a step."""
-    return replace(
-        progress,
-        iteration=progress.iteration + 1,
-        consumed_samples=progress.consumed_samples + config.training.global_batch_size,
-        consumed_tokens=progress.consumed_tokens + result.counts["tokens"],
-    )
-
-
-def due(iteration: int, interval: int, config: Config) -> bool:
-    """Return whether something done every `interval` steps and at the last one is due."""
-    return iteration % interval == 0 or iteration == config.training.train_iters
-
-
-def exits(iteration: int, config: Config) -> bool:
-    """Return whether `--exit-interval` ends the run here."""
-    interval = config.checkpoint.exit_interval
-    return interval is not None and iteration % interval == 0
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
@@ -256,14 +136,10 @@ def about(notes: NoteDictionary | None, corpus: Corpus) -> list[str]:
 def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
     """Return three lines about the run, and one more per corpus of a blend; `sizes` as of `count_parameters`."""
     parameters, position_parameters = sizes
-    encoding = encoding_class(config.model.position_encoding)
-    backend, why = resolve_backend(
-        config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
-    )
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
-        f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
+        f"({position_parameters:,} of positions), {choices(config, ranks.device)}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
         f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "

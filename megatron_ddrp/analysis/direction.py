@@ -26,7 +26,7 @@ def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
     """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`; padding's rows and columns are 0."""
     allowed = allowed_pairs(batch.document_ids)
     nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
-    state = model.embeddings(Inputs(batch, nothing))
+    state = model.embeddings(Inputs.of(batch, nothing))
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
         logits = layer.logits(state)

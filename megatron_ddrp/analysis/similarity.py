@@ -60,7 +60,7 @@ def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
     config, device = model.config, batch.document_ids.device
     all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
     token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]
-    state = model.embeddings(Inputs(batch, Draws(token_mask, all_heads)))
+    state = model.embeddings(Inputs.of(batch, Draws(token_mask, all_heads)))
     by_layer = []
     for layer in model.layers:
         state = layer(state)

@@ -46,6 +46,12 @@ class LoggingConfig:
     log_similarity: bool = option(
         False, "at each validation also f(S) and f(H) (eq. 15, 16): how alike the tokens are, and the heads of a layer"
     )
+    peak_tflops: float | None = option(
+        None,
+        "dense TFLOP/s of a device in the run's precision, for the share of it that is used, MFU (default: the "
+        "maker's for GPUs that the program knows; else no MFU is shown)",
+        within="(0, inf)",
+    )
     wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")
 
     def __post_init__(self) -> None:

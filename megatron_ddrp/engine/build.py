@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
-from megatron_ddrp.engine.deepspeed_file import import_quietly, lay_over, offload_device, read_settings
+from megatron_ddrp.engine.deepspeed_file import adds_up_in_fp32, import_quietly, lay_over, read_settings
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
@@ -20,6 +23,9 @@ from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
 """Bounds, in elements, of what DeepSpeed reduces or gathers at once; the second is DeepSpeed's own default."""
+
+OVERLAPPED_BUCKET = 32_000_000
+"""Largest bucket, in elements, that is reduced while the backward pass goes on: a token embedding 1,024 wide fits."""
 
 
 def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
@@ -41,37 +47,21 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     has_pipeline = ranks.pipeline_size > 1
     module = build_pipeline(model, config, ranks) if has_pipeline else model
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
-    settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters)
-    steps_on = torch.device("cpu") if offload_device(settings["zero_optimization"]) != "none" else ranks.device
-    optimizer = build_optimizer(module, config.optimizer, steps_on, config.model.position_encoding)
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=optimizer,
-        config=settings,
-        mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
-        dist_init_required=False,
-    )
+    settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters, ranks.device.type)
+    optimizer = build_optimizer(module, config.optimizer, config.model.position_encoding)
+    with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # it prints its memory
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=settings,
+            mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
+            dist_init_required=False,
+        )
     engine.own_clipping = None
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)
         optimizer.register_step_pre_hook(engine.own_clipping)
     return engine
-
-
-def precision_fault(precision: str, device: torch.device) -> str | None:
-    """Return why a device cannot train in "fp32", "bf16" or "fp16"; None where it can."""
-    if precision == "fp16" and device.type == "cpu":
-        import_quietly()
-        from deepspeed.accelerator import get_accelerator
-
-        if not get_accelerator().is_fp16_supported():
-            return "there is no GPU here, and this CPU does not compute in float16: use --bf16, or neither for float32"
-    if precision == "bf16" and device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):  # torch.cuda.is_bf16_supported() counts emulation as support
-            name, (major, minor) = torch.cuda.get_device_name(device), capability
-            return f"{name} has compute capability {major}.{minor} and only emulates bfloat16 (8.0 has it): use --fp16"
-    return None
 
 
 def quiet_deepspeed() -> None:
@@ -81,13 +71,10 @@ def quiet_deepspeed() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, device: torch.device, encoding: str
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) -> torch.optim.Optimizer:
     """Return AdamW over the parameters that are trained; `decays` says which of them decay.
 
-    apex's fused kernel is used where importable and `device`, on which the optimizer steps, is a GPU. `encoding` is a
-    name in `config.registry.ENCODINGS`.
+    `encoding` is a name in `config.registry.ENCODINGS`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
     groups = [
@@ -95,13 +82,6 @@ def build_optimizer(
         {"params": [p for name, p in named if not decays(name, encoding)], "weight_decay": 0.0},
     ]
     betas = (config.adam_beta1, config.adam_beta2)
-    if device.type == "cuda":
-        try:
-            from apex.optimizers import FusedAdam
-        except ImportError:
-            pass
-        else:
-            return FusedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
@@ -111,33 +91,70 @@ def decays(parameter_name: str, position_encoding: str) -> bool:
     return not (parameter_name.endswith((".bias", *gains)) or "norm." in parameter_name)
 
 
-def deepspeed_settings(config: Config, num_micro_batches: int, data_size: int, num_parameters: int) -> dict[str, Any]:
-    """The flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it; `data_size` data-parallel ranks.
+def deepspeed_settings(
+    config: Config, num_micro_batches: int, data_size: int, num_parameters: int, device_type: str
+) -> dict[str, Any]:
+    """Return the flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it.
 
-    `num_parameters` are those of a rank. DeepSpeed sets aside a whole bucket, however small the model: it is made no
-    larger than the model.
+    `num_parameters` are those of a rank, `data_size` its data-parallel ranks. DeepSpeed sets aside a whole bucket,
+    however small the model: it is made no larger than the model. GPUs reduce smaller buckets, two of them in turn,
+    while the backward pass goes on; CPUs would do both on the same cores, and DeepSpeed's pipelines cannot.
     """
+    parallel, training = config.parallel, config.training
     bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, num_parameters + num_parameters % 2))  # DeepSpeed wants it even
+    overlaps = device_type != "cpu" and parallel.pipeline_model_parallel_size == 1
+    zero: dict[str, Any] = {
+        "stage": parallel.zero_stage,
+        "overlap_comm": overlaps or parallel.zero_stage == 3,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": min(bucket, OVERLAPPED_BUCKET) if overlaps else bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if parallel.offload_optimizer != "none":
+        zero["offload_optimizer"] = {"device": parallel.offload_optimizer}
     settings: dict[str, Any] = {
-        "train_batch_size": config.training.micro_batch_size * num_micro_batches * data_size,
-        "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+        "train_batch_size": training.micro_batch_size * num_micro_batches * data_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": config.optimizer.clip_grad,
-        "zero_optimization": {
-            "stage": config.parallel.zero_stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        },
-        "bf16": {"enabled": config.training.bf16},
-        "fp16": {"enabled": config.training.fp16},
+        "zero_optimization": zero,
+        "bf16": {"enabled": training.bf16, "immediate_grad_update": True},
+        "fp16": {"enabled": training.fp16},
         "zero_allow_untested_optimizer": True,
         # torch's fused AdamW steps offloaded state: DeepSpeed's would be compiled first, and differ in rounding.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    if config.parallel.deepspeed_config:
-        settings = lay_over(settings, read_settings(config.parallel), config.parallel.deepspeed_config)
-    if config.parallel.zero_stage == 0:
+    from_file = read_settings(parallel)
+    if training.bf16 and adds_up_in_fp32(parallel, from_file):
+        settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
+    if parallel.zero_stage == 0:
         settings["gradient_clipping"] = 0.0  # `GradientClipping` does it
     return settings
+
+
+@contextlib.contextmanager
+def overlapped_accumulation(has_pipeline: bool) -> Iterator[None]:
+    """Have DeepSpeed's ZeRO optimizer sum bf16 gradients in fp32 at stage 1, as it does under offload.
+
+    Otherwise DeepSpeed takes its `BF16_Optimizer`, which reduces all gradients after the last backward pass, in one
+    go, and keeps both copies of them. Its pipelines, which overlap nothing, need that one for tied weights.
+    """
+    if has_pipeline:
+        yield
+        return
+    from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
+
+    choose = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def choose_zero(engine: Any, optimizer: Any) -> Any:
+        chosen = choose(engine, optimizer)
+        return ZERO_OPTIMIZATION if chosen == BFLOAT16 else chosen
+
+    DeepSpeedEngine._do_optimizer_sanity_check = choose_zero
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = choose

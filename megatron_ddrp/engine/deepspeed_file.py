@@ -25,6 +25,7 @@ RESERVED_SETTINGS = {
     "bf16.enabled": "--bf16",
     "fp16.enabled": "--fp16",
     "zero_optimization.stage": "--zero-stage",
+    "zero_optimization.offload_optimizer.device": "--offload-optimizer",
 }
 """DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
 
@@ -63,6 +64,9 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         _refuse(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
     if loaded.get("zero_force_ds_cpu_optimizer") is True:
         _refuse(path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out")
+    sums = loaded.get("data_types")
+    if isinstance(sums, dict) and sums.get("grad_accum_dtype") == "fp32" and not adds_up_in_fp32(config, loaded):
+        _refuse(path, "data_types.grad_accum_dtype: an offloaded pipeline would lose gradients in fp32; leave it out")
     for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         if offload_device(loaded.get("zero_optimization"), name) != "none" and config.zero_stage not in stages:
             allowed = " or ".join(map(str, stages))
@@ -74,6 +78,15 @@ def offload_device(zero: Mapping[str, Any] | None, name: str = "offload_optimize
     """Return where `zero_optimization` puts the optimizer's state, or parameters: "none", "cpu" or "nvme"."""
     section = zero.get(name) if isinstance(zero, Mapping) else None
     return section.get("device", "none") if isinstance(section, Mapping) else "none"
+
+
+def adds_up_in_fp32(config: ParallelConfig, from_file: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed can add up bf16 gradients in fp32 in this layout.
+
+    Offloaded, its pipelines would leave out the tied weights' gradients of other stages.
+    """
+    offloads = config.offload_optimizer != "none" or offload_device(from_file.get("zero_optimization")) != "none"
+    return config.pipeline_model_parallel_size == 1 or not offloads
 
 
 def import_quietly() -> None:

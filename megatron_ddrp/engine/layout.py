@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 from typing import Any
 
 import torch
@@ -119,28 +118,28 @@ class GradientClipping:
     """Clips to the norm over all ranks, before a step of the optimizer; `norm` is that of the last step.
 
     For fp32 at ZeRO 0, where DeepSpeed gives no norm and forgets all but the first stage of a pipeline. A norm that is
-    not finite leaves the optimizer nothing to do.
+    not finite makes torch's fused AdamW change nothing, as ZeRO's own steps do. All of it happens on the device.
+
+    Attributes:
+        norm: of the last step, before clipping; a scalar on the device.
     """
 
     def __init__(self, module: nn.Module, largest: float, ranks: Ranks) -> None:
         """`largest` 0 clips nothing."""
         self.parameters = list(module.parameters())
         self.largest, self.ranks = largest, ranks
-        self.norm = 0.0
+        self.norm = torch.zeros(())
 
-    def __call__(self, *_step: Any) -> None:
+    def __call__(self, optimizer: Any, *_step: Any) -> None:
         counted = [p.grad for p in self.parameters if p.grad is not None and self._counts(p)]
-        square = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
+        square = torch.stack(torch._foreach_norm(counted)).float().square().sum()
         if self.ranks.model_group is not None:
             sum_over_ranks(square, self.ranks.model_group)
-        self.norm = float(square.sqrt())
-        if not math.isfinite(self.norm):
-            for parameter in self.parameters:
-                parameter.grad = None  # so that the step changes nothing, as ZeRO's own steps do
-        elif 0 < self.largest < self.norm:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.largest / (self.norm + 1e-6))
+        self.norm = square.sqrt()
+        optimizer.found_inf = (~self.norm.isfinite()).float()
+        if self.largest > 0:
+            factor = torch.where(self.norm > self.largest, self.largest / (self.norm + 1e-6), 1.0)
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Each parameter once: a part of one wherever it is, a whole one on the first rank that has it."""

@@ -4,23 +4,49 @@ DeepSpeed leaves parameters and optimizer alone when the global gradient norm is
 ZeRO 0 and makes the gradients of a loss that is not finite so as well. The norm is equal on all ranks, so each of them
 knows. Such a step is taken a second time under watch: a passing fault is gone then, any other is named. fp16's own
 overflows, which lower its loss scale, are not counted.
+
+Reading the norm waits for the GPU, so it is read once the next step was launched. A step that was not finite is then
+tried again after the next one: its gradients are those of weights that are one update older than they would have been
+without the wait, and the two updates change places. No weight is lost and no step is left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.optimizer_state import get_loss_scaler, set_loss_scaler
 from megatron_ddrp.engine.step import StepResult, train_step
 from megatron_ddrp.errors import agreed_by_all
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_objects
 from megatron_ddrp.parallel.sharding import local_parameters, whole_name
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device may still be busy with."""
+
+    micro_batches: list[MicroBatch]
+    step: int
+    scaler: dict[str, float] | None
+    """State of fp16's loss scale before the step."""
+    result: StepResult
+
+
+def reads_late(config: Config, ranks: Ranks) -> bool:
+    """Return whether a step's numbers are read after the next step was launched.
+
+    Not on CPUs, which nothing waits for; not in fp16, whose next loss scale depends on them; not with notes, which the
+    next step reads.
+    """
+    return ranks.device.type != "cpu" and not config.training.fp16 and not config.objective.notes
 
 
 class FiniteSteps:
@@ -32,19 +58,23 @@ class FiniteSteps:
         self.engine, self.config, self.ranks, self.say, self.notes = engine, config, ranks, say, notes
         self.skipped = 0
 
-    def take(self, micro_batches: list[Any], step: int) -> StepResult:
-        """Take a step, a second time where it was not finite.
+    def launch(self, micro_batches: list[MicroBatch], step: int) -> Launched:
+        """Take a step, whose numbers `finish` reads."""
+        scaler = get_loss_scaler(self.engine)
+        return Launched(micro_batches, step, scaler, self._try(micro_batches, step))
+
+    def finish(self, launched: Launched) -> StepResult:
+        """Return the result of a step, which is taken a second time where it was not finite.
 
         Raises `UserError` after `--max-skipped-steps` skipped steps in a row.
         """
-        scaler = get_loss_scaler(self.engine)
-        result = self._try(micro_batches, step)
+        step, result = launched.step, launched.result
         if math.isfinite(result.grad_norm):
             self.skipped = 0
-        elif not self._is_overflow(result, scaler):
-            set_loss_scaler(self.engine, scaler)
+        elif not self._is_overflow(result, launched.scaler):
+            set_loss_scaler(self.engine, launched.scaler)
             with Watch(self.engine.module) as watch:
-                result = self._try(micro_batches, step)
+                result = self._try(launched.micro_batches, step)
             where, rank = _first(gather_objects((watch.found, self.ranks.pipeline_rank, watch.looked)))
             self._tell(step, math.isfinite(result.grad_norm), f"{where} on rank {rank} is the first that is not finite")
         return result
@@ -63,7 +93,7 @@ class FiniteSteps:
                 "last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
             )
 
-    def _try(self, micro_batches: list[Any], step: int) -> StepResult:
+    def _try(self, micro_batches: list[MicroBatch], step: int) -> StepResult:
         return train_step(self.engine, micro_batches, self.config, self.ranks, step, self.notes)
 
     def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:

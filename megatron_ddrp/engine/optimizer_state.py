@@ -137,23 +137,15 @@ def _states(engine: Any) -> Iterator[dict[str, Any]]:
     return (state for state in _inner_optimizer(engine).state.values() if MOMENTS[0] in state)
 
 
-def _groups(engine: Any) -> list[dict[str, Any]]:
-    return [group for group in engine.optimizer.param_groups if "step" in group]  # where apex counts
-
-
 def get_step(engine: Any) -> int:
     """Return the steps that Adam has taken; skipped ones do not count."""
-    counts = [state["step"] for state in _states(engine) if "step" in state] + [g["step"] for g in _groups(engine)]
-    return int(counts[0]) if counts else 0
+    return next((int(state["step"]) for state in _states(engine)), 0)
 
 
 def set_step(engine: Any, step: int) -> None:
     """Set the steps that Adam has taken."""
-    for holder in (*_states(engine), *_groups(engine)):
-        if isinstance(holder.get("step"), Tensor):
-            holder["step"].fill_(step)
-        elif "step" in holder:
-            holder["step"] = step
+    for state in _states(engine):
+        state["step"].fill_(step)
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float] | None:

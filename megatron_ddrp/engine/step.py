@@ -8,120 +8,107 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.engine.host_copy import HostCopy
+from megatron_ddrp.engine.inputs import MicroBatch, moved
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
 from megatron_ddrp.engine.schedule import learning_rate
 from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.parallel.process_group import Ranks, gather_rows, sum_over_ranks
+from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts, sum_over_ranks
 
 VALIDATION_STEP = 0
 """The step whose draws every validation uses."""
 
 
-@dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step. Its sums are still on the device, so that reading the losses is the only wait."""
+    """The outcome of a step, on its way from the device. Reading any number but `lr` waits for the step's end."""
 
-    loss_sums: Tensor
-    """fp32: this rank's sums, in the order of the objective's `sum_names`; zeros where another rank reports them."""
-    counts: dict[str, int]
-    """The global batch's counts, by name; "tokens" are those that are not padding."""
-    lr: float
-    grad_norm: float
+    def __init__(self, lr: float, loss_sums: Tensor, grad_norm: Tensor, counts: Tensor, names: Iterable[str]) -> None:
+        """`loss_sums`: this rank's, see `losses`; `counts` int64 `[counts]`: the global batch's, named `names`."""
+        self.lr = lr
+        self._loss_sums, self._names = loss_sums, tuple(names)
+        self._all_sums: HostCopy | None = None
+        self._numbers = HostCopy(torch.cat([grad_norm.double().view(1), counts.double()]))
+
+    @property
+    def grad_norm(self) -> float:
+        """Gradient norm over all ranks, before clipping."""
+        return float(self._numbers.read()[0])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The global batch's counts, by name; "tokens" are those that are not padding."""
+        return dict(zip(self._names, (int(count) for count in self._numbers.read()[1:]), strict=True))
+
+    def fetch_losses(self) -> None:
+        """Start to bring the losses over all ranks to the host, so that a later `losses` does not wait for long.
+
+        A collective call.
+        """
+        self._all_sums = HostCopy(sum_over_ranks(self._loss_sums.double()))
 
     def losses(self, config: Config) -> dict[str, float]:
-        """Return the step's own losses over all ranks; a collective call."""
-        objective = make_objective(config.objective)
-        sums = sum_over_ranks(self.loss_sums.double()).tolist()
-        return losses_of(sums, self.counts, objective)
+        """Return the step's own losses over all ranks; a collective call unless `fetch_losses` was called."""
+        if self._all_sums is None:
+            self.fetch_losses()
+        assert self._all_sums is not None
+        return losses_of(self._all_sums.read().tolist(), self.counts, make_objective(config.objective))
 
 
 def train_step(
     engine: Any,
-    micro_batches: list[Batch],
+    micro_batches: list[MicroBatch],
     config: Config,
     ranks: Ranks,
     step: int,
     notes: NoteDictionary | None = None,
 ) -> StepResult:
-    """Run forward, backward and update over this rank's `micro_batches` of step 1, 2, …, then store the notes taken."""
+    """Run forward, backward and update over this rank's `micro_batches` of step 1, 2, …, then store the notes taken.
+
+    Without notes the host goes on before the device is done.
+    """
     objective = make_objective(config.objective)
-    counts = _global_counts(objective, micro_batches, ranks)
-    share = ranks.data_size * len(micro_batches)  # DeepSpeed averages over both; our sums want neither
-    factors = [share * term.weight / max(1, counts[term.per]) for term in objective.terms]
-    weights = torch.zeros(len(objective.sum_names), dtype=torch.float32, device=ranks.device)
-    weights[: len(factors)] = torch.tensor(factors)
+    counts = _global_counts(micro_batches, ranks)
+    loss = WeightedLoss(_loss_weights(objective, counts, ranks.data_size * len(micro_batches)))
     lr = learning_rate(step, config.training.train_iters, config.optimizer)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    inputs = [MicroBatch.of(arrays, objective, config, step, notes) for arrays in micro_batches]
-    loss = WeightedLoss(weights)
+    inputs, found = zip(*(micro_batch.with_notes(notes) for micro_batch in micro_batches), strict=True)
+    taking = NoteTaking(notes, found, ranks) if notes is not None else None
     run = _train_pipeline if ranks.pipeline_size > 1 else _train_whole
     run(engine, inputs, loss, ranks, lambda number: seed_dropout(config.training.seed, step, number, ranks))
-    clipping = engine.own_clipping
-    grad_norm = clipping.norm if clipping else float(engine.get_global_grad_norm())
-    if notes is not None and math.isfinite(grad_norm):
+    result = StepResult(lr, loss.sums * ranks.reports_losses, _grad_norm(engine, ranks), counts, objective.counts)
+    if taking is not None:
         nothing = torch.zeros(0, config.model.hidden_size, device=ranks.device)  # where the losses do not arise
-        take_notes(notes, [x.occurrences for x in inputs if x.occurrences is not None], loss.notes or [nothing], ranks)
-    return StepResult(loss.sums * ranks.reports_losses, counts, lr, grad_norm)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Some sequences with all that a model needs for them, on the CPU."""
-
-    inputs: Inputs
-    occurrences: Occurrences | None
-    """The words whose notes will be taken."""
-
-    @classmethod
-    def of(
-        cls, arrays: Batch, objective: Objective, config: Config, step: int, notes: NoteDictionary | None
-    ) -> MicroBatch:
-        """Draw for the objective, and read the notes."""
-        draws = objective.draw(arrays, config.model, config.training.seed, step)
-        read, occurrences = notes.inputs(arrays) if notes else (None, None)
-        return cls(Inputs(arrays.map(torch.from_numpy), draws, read), occurrences)
-
-    def to(self, device: torch.device) -> Inputs:
-        """Return the inputs on a device."""
-        return _moved(self.inputs, device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return nested named tuples with their tensors on a device."""
-    if value is None:
-        return None
-    if isinstance(value, Tensor):
-        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
-    return type(value)(*(_moved(item, device) for item in value))
+        taking.take(torch.cat(loss.notes or [nothing]), result)
+    return result
 
 
 def _train_whole(
-    engine: Any, micro_batches: list[MicroBatch], loss: WeightedLoss, ranks: Ranks, seed: Callable[[int], None]
+    engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks, seed: Callable[[int], None]
 ) -> None:
     """Train on micro-batches that pass through all layers here; `seed(number)` sets the seed of each one's dropout."""
     for number, micro_batch in enumerate(micro_batches):
         seed(number)
-        engine.backward(loss(engine(*micro_batch.to(ranks.device))))
+        engine.backward(loss(engine(*moved(micro_batch, ranks.device))))
         engine.step()
 
 
 def _train_pipeline(
-    engine: Any, micro_batches: list[MicroBatch], loss: WeightedLoss, ranks: Ranks, seed: Callable[[int], None]
+    engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks, seed: Callable[[int], None]
 ) -> None:
     """Train where other ranks hold other layers; `loss` stays as it is where the losses do not arise."""
     engine.module.loss_fn = loss
@@ -129,18 +116,29 @@ def _train_pipeline(
     engine.train_batch(_for_pipeline(engine, micro_batches, ranks))
 
 
-def _for_pipeline(engine: Any, micro_batches: Iterable[MicroBatch], ranks: Ranks) -> Iterator[tuple[Any, Tensor]]:
+def _for_pipeline(engine: Any, micro_batches: Iterable[Inputs], ranks: Ranks) -> Iterator[tuple[Any, Tensor]]:
     """Yield (what the first part receives, labels). The labels travel inside, so that nothing stands in their place."""
     courier, nothing = pipeline_part(engine).courier, torch.zeros((), device=ranks.device)
     for micro_batch in micro_batches:
-        yield () if ranks.pipeline_rank else courier.send(micro_batch.to(ranks.device)), nothing
+        yield () if ranks.pipeline_rank else courier.send(moved(micro_batch, ranks.device)), nothing
 
 
-def take_notes(notes: NoteDictionary, occurrences: list[Occurrences], vectors: list[Tensor], ranks: Ranks) -> None:
-    """Put the notes of all ranks' micro-batches into everyone's dictionary; a collective call."""
-    names = np.concatenate([np.stack([o.words, o.sequence_ids, o.position_ids], axis=1) for o in occurrences])
-    names = gather_rows(torch.from_numpy(names).to(ranks.device), ranks).cpu().numpy()  # [n, 3]
-    notes.update(names, gather_rows(torch.cat(vectors).float(), ranks).cpu())
+class NoteTaking:
+    """The notes of all ranks' micro-batches in one step, on their way into everyone's dictionary."""
+
+    def __init__(self, notes: NoteDictionary, found: Iterable[Occurrences], ranks: Ranks) -> None:
+        """`found` are the words in this rank's micro-batches, in their order; a collective call."""
+        self.notes, self.ranks = notes, ranks
+        self.names = np.concatenate([np.stack([o.words, o.sequence_ids, o.position_ids], axis=1) for o in found])
+        self._row_counts = HostCopy(row_counts(len(self.names), ranks))
+
+    def take(self, vectors: Tensor, result: StepResult) -> None:
+        """Store this rank's notes `[n, hidden]` and all others', unless the step was skipped; a collective call."""
+        counts: list[int] = self._row_counts.read().tolist()
+        rows = (moved(torch.from_numpy(self.names), self.ranks.device), vectors.float())
+        names, notes = (HostCopy(gather_rows(own, counts, self.ranks)) for own in rows)
+        if math.isfinite(result.grad_norm):
+            self.notes.update(names.read().numpy(), notes.read())
 
 
 def evaluate(
@@ -161,8 +159,9 @@ def evaluate(
     engine.eval()
     with torch.no_grad():
         for micro_batches in steps:
-            counted += count(objective, micro_batches)
-            inputs = [MicroBatch.of(b, objective, config, VALIDATION_STEP, notes) for b in micro_batches]
+            prepared = [MicroBatch.of(b, objective, config, VALIDATION_STEP, ranks.device) for b in micro_batches]
+            counted += sum(micro_batch.counts for micro_batch in prepared)
+            inputs = [micro_batch.with_notes(notes)[0] for micro_batch in prepared]
             loss = WeightedLoss(torch.zeros_like(total))
             run(engine, inputs, loss, ranks)
             total += loss.sums
@@ -174,12 +173,12 @@ def evaluate(
     return {names.get(name, f"valid_{name}"): value for name, value in losses.items() if name != "loss"}
 
 
-def _evaluate_whole(engine: Any, micro_batches: list[MicroBatch], loss: WeightedLoss, ranks: Ranks) -> None:
+def _evaluate_whole(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
     for micro_batch in micro_batches:
-        loss(engine(*micro_batch.to(ranks.device)))
+        loss(engine(*moved(micro_batch, ranks.device)))
 
 
-def _evaluate_pipeline(engine: Any, micro_batches: list[MicroBatch], loss: WeightedLoss, ranks: Ranks) -> None:
+def _evaluate_pipeline(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:
     engine.module.loss_fn = loss
     given = _for_pipeline(engine, micro_batches, ranks)
     engine.eval_batch(given, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
@@ -192,9 +191,24 @@ def seed_dropout(seed: int, step: int, micro_batch: int, ranks: Ranks) -> None:
     torch.manual_seed(int(hash_uint64(seed, "dropout", np.uint64(step), micro_batch, rank)) & (2**63 - 1))
 
 
-def _global_counts(objective: Objective, micro_batches: list[Batch], ranks: Ranks) -> dict[str, int]:
-    """Return the counts over all ranks, by name; a collective call."""
-    counts = count(objective, micro_batches)
-    if ranks.data_size > 1:
-        counts = sum_over_ranks(torch.from_numpy(counts).to(ranks.device), ranks.data_group).cpu().numpy()
-    return dict(zip(objective.counts, counts.tolist(), strict=True))
+def _global_counts(micro_batches: list[MicroBatch], ranks: Ranks) -> Tensor:
+    """Return the counts over all ranks, int64 `[counts]` on the device; a collective call."""
+    counts = np.sum([micro_batch.counts for micro_batch in micro_batches], axis=0)
+    on_device = moved(torch.from_numpy(counts), ranks.device)
+    return sum_over_ranks(on_device, ranks.data_group) if ranks.data_size > 1 else on_device
+
+
+def _grad_norm(engine: Any, ranks: Ranks) -> Tensor:
+    """Return the gradient norm of the step just taken, a scalar on the device."""
+    norm = engine.own_clipping.norm if engine.own_clipping else engine.get_global_grad_norm()
+    return moved(torch.as_tensor(norm), ranks.device)
+
+
+def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:
+    """Return the weight of each of the objective's sums in the loss, fp32, from the counts of the global batch.
+
+    DeepSpeed averages over `share` micro-batches of all ranks; our sums want no average.
+    """
+    names = list(objective.counts)
+    factors = [share * term.weight / counts[names.index(term.per)].clamp_min(1).double() for term in objective.terms]
+    return F.pad(torch.stack(factors).float(), (0, len(objective.sum_names) - len(factors)))

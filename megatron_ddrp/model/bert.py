@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage, EnhancedMaskDecoder, Head, MaskedLMHead
 from megatron_ddrp.model.notes import NoteInputs
-from megatron_ddrp.model.stages import Draws, Inputs, Judge, Output, State
+from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, Output, State, layout_of
 
 
 class Encoder(nn.Module):
@@ -44,9 +44,15 @@ class Encoder(nn.Module):
         """Return the model as stages: `Inputs` → `State`, then `State` → `State`, last `State` → `Output`."""
         raise AssertionError(f"{type(self).__name__} does not say its stages")
 
-    def forward(self, batch: Batch, draws: Draws, notes: NoteInputs | None = None) -> Output:
-        """Return the sums of the objective over this micro-batch; the caller divides by the global counts."""
-        return run_stages(self.stages(), Inputs(batch, draws, notes), self.checkpoint_activations)
+    def forward(
+        self, batch: Batch, draws: Draws, notes: NoteInputs | None = None, layout: Layout | None = None
+    ) -> Output:
+        """Return the sums of the objective over this micro-batch; the caller divides by the global counts.
+
+        Without `layout` it asks the device for it.
+        """
+        inputs = Inputs(batch, draws, notes, layout or layout_of(batch))
+        return run_stages(self.stages(), inputs, self.checkpoint_activations)
 
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the last hidden states, `[batch, seq, hidden]`; all arguments int64 `[batch, seq]`, see `Batch`."""
@@ -54,7 +60,7 @@ class Encoder(nn.Module):
         nothing_to_predict = draws.token_mask[:, 0]
         batch = Batch(input_ids, nothing_to_predict, document_ids, position_ids, segment_ids, document_ids)
         stages = (self.embeddings, *self.layers)
-        state: State = run_stages(stages, Inputs(batch, draws), self.checkpoint_activations)
+        state: State = run_stages(stages, Inputs.of(batch, draws), self.checkpoint_activations)
         return self.head.last_hidden(state.hidden)
 
 
@@ -82,11 +88,11 @@ class Bert(Encoder):
         """
         draws = Draws.none(len(batch.input_ids), self.config.num_layers, batch.input_ids.device)
         *first, last = self.layers
-        state: State = run_stages((self.embeddings, *first), Inputs(batch, draws))
+        state: State = run_stages((self.embeddings, *first), Inputs.of(batch, draws))
         if self.mask_decoder is not None:
             predicted = self.mask_decoder(state, last)
         else:
-            predicted = last(state).hidden[batch.labels != IGNORED_LABEL]
+            predicted = last(state).hidden.flatten(0, 1).index_select(0, state.inputs.layout.predicted)
         return self.logits(self.head.last_hidden(predicted))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from megatron_ddrp.model import replacing
 from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead, predicted_places
+from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead
 from megatron_ddrp.model.notes import blend
 from megatron_ddrp.model.stages import Inputs, Judge, State
 
@@ -148,8 +148,7 @@ class SamplingStage(nn.Module):
         `state` is the generator's last one; with a mask decoder its last but one.
         """
         head, batch = self.generator_head, state.inputs.batch
-        places = predicted_places(batch.labels)  # [num_predicted]
-        labels = batch.labels.flatten().index_select(0, places)
+        places, labels = state.inputs.layout.predicted, state.inputs.predicted_labels  # [num_predicted] each
         logits = head.logits(self._predicted_hidden(state, places))  # [num_predicted, vocab]
         sampled = head.sample(logits, state.inputs.draws.own.keys.flatten().index_select(0, places))
         originals = torch.where(batch.labels == IGNORED_LABEL, batch.input_ids, batch.labels)

@@ -63,7 +63,9 @@ class Embeddings(nn.Module):
         """Return the state that enters the first layer."""
         hidden = self.embed(inputs)
         nothing = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        position = self.position(inputs.batch.position_ids) if self.position is not None else ()
+        position: tuple[Tensor, ...] = ()
+        if self.position is not None:
+            position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
         lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
         return State(inputs, hidden, position, inputs.draws.heads, (lengths >= 2).float(), nothing)
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
+from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, for_three, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import State
 
@@ -22,23 +23,25 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 class SelfAttention(nn.Module):
     """Projections around the one attention. The number of heads here follows from the weights' shapes.
 
-    Tensor parallelism leaves some of a layer's heads here and overrides `enter`, `own_randomness` and `cosine_apart`.
+    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness` and `cosine_apart`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
-        self.backend = config.attention_backend
+        self.backend, self.compile_setting = config.attention_backend, config.compile
         self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states as the projections take them."""
-        return hidden
+    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        """Apply some of this layer's maps to hidden states: `[.., hidden]` → one tensor per map."""
+        sums_compiled = len(maps) == 3 and compiles(self.compile_setting, hidden.device)
+        sources = for_three(hidden) if sums_compiled else (hidden,) * len(maps)
+        return tuple(each(source) for each, source in zip(maps, sources, strict=True))
 
     def own_randomness(self) -> AbstractContextManager:
         """Return the context in which dropout draws for these heads."""
@@ -63,13 +66,15 @@ class SelfAttention(nn.Module):
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, seq, hidden]` → the same, and HCD's cosine summed over the documents (None without HCD)."""
-        backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
-        hidden = self.enter(hidden)
-        query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
-        batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
+        inputs = state.inputs
+        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
+        backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
+        query, key, value = map(self.split, self.project(hidden, self.query, self.key, self.value))
+        batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
-        attending = Attending(query, key, value, terms, batch.document_ids, heads, dropout, state.counted)
+        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout)
+        attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
             attending = attending._replace(heads=heads[:0])
@@ -79,19 +84,18 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them. Tensor parallelism overrides `enter`."""
+    """Two linear maps with an exact GELU between them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input = nn.Linear(config.hidden_size, config.ffn_size)
+        self.compile_setting = config.compile
+        self.input = GeluLinear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states as the first map takes them."""
-        return hidden
-
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(F.gelu(self.input(self.enter(hidden))))
+        if isinstance(self.input, GeluLinear) and compiles(self.compile_setting, hidden.device):
+            return self.output(self.input(hidden, gelu=True))
+        return self.output(F.gelu(self.input(hidden)))
 
 
 class EncoderLayer(nn.Module):
@@ -101,9 +105,9 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.config, self.number = config, number
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.attention_norm = ResidualNorm(config)
         self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.feed_forward_norm = ResidualNorm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
@@ -125,13 +129,13 @@ class EncoderLayer(nn.Module):
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
-        source = attention.enter(self._attention_input(state.hidden))
-        key, value = attention.split(attention.key(source)), attention.split(attention.value(source))
+        source = self._attention_input(state.hidden)
+        key, value = map(attention.split, attention.project(source, attention.key, attention.value))
         rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
         key = rotate(key, state.inputs.batch.position_ids)
         for _ in range(times):
-            query = attention.split(attention.query(attention.enter(self._attention_input(queries))))
-            query = rotate(query, own_places)
+            (query,) = attention.project(self._attention_input(queries), attention.query)
+            query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
                 context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
@@ -141,24 +145,41 @@ class EncoderLayer(nn.Module):
     def logits(self, state: State) -> Tensor:
         """Return this layer's attention logits A before the padding mask, `[batch, heads, seq, seq]`, for analyses."""
         attention = self.attention
-        source = attention.enter(self._attention_input(state.hidden))
-        query, key = (attention.split(projection(source)) for projection in (attention.query, attention.key))
+        source = self._attention_input(state.hidden)
+        query, key = map(attention.split, attention.project(source, attention.query, attention.key))
         rotate = self.layer_position.rotate
         query, key = rotate(query, state.inputs.batch.position_ids), rotate(key, state.inputs.batch.position_ids)
         return attention_logits(query, key, self.terms(state))
 
     def terms(self, state: State) -> PositionTerms:
         """Return the position terms of this layer."""
-        position = state.position if self.position is None else self.position(state.inputs.batch.position_ids)
+        inputs, position = state.inputs, state.position
+        if self.position is not None:
+            position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
         return self.name_terms(self.config, self.layer_position(position))
+
+    def runs_compiled(self, hidden: Tensor) -> bool:
+        """Return whether dropout, residual sums and LayerNorms run as compiled regions."""
+        return compiles(self.config.compile, hidden.device)
 
     def _attention_input(self, hidden: Tensor) -> Tensor:
         return self.attention_norm(hidden) if self.norm_before else hidden
 
     def _join(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Residual, feed-forward, residual, with the LayerNorms where the configuration puts them."""
+        if self.runs_compiled(hidden):
+            return self._join_compiled(hidden, attended)
         hidden = hidden + self.dropout(attended)
         hidden = hidden if self.norm_before else self.attention_norm(hidden)
         expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
+
+    def _join_compiled(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Do what `_join` does, in regions of `model/fused.py`."""
+        dropout = self.dropout.p if self.training else 0.0
+        if self.norm_before:
+            hidden, normed = self.feed_forward_norm(hidden, attended, dropout)
+            return run_compiled(add, (hidden, self.feed_forward(normed)), dropout)
+        hidden = self.attention_norm(hidden, attended, dropout)
+        return self.feed_forward_norm(hidden, self.feed_forward(hidden), dropout)

@@ -87,7 +87,7 @@ class MaskedLMHead(Head):
 
     def forward(self, state: State) -> Output:
         hidden = self.last_hidden(state.hidden)
-        predicted = hidden.flatten(0, 1).index_select(0, predicted_places(state.inputs.batch.labels))
+        predicted = hidden.flatten(0, 1).index_select(0, state.inputs.layout.predicted)
         return self.objective.output(End(state, hidden, self, predicted))
 
 
@@ -102,11 +102,6 @@ class ReplacedTokenHead(Head):
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
         return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
-
-
-def predicted_places(labels: Tensor) -> Tensor:
-    """int64 `[num_predicted]`: flat places of the tokens of `labels` `[batch, seq]` that are to be predicted."""
-    return (labels.flatten() != IGNORED_LABEL).nonzero().squeeze(-1)
 
 
 class EnhancedMaskDecoder(nn.Module):
@@ -124,17 +119,13 @@ class EnhancedMaskDecoder(nn.Module):
 
     def forward(self, state: State, last_layer: EncoderLayer) -> Tensor:
         """Return `[num_predicted, hidden]`, in the order of the labels, from the state with H[L−1]."""
-        batch = state.inputs.batch
+        batch, layout = state.inputs.batch, state.inputs.layout
         check_length(batch.input_ids.shape[1], self.absolute.num_embeddings)
-        predicted = batch.labels != IGNORED_LABEL  # [batch, seq]
-        counts = predicted.sum(-1, keepdim=True)  # [batch, 1]
-        most = int(counts.max())
-        # The predicted places of each row first, then others to fill up; what these give is thrown away.
-        places = (~predicted).long().argsort(dim=-1, stable=True)[:, :most]  # [batch, most]
+        places = layout.queries  # [batch, most]
         states = self.absolute(batch.position_ids) + state.hidden
         queries = states.gather(1, places.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
         decoded = last_layer.decode(queries, places, state, self.APPLICATIONS)
-        return decoded[torch.arange(most, device=places.device) < counts]
+        return decoded.flatten(0, 1).index_select(0, layout.answers)
 
 
 class DecodingStage(nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -22,7 +21,7 @@ class NoteInputs(NamedTuple):
     vectors: Tensor
     """fp32 `[m, hidden]`: the note of each."""
     windows: Tensor
-    """int64 `[occurrences, 2]`: flat begin and end (exclusive) of each rare word's window."""
+    """int64 `[occurrences, widest]`: flat places of the tokens in each rare word's window; −1 fills up."""
 
 
 def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor:
@@ -36,12 +35,11 @@ def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor
 
 
 def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
-    """The notes: `hidden` `[batch, seq, hidden]`, `windows` int64 `[n, 2]` → fp32 (or fp64) `[n, hidden]`, detached."""
-    hidden = hidden.detach().flatten(0, 1)
-    begin, end = windows[:, :1], windows[:, 1:]
-    widest = int((end - begin).max()) if len(windows) else 0
-    places = begin + torch.arange(widest, device=windows.device)  # [n, widest]
-    inside = places < end
-    states = hidden[places.clamp_max(len(hidden) - 1)]  # [n, widest, hidden]
+    """Return the notes, fp32 (or fp64) `[n, hidden]`, detached: means of `hidden` `[batch, seq, hidden]`.
+
+    `windows` int64 `[n, widest]` as of `NoteInputs`.
+    """
+    hidden, inside = hidden.detach().flatten(0, 1), windows >= 0
+    states = hidden[windows.clamp_min(0)]  # [n, widest, hidden]
     states = states if states.dtype.itemsize >= 4 else states.float()
-    return (states * inside.unsqueeze(-1)).sum(1) / (end - begin)
+    return states.masked_fill(~inside.unsqueeze(-1), 0.0).sum(1) / inside.sum(1, keepdim=True)

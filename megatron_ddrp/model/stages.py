@@ -1,18 +1,19 @@
 """What travels from stage to stage: `Inputs` → first stage → `State` → layers → `State` → last stage → `Output`.
 
-All three are named tuples of tensors, named tuples, tuples and None: DeepSpeed's hooks and torch's recomputation look
-into these and into nothing else. One process hands them on in memory; `parallel/pipeline.py` alone knows how they
-travel between ranks.
+All three are named tuples of tensors, Python numbers, named tuples, tuples and None: DeepSpeed's hooks and torch's
+recomputation look into these and into nothing else. One process hands them on in memory; `parallel/pipeline.py` alone
+knows how they travel between ranks.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.model.notes import NoteInputs
 
 
@@ -41,12 +42,73 @@ class Draws(NamedTuple):
         )
 
 
+class Layout(NamedTuple):
+    """Where a micro-batch has its tokens. It is known on the CPU, so that no stage asks the device for it."""
+
+    predicted: Tensor
+    """int64 `[num_predicted]`: flat places `row · seq + column` of the tokens to predict, ascending."""
+    queries: Tensor
+    """int64 `[batch, most]`: columns that the mask decoder asks in each row: those to predict, then others to fill up.
+    `most` is the largest number of tokens to predict in a row."""
+    answers: Tensor
+    """int64 `[num_predicted]`: flat places in `queries` of the tokens to predict, in the order of `predicted`."""
+    runs: Tensor
+    """int32 `[runs + 1]`: flat places where a document, or padding, begins, ascending; last the number of places."""
+    longest: int
+    """Places of the longest run."""
+    full: bool
+    """Whether every row is one document without padding."""
+    restarts: bool
+    """Whether a row counts positions anew after its first token, other than by the zeros of padding on its right."""
+
+
+def layout_of(batch: Batch) -> Layout:
+    """Return the layout of a batch of numpy arrays, on the CPU, or of tensors, on their device.
+
+    Waits for the device that holds a batch of tensors.
+    """
+    fields = (batch.labels, batch.document_ids, batch.position_ids)
+    labels, documents, positions = (f.cpu().numpy() if isinstance(f, Tensor) else f for f in fields)
+    predicted = labels != IGNORED_LABEL  # [batch, seq]
+    counts = predicted.sum(axis=1)
+    most = int(counts.max(initial=0))
+    begins = np.ones(documents.shape, dtype=bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    runs = np.append(np.flatnonzero(begins), documents.size)
+
+    def tensor(array: np.ndarray) -> Tensor:
+        made = torch.from_numpy(np.ascontiguousarray(array))
+        return made.to(batch.labels.device) if isinstance(batch.labels, Tensor) else made
+
+    return Layout(
+        predicted=tensor(np.flatnonzero(predicted)),
+        queries=tensor((~predicted).argsort(axis=1, kind="stable")[:, :most]),
+        answers=tensor(np.flatnonzero(np.arange(most) < counts[:, None])),
+        runs=tensor(runs.astype(np.int32)),
+        longest=int(np.diff(runs).max(initial=0)),
+        full=bool((documents == 1).all()),
+        restarts=bool(((positions != np.arange(positions.shape[1])) & (positions != 0)).any()),
+    )
+
+
 class Inputs(NamedTuple):
     """One micro-batch, as the first stage takes it."""
 
     batch: Batch
     draws: Draws
-    notes: NoteInputs | None = None
+    notes: NoteInputs | None
+    layout: Layout
+    """The layout of the batch as it came, whatever a stage does to ids and labels later."""
+
+    @classmethod
+    def of(cls, batch: Batch, draws: Draws, notes: NoteInputs | None = None) -> Inputs:
+        """Return the inputs with the layout of `batch`; waits for its device, see `layout_of`."""
+        return cls(batch, draws, notes, layout_of(batch))
+
+    @property
+    def predicted_labels(self) -> Tensor:
+        """Labels of the tokens to predict, int64 `[num_predicted]`; valid until a stage replaces the labels."""
+        return self.batch.labels.flatten().index_select(0, self.layout.predicted)
 
 
 class State(NamedTuple):

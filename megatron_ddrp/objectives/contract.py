@@ -178,9 +178,8 @@ class Objective:
 
     def own_sums(self, end: End) -> dict[str, Tensor]:
         """Return the sums beside those of TCD and HCD: here −log p(label) over the predicted tokens."""
-        labels = end.state.inputs.batch.labels
         logits = end.head.logits(end.predicted)
-        return {"lm_loss": end.head.lm_sum(logits, labels[labels != IGNORED_LABEL])}
+        return {"lm_loss": end.head.lm_sum(logits, end.state.inputs.predicted_labels)}
 
     def output(self, end: End) -> Output:
         """Return the sums in their order, and the notes taken."""

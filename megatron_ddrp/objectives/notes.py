@@ -31,6 +31,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Value of `--notes-dtype` → type of the stored notes."""
 
 
+def window_places(windows: np.ndarray) -> np.ndarray:
+    """Return `NoteInputs.windows`, int64 `[n, widest]`, from the begin and end of each window, int64 `[n, 2]`."""
+    begin, end = windows[:, :1], windows[:, 1:]
+    places = begin + np.arange((end - begin).max(initial=0))
+    return np.where(places < end, places, -1)
+
+
 class NoteDictionary:
     """The notes of rare words, in host memory; `objective` gives λ, γ, k and the type.
 
@@ -58,7 +65,7 @@ class NoteDictionary:
         known = self.met[words]
         places = torch.from_numpy(found.read_places)[known]
         vectors = self.notes[words[known]].float()
-        return NoteInputs(places, vectors, torch.from_numpy(found.windows)), found
+        return NoteInputs(places, vectors, torch.from_numpy(window_places(found.windows))), found
 
     def update(self, occurrences: np.ndarray, notes: Tensor) -> None:
         """Take in all notes `[n, hidden]` of a global batch; `occurrences` int64 `[n, 3]`: word, sequence, position.

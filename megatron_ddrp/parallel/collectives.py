@@ -1,4 +1,7 @@
-"""The two operators of tensor parallelism, each the other's gradient (f and g of arXiv:1909.08053), and plain sums."""
+"""Sums over tensor-parallel ranks: one that autograd passes through (g of arXiv:1909.08053), and plain ones.
+
+Its counterpart f, whose gradient is such a sum, is in `column_maps.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,6 @@ from torch import Tensor
 from megatron_ddrp.parallel.process_group import Ranks
 
 
-class _CopyToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:  # type: ignore[override]
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return all_reduced(gradient, ctx.ranks), None
-
-
 class _SumOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:  # type: ignore[override]
@@ -28,11 +20,6 @@ class _SumOfRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         return gradient, None
-
-
-def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """f: x itself, used by each tensor-parallel rank in its own way; its gradient is the sum of theirs."""
-    return _CopyToRanks.apply(x, ranks)
 
 
 def sum_of_ranks(x: Tensor, ranks: Ranks) -> Tensor:

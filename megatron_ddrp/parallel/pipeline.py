@@ -2,8 +2,8 @@
 
 `Inputs` and `State` are nested named tuples (`model/stages.py`). Between ranks they travel as two flat tensors: one of
 the floats that receive gradients (`LEARNED`), bit for bit, and one of bytes with all the rest behind a header that
-describes the nesting, types and shapes. One float tensor means one backward pass through a part: DeepSpeed runs one per
-float tensor of a tuple, through layers that all of them came from.
+describes the nesting, types and shapes and holds Python's numbers. One float tensor means one backward pass through a
+part: DeepSpeed runs one per float tensor of a tuple, through layers that all of them came from.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_ddrp.model.bert import run_stages
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.notes import NoteInputs
-from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Output, State
+from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, Output, State
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
 HEADER = 256
 """Integers that describe what travels."""
 
-NONE, TENSOR, TUPLE, NAMED = range(4)
+NONE, TENSOR, TUPLE, NAMED, INTEGER, TRUTH = range(6)
 """First number of each item in the header."""
 
 
@@ -74,7 +74,7 @@ class Courier:
 
     def __init__(self, travelling: tuple[type, ...] = ()) -> None:
         """`travelling` are the named tuples that the objective adds, alike on all ranks."""
-        self.named: tuple[Any, ...] = (Inputs, State, Batch, Draws, NoteInputs, *travelling)
+        self.named: tuple[Any, ...] = (Inputs, State, Batch, Draws, NoteInputs, Layout, *travelling)
 
     def send(self, given: Inputs | State) -> tuple[Tensor, Tensor]:
         """Return (the floats that receive gradients, flat; all the rest as bytes behind a header)."""
@@ -107,9 +107,11 @@ class Courier:
         return self._build(header, (next(learned) if d[0] else next(others_there) for d in described))
 
     def _nesting(self, value: Any) -> list[int]:
-        """Return numbers that say how tensors and None are nested in named tuples and tuples."""
+        """Return numbers that say how tensors, None and numbers are nested in named tuples and tuples."""
         if value is None or isinstance(value, Tensor):
             return [NONE if value is None else TENSOR]
+        if isinstance(value, int):
+            return [TRUTH if isinstance(value, bool) else INTEGER, value]
         is_named = type(value) in self.named
         assert is_named or type(value) is tuple, f"{type(value).__name__} is not in the objective's `travelling`"
         numbers = [NAMED, self.named.index(type(value))] if is_named else [TUPLE, len(value)]
@@ -121,6 +123,8 @@ class Courier:
         if kind in (NONE, TENSOR):
             return None if kind == NONE else next(tensors)
         which = next(numbers)
+        if kind in (INTEGER, TRUTH):
+            return which if kind == INTEGER else bool(which)
         if kind == TUPLE:
             return tuple(self._build(numbers, tensors) for _ in range(which))
         return self.named[which](*(self._build(numbers, tensors) for _ in self.named[which]._fields))
@@ -133,7 +137,7 @@ def _leaves(value: Any, is_learned: bool = False) -> Iterator[tuple[Tensor, bool
     elif isinstance(value, State):
         for name, item in zip(value._fields, value, strict=True):
             yield from _leaves(item, name in LEARNED)
-    elif value is not None:
+    elif isinstance(value, tuple):
         for item in value:
             yield from _leaves(item, is_learned)
 

@@ -167,31 +167,41 @@ def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
     return tensor
 
 
-def gather_rows(rows: Tensor, ranks: Ranks) -> Tensor:
-    """The rows `[n, width]` of all ranks, whose n may differ, each sample's once: `[all, width]` on every rank.
+def row_counts(number: int, ranks: Ranks) -> Tensor:
+    """Return how many rows each rank gives to `gather_rows`, int64 `[ranks]` on the device; a collective call.
 
-    Tensor-parallel neighbours hold equal rows, and only last stages have any; a collective call of all ranks.
+    `number` is of this rank. Tensor-parallel neighbours hold equal rows, and only last stages have any: each sample
+    counts once.
     """
+    counts = torch.zeros(ranks.world_size, dtype=torch.int64, device=ranks.device)
+    counts[ranks.rank] = number * ranks.reports_losses
+    return sum_over_ranks(counts) if ranks.world_size > 1 else counts
+
+
+def gather_rows(rows: Tensor, counts: list[int], ranks: Ranks) -> Tensor:
+    """Return rows `[n, width]` of all ranks, the first `counts` of each: `[all, width]`; a collective call."""
     if ranks.world_size == 1:
         return rows
-    rows = rows if ranks.reports_losses else rows[:0]
-    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(ranks.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    longest = max(int(size) for size in sizes)
-    padded = rows.new_zeros(longest, rows.shape[1])
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in sizes]
+    own = counts[ranks.rank]
+    padded = rows.new_zeros(max(counts), rows.shape[1])
+    padded[:own] = rows[:own]
+    parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
-    return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def largest_on_device(number: int, device: torch.device) -> Tensor:
+    """Return the largest number that any rank has, an int64 scalar that a GPU may still be busy with."""
+    if dist.get_world_size() == 1:
+        return torch.tensor(number)
+    largest = torch.full((), number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
 
 
 def largest_over_ranks(number: int, device: torch.device) -> int:
-    """The largest number that any rank has."""
-    if dist.get_world_size() == 1:
-        return number
-    largest = torch.tensor(number, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    """Return the largest number that any rank has."""
+    return int(largest_on_device(number, device))
 
 
 def gather_objects(item: T) -> list[T]:

@@ -34,10 +34,11 @@ from megatron_ddrp.model.electra import FormerGeneratorEmbeddings, GeneratorEmbe
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.model.stages import State
-from megatron_ddrp.parallel.collectives import copy_to_ranks, sum_of_ranks
+from megatron_ddrp.parallel.collectives import sum_of_ranks
+from megatron_ddrp.parallel.column_maps import Entrance, Wait, enter, replicated
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.tensor_parallel import (
-    FeedForwardOfRanks,
+    ColumnParallelGeluLinear,
     RowParallelLinear,
     SelfAttentionOfRanks,
     own_randomness,
@@ -61,9 +62,9 @@ def split(whole: Tensor, ranks: Ranks) -> Tensor:
     return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gathered, ranks, whole.shape[1]))
 
 
-def enter(part: Tensor, length: int, ranks: Ranks) -> Tensor:
-    """Parts → `[batch, length, hidden]`, used by each rank in its own way, so that gradients add up."""
-    return _Exchange.apply(part, partial(_all_gathered, ranks, length), partial(_reduce_scattered, ranks))
+def gathered(length: int, ranks: Ranks) -> Entrance:
+    """Return how parts enter as `[batch, length, hidden]`, used by each rank in its own way."""
+    return Entrance(partial(_all_gathered, ranks, length), partial(_start_reduce_scatter, ranks))
 
 
 def leave(summand: Tensor, ranks: Ranks) -> Tensor:
@@ -94,10 +95,19 @@ def _all_gathered(ranks: Ranks, length: int, part: Tensor) -> Tensor:
 
 
 def _reduce_scattered(ranks: Ranks, whole: Tensor) -> Tensor:
+    return _start_reduce_scatter(ranks, whole)()
+
+
+def _start_reduce_scatter(ranks: Ranks, whole: Tensor) -> Wait:
     parts = _parts(ranks, whole).flatten(0, 1).contiguous()
     own = parts.new_empty(len(whole), *parts.shape[1:])
-    dist.reduce_scatter_tensor(own, parts, group=ranks.tensor_group)
-    return own
+    work = dist.reduce_scatter_tensor(own, parts, group=ranks.tensor_group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return own
+
+    return wait
 
 
 class Rows:
@@ -113,11 +123,12 @@ class Rows:
 
     def shared(self, parameters: Tensor) -> Tensor:
         """Return parameters that are alike on all ranks, for use on these rows."""
-        return parameters if self.length is None else copy_to_ranks(parameters, self.ranks)
+        return parameters if self.length is None else enter(parameters, replicated(self.ranks))
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return whole rows from a part, or from whole rows, to a cut region."""
-        return copy_to_ranks(x, self.ranks) if self.length is None else enter(x, self.length, self.ranks)
+    @property
+    def entrance(self) -> Entrance:
+        """How a part, or whole rows, enter a cut region as whole rows."""
+        return replicated(self.ranks) if self.length is None else gathered(self.length, self.ranks)
 
     def join(self, state: State) -> State:
         """Return a state with whole rows in place of parts."""
@@ -134,23 +145,29 @@ class EncoderLayerOfParts(EncoderLayer):
         state = super().forward(state)
         return self.rows.join(state) if self.number == self.config.num_layers - 1 else state
 
+    def runs_compiled(self, hidden: Tensor) -> bool:
+        """Return False: LayerNorms and dropout are modules of their own here, which meet the other ranks."""
+        return False
+
 
 class SelfAttentionOfParts(SelfAttentionOfRanks):
     """Attention that gathers the rows which enter."""
 
     rows: Rows
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        return self.rows.enter(hidden)
+    @property
+    def entrance(self) -> Entrance:
+        return self.rows.entrance
 
 
-class FeedForwardOfParts(FeedForwardOfRanks):
-    """A feed-forward block that gathers the rows which enter."""
+class GeluLinearOfParts(ColumnParallelGeluLinear):
+    """A feed-forward block's first map, which gathers the rows that enter."""
 
     rows: Rows
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        return self.rows.enter(hidden)
+    @property
+    def entrance(self) -> Entrance:
+        return self.rows.entrance
 
 
 class RowParallelLinearToParts(RowParallelLinear):
@@ -216,7 +233,7 @@ class MaskDecoderOfParts(EnhancedMaskDecoder):
 PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"layers\.\d+", EncoderLayerOfParts),
     (r"attention", SelfAttentionOfParts),
-    (r"feed_forward", FeedForwardOfParts),
+    (r"feed_forward\.input", GeluLinearOfParts),
     (r"(attention|feed_forward)\.output", RowParallelLinearToParts),
     (r"(attention|feed_forward)_norm", NormOfParts),
     (r"embeddings\.norm", SplittingNorm),

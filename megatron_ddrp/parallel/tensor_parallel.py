@@ -4,7 +4,7 @@ The model is initialised whole, so that every layout starts from the same weight
 `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows needs no other code: it is a smaller layer. What
 the cut does need is in one table, `PARALLEL`: a module becomes a subclass of its own class that overrides the methods
 which meet other ranks. Where replicated tensors enter a cut region, their gradient is summed over the ranks (f in the
-paper, `copy_to_ranks`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
+paper, `column_maps.py`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
 
 Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads alone, so each
 sees a part of their gradient. The parts are summed on the parameter itself, whatever the encoding does with it; what
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.encoder import FeedForward, SelfAttention
+from megatron_ddrp.model.encoder import SelfAttention
+from megatron_ddrp.model.fused import GeluLinear
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
-from megatron_ddrp.parallel.collectives import all_reduced, copy_to_ranks, sum_of_ranks
+from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
+from megatron_ddrp.parallel.column_maps import Entrance, column_map, column_maps, replicated
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
@@ -40,8 +42,13 @@ class SelfAttentionOfRanks(SelfAttention):
 
     ranks: Ranks
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        return copy_to_ranks(hidden, self.ranks)
+    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        return column_maps(hidden, self.entrance, maps)
+
+    @property
+    def entrance(self) -> Entrance:
+        """How hidden states enter."""
+        return replicated(self.ranks)
 
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
@@ -51,22 +58,27 @@ class SelfAttentionOfRanks(SelfAttention):
         return CosineOfAllRanks(self.ranks, has_parts_by_head)(attending)
 
 
-class FeedForwardOfRanks(FeedForward):
-    """A feed-forward block of which this rank has some inner dimensions."""
-
-    ranks: Ranks
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        return copy_to_ranks(hidden, self.ranks)
-
-
 class ColumnParallelLinear(nn.Linear):
     """A linear map of which this rank has some rows: takes the whole input, gives its part of the output."""
 
     ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(copy_to_ranks(x, self.ranks))
+        return column_map(x, replicated(self.ranks), self.weight, self.bias)
+
+
+class ColumnParallelGeluLinear(GeluLinear):
+    """A `GeluLinear` of which this rank has some rows."""
+
+    ranks: Ranks
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return column_map(x, self.entrance, self.weight, bias)
+
+    @property
+    def entrance(self) -> Entrance:
+        """How the input enters."""
+        return replicated(self.ranks)
 
 
 class RowParallelLinear(nn.Linear):
@@ -81,7 +93,7 @@ class RowParallelLinear(nn.Linear):
 
 PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"attention", SelfAttentionOfRanks),
-    (r"feed_forward", FeedForwardOfRanks),
+    (r"feed_forward\.input", ColumnParallelGeluLinear),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
     (r"embeddings\.token", VocabularyParallelEmbedding),
     (r"head", MaskedLMHeadOfRanks),

@@ -1,8 +1,12 @@
-"""Keep freed memory of the host for the next tensor."""
+"""Memory of this process: keep what it freed for the next tensor, and read how much it took at most."""
 
 from __future__ import annotations
 
 import ctypes
+import resource
+import sys
+
+import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """glibc's numbers for `mallopt(3)`."""
@@ -25,3 +29,11 @@ def keep_freed_memory() -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, NEVER)
     mallopt(M_TOP_PAD, GROWTH)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that tensors took on a GPU so far; on a CPU the largest resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

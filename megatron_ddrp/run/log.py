@@ -113,22 +113,27 @@ def check_writers(config: Config) -> None:
 class Clock:
     """Rates since the last reading, and the time to the end at the rate of the whole run."""
 
-    def __init__(self, start_iteration: int, train_iters: int) -> None:
+    def __init__(self, start_iteration: int, train_iters: int, peak: float | None = None) -> None:
+        """`peak` is what all devices of the run can do together at most, in FLOP/s."""
         self.begin = self.last = time.perf_counter()
-        self.start_iteration, self.train_iters = start_iteration, train_iters
+        self.start_iteration, self.train_iters, self.peak = start_iteration, train_iters, peak
         self.steps = self.tokens = 0
+        self.flop = 0.0
 
-    def count(self, tokens: int) -> None:
-        """One more step with so many non-padding tokens."""
+    def count(self, tokens: int, flop: float = 0.0) -> None:
+        """Count one more step, with its non-padding tokens and FLOP over all ranks."""
         self.steps += 1
         self.tokens += tokens
+        self.flop += flop
 
     def read(self) -> dict[str, float]:
-        """`tokens_per_second` and `step_time` (s) since the last reading."""
+        """Return `tokens_per_second`, `step_time` (s) and, where a peak is known, `mfu` since the last reading."""
         now = time.perf_counter()
         elapsed = max(now - self.last, 1e-9)
         rates = {"tokens_per_second": self.tokens / elapsed, "step_time": elapsed / max(1, self.steps)}
-        self.last, self.steps, self.tokens = now, 0, 0
+        if self.peak is not None:
+            rates["mfu"] = self.flop / elapsed / self.peak
+        self.last, self.steps, self.tokens, self.flop = now, 0, 0, 0.0
         return rates
 
     def pause(self) -> None:
@@ -195,10 +200,15 @@ def similarities(row: dict[str, Any]) -> str:
 
 
 def progress_line(row: dict[str, Any], labels: Mapping[str, str], train_iters: int, eta: str) -> str:
-    """`step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | eta 9h12m`."""
+    """Return a line for people.
+
+    `step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | mfu 31.2% | mem 21.3
+    GiB | eta 9h12m`, all in one line; `mfu` where the row has it.
+    """
     rate = row["tokens_per_second"]
     speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"
+    mfu = f"mfu {100 * row['mfu']:.1f}% | " if "mfu" in row else ""
     return (
         f"step {row['iteration']}/{train_iters} | loss {row['loss']:.3f} ({terms(row, labels)}) | lr {row['lr']:.2e} | "
-        f"gnorm {row['grad_norm']:.2f} | {speed} tok/s | eta {eta}"
+        f"gnorm {row['grad_norm']:.2f} | {speed} tok/s | {mfu}mem {row['peak_memory_gib']:.1f} GiB | eta {eta}"
     )

@@ -30,7 +30,7 @@ from tests.integration.conftest import TINY, command_line
 from tests.integration.launch import ROOT, environment
 
 DRIVER = Path(__file__).with_name("run_of_a_tree.py")
-BY_THE_CLOCK = {"tokens_per_second", "step_time"}
+BY_THE_CLOCK = {"tokens_per_second", "step_time", "mfu", "peak_memory_gib"}
 
 COMMON = TINY | {"train_iters": 5, "eval_interval": 5, "eval_iters": 1, "zero_stage": 1}
 NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5}

@@ -14,6 +14,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import place_in_grid
@@ -60,7 +61,8 @@ def two_steps(config: Config) -> Held:
     for step in (1, 2):
         if step == 2:
             engine.step, engine._take_model_step = count_before(engine.step), count_before(engine._take_model_step)
-        train_step(engine, loader.step((step - 1) * config.training.global_batch_size), config, ranks, step)
+        micro_batches = loader.step((step - 1) * config.training.global_batch_size)
+        train_step(engine, training_inputs(micro_batches, config, step, ranks.device), config, ranks, step)
     engine.destroy()
     forget_layout()
     return held
@@ -81,7 +83,7 @@ def held_now(engine: Any) -> Held:
     parameters = list(engine.module.parameters())
     weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
     zero = engine.optimizer
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [grad for p in parameters for grad in (p.grad, getattr(p, "grad_accum", None)) if grad is not None]
     for kept in ("averaged_gradients", "all_grad_tensors"):
         gradients += [part for parts in getattr(zero, kept, {}).values() for part in parts or []]
     if getattr(zero, "grad_partitions_flat_buffer", None) is not None:

@@ -27,6 +27,9 @@ SCRIPT = ROOT / "pretrain_bert.py"
 TIMEOUT = 180.0
 """Seconds until a test gives up on its ranks, well before they would give up on each other (10 minutes)."""
 
+OF_THE_MACHINE = ("tokens_per_second", "step_time", "mfu", "peak_memory_gib")
+"""Keys of metrics.jsonl that differ between two equal runs."""
+
 PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -60,12 +63,14 @@ def start_ranks(
     world_size: int = 1,
     before: Callable[[], None] | None = None,
     during: Callable[[list[Any]], None] | None = None,
+    context: Any = None,
 ) -> Result:
     """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them.
 
-    `during` runs here meanwhile, with the ranks' processes, to do them harm.
+    `during` runs here meanwhile, with the ranks' processes, to do them harm. `context` starts the processes: by default
+    the fork server, whose children see no GPU.
     """
-    context = fork_server()
+    context = context or fork_server()
     words, port = [str(word) for word in arguments], free_port()
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
@@ -157,4 +162,4 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 def training_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of training steps, without what depends on the clock."""
     rows = [row for row in read_rows(folder) if "loss" in row]
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "step_time")} for row in rows]
+    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in rows]

@@ -22,7 +22,7 @@ from tests.unit.model.tiny import named_sums
 Flags = Callable[..., list[str]]
 KEYS = [
     *("iteration", "consumed_samples", "consumed_tokens", "loss", "lm_loss", "tcd_loss", "hcd_loss"),
-    *("lr", "grad_norm", "tokens_per_second", "step_time"),
+    *("lr", "grad_norm", "tokens_per_second", "step_time", "mfu", "peak_memory_gib"),
 ]
 
 
@@ -46,7 +46,7 @@ def assert_complete(folder: Path, corpus: TinyCorpus) -> None:
     assert not list(folder.rglob("*.tmp"))
 
 
-COMPLETE = {"log_interval": 2, "eval_interval": 3, "eval_iters": 1}
+COMPLETE = {"log_interval": 2, "eval_interval": 3, "eval_iters": 1, "peak_tflops": 0.01}
 
 
 def test_a_run_leaves_all_that_others_read(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_run_leaves_all_that_others_read(tiny_corpus: TinyCorpus, flags: Flags
     assert_complete(tmp_path, tiny_corpus)
     lines = [line for line in result.stdout[0].splitlines() if line.startswith("step ")]
     assert len(lines) == 6
-    for part in ("step 5/5 | loss ", "mlm ", "tcd ", "hcd ", "| lr ", "| gnorm ", " tok/s | eta "):
+    for part in ("step 5/5 | loss ", "mlm ", "tcd ", "hcd ", "| lr ", "| gnorm ", " tok/s | mfu ", "| mem ", "| eta "):
         assert part in lines[4]
     assert result.stderr == [""]
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.model.stages import State
+from megatron_ddrp.parallel.column_maps import enter
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
-from megatron_ddrp.parallel.sequence_parallel import PARALLEL, apply_sequence_parallel, enter, join, leave, split
+from megatron_ddrp.parallel.sequence_parallel import PARALLEL, apply_sequence_parallel, gathered, join, leave, split
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 from tests.integration.training_runs import TIMEOUT, largest_differences, run_ranks, train_runs
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_config
@@ -107,7 +108,7 @@ def _travel(words: list[list[str]], _error: Path) -> None:
     whole, weight = wholes[0], weights[0]
     check(partial(split, ranks=ranks), whole, own(whole), own(weight), weight)
     check(partial(join, length=length, ranks=ranks), own(whole), whole, weight, own(weight))
-    check(partial(enter, length=length, ranks=ranks), own(whole), whole, weights[ranks.rank], own(weights.sum(0)))
+    check(partial(enter, entrance=gathered(length, ranks)), own(whole), whole, weights[ranks.rank], own(weights.sum(0)))
     check(partial(leave, ranks=ranks), wholes[ranks.rank], own(wholes.sum(0)), own(weight), weight)
 
 
@@ -122,11 +123,10 @@ def test_between_the_cut_regions_each_rank_has_its_part() -> None:
             "embeddings.norm": [whole, part],
             "embeddings.dropout": [part, part],
             "layers.0.attention": [part, part],
-            "layers.0.attention.query": [whole, [BATCH, LENGTH, HIDDEN // 2]],
             "layers.0.attention.output": [[BATCH, LENGTH, HIDDEN // 2], part],
             "layers.0.attention_norm": [part, part],
             "layers.0.feed_forward": [part, part],
-            "layers.0.feed_forward.input": [whole, [BATCH, LENGTH, 5]],
+            "layers.0.feed_forward.input": [part, [BATCH, LENGTH, 5]],
             "layers.0.feed_forward.output": [[BATCH, LENGTH, 5], part],
             "layers.0.dropout": [part, part],
             "layers.0.feed_forward_norm": [part, part],
@@ -148,8 +148,9 @@ def _look(_words: list[list[str]], _error: Path) -> dict[str, Any]:
     apply_sequence_parallel(model, ranks)
     shapes: dict[str, list[list[int]]] = {}
     for name, module in model.named_modules():
-        enters = name.endswith(("attention.query", "feed_forward.input"))
-        if (enters or isinstance(module, tuple(kind for _, kind in PARALLEL))) and not name.startswith("layers.1."):
+        if (
+            name.endswith("feed_forward") or isinstance(module, tuple(kind for _, kind in PARALLEL))
+        ) and not name.startswith("layers.1."):
             module.register_forward_hook(partial(_note_shapes, shapes, name))
     kept, seen = _kept_bytes(model), dict(shapes)
     torch.manual_seed(5)

@@ -24,11 +24,13 @@ from megatron_ddrp.config import Config, ParallelConfig
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import evaluate, train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
+from megatron_ddrp.train import open_notes
 from tests.integration.launch import fork_server, free_port
 
 TIMEOUT = 1800.0
@@ -42,7 +44,7 @@ Rows = list[dict[str, float]]
 def train_run(config: Config) -> Rows:
     """Train from `--load`, or the start, to `--train-iters` or `--exit-interval` on this rank and the others: the
     steps' losses and gradient norms, and the validation loss at the end, which is saved in `--save`."""
-    ranks = place_in_grid(torch.device("cpu"), config.parallel)
+    ranks = place_in_grid(own_device(), config.parallel)
     corpus = Corpus.open(config)
     config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     loader, validation = (corpus.loader(split, ranks.data_rank, ranks.data_size) for split in ("train", "valid"))
@@ -53,16 +55,17 @@ def train_run(config: Config) -> Rows:
         ranks,
         loader.num_micro_batches,
     )
-    files, rows = config.checkpoint, []
+    files, rows, notes = config.checkpoint, [], open_notes(config, corpus)
     resumed = load_checkpoint(engine, Path(files.load), config, ranks) if files.load else None
     begin = resumed.progress.iteration if resumed else 0
     end = files.exit_interval or config.training.train_iters
     for step in range(begin + 1, end + 1):
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
-        result = train_step(engine, micro_batches, config, ranks, step)
+        inputs = training_inputs(micro_batches, config, step, ranks.device)
+        result = train_step(engine, inputs, config, ranks, step, notes)
         rows.append({**result.losses(config), "grad_norm": result.grad_norm})
     if rows:
-        rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks)
+        rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks, notes)
     if files.save:
         save_checkpoint(engine, Path(files.save), Progress(end), config, ranks)
     if config.parallel.zero_stage < 3:
@@ -72,12 +75,17 @@ def train_run(config: Config) -> Rows:
     return rows
 
 
+def own_device() -> torch.device:
+    """Return the device of this rank, which `process_group.start` chose."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def assert_replicas_agree(module: torch.nn.Module, config: Config, ranks: Ranks) -> None:
     """Whoever holds the same (part of a) weight holds the same bits, along every axis, tied weights included."""
     digests: list[dict[tuple[str, int], str]] = [{} for _ in range(ranks.world_size)]
     for name, parameter in local_parameters(module).items():
         part = 0 if split_dimension(name, config.model) is None else ranks.tensor_rank
-        digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
+        digests[ranks.rank][name, part] = hashlib.sha256(parameter.detach().float().cpu().numpy().tobytes()).hexdigest()
     torch.distributed.all_gather_object(digests, digests[ranks.rank])
     seen: dict[tuple[str, int], str] = {}
     for of_rank in digests:
@@ -108,10 +116,17 @@ def _train_all(command_lines: list[list[str]], error: Path) -> list[Rows]:
 
 
 def run_ranks(
-    world_size: int, work: Callable[[list[list[str]], Path], Any], command_lines: list[list[str]], timeout: float
+    world_size: int,
+    work: Callable[[list[list[str]], Path], Any],
+    command_lines: list[list[str]],
+    timeout: float,
+    context: Any = None,
 ) -> list[Any]:
-    """What `work(command_lines, file for what went wrong)`, a module's function, gives on each rank of a group."""
-    context = fork_server()
+    """What `work(command_lines, file for what went wrong)`, a module's function, gives on each rank of a group.
+
+    `context` starts the processes: by default the fork server, whose children see no GPU.
+    """
+    context = context or fork_server()
     with tempfile.TemporaryDirectory() as folder:
         port, began = free_port(), time.monotonic()
         words = (world_size, port, work, command_lines, folder)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.config import Config, ParallelConfig
+from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.engine.deepspeed_file import TOP_LEVEL, import_quietly, offload_device, read_settings
 from megatron_ddrp.errors import UserError
 
@@ -119,3 +120,39 @@ def test_every_key_that_deepspeed_asks_for_is_known_here() -> None:
     DeepSpeedConfig(asked)
     assert len(Asked.names) > 40
     assert Asked.names - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - {"bfloat16"} == set(TOP_LEVEL)
+
+
+def test_the_flag_offloads_as_the_file_does_and_wins(tmp_path: Path) -> None:
+    config = Config().replace(parallel={"offload_optimizer": "cpu"})
+    assert offload_device(deepspeed_settings(config, 1, 1, 1000, "cpu")["zero_optimization"]) == "cpu"
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"offload_optimizer": {"device": "none"}}}', encoding="utf-8")
+    config = config.replace(parallel={"deepspeed_config": str(path)})
+    with pytest.raises(UserError, match="offload_optimizer.device is 'none' but the flags say 'cpu': .*--offload-opti"):
+        deepspeed_settings(config, 1, 1, 1000, "cpu")
+    with pytest.raises(UserError, match="--offload-optimizer cpu with --zero-stage 0"):
+        Config().replace(parallel={"offload_optimizer": "cpu", "zero_stage": 0})
+
+
+def test_gpus_overlap_and_cpus_and_pipelines_do_not() -> None:
+    base, parts = Config(), Config().replace(parallel={"pipeline_model_parallel_size": 2})
+    of_gpu, of_cpu, of_pipeline = (
+        deepspeed_settings(config, 8, 4, 110_000_001, device)["zero_optimization"]
+        for config, device in ((base, "cuda"), (base, "cpu"), (parts, "cuda"))
+    )
+    assert (of_gpu["overlap_comm"], of_gpu["reduce_bucket_size"]) == (True, 32_000_000)
+    assert (of_cpu["overlap_comm"], of_cpu["reduce_bucket_size"]) == (False, 110_000_002)
+    assert (of_pipeline["overlap_comm"], of_pipeline["reduce_bucket_size"]) == (False, 110_000_002)
+    small = deepspeed_settings(base, 8, 4, 20_000_000, "cuda")["zero_optimization"]
+    assert small["reduce_bucket_size"] == 20_000_000
+
+
+def test_an_offloaded_pipeline_adds_up_in_bf16(tmp_path: Path) -> None:
+    parts = Config().replace(training={"bf16": True}, parallel={"pipeline_model_parallel_size": 2})
+    assert deepspeed_settings(parts, 1, 1, 1000, "cpu")["data_types"] == {"grad_accum_dtype": "fp32"}
+    offloaded = parts.replace(parallel={"offload_optimizer": "cpu"})
+    assert "data_types" not in deepspeed_settings(offloaded, 1, 1, 1000, "cpu")
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"data_types": {"grad_accum_dtype": "fp32"}}', encoding="utf-8")
+    with pytest.raises(UserError, match="an offloaded pipeline would lose gradients in fp32; leave it out"):
+        deepspeed_settings(offloaded.replace(parallel={"deepspeed_config": str(path)}), 1, 1, 1000, "cpu")

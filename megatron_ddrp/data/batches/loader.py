@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,12 +195,21 @@ def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_siz
     )
 
 
-def iterate(loader: BatchLoader, consumed_samples: int, steps: int) -> Generator[list[Batch], None, None]:
+def iterate(
+    loader: BatchLoader,
+    consumed_samples: int,
+    steps: int,
+    prepare: Callable[[list[Batch], int], Any] = lambda micro_batches, number: micro_batches,
+) -> Generator[Any, None, None]:
     """Yield the micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
 
-    An error of the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the
-    step in the making and drops it.
+    The thread also calls `prepare(micro_batches, number)` for step number 0, 1, …, whose results are yielded. An error
+    of the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the step in the
+    making and drops it.
     """
-    begins = (consumed_samples + step * loader.global_batch_size for step in range(steps))
+
+    def make(number: int) -> Any:
+        return prepare(loader.step(consumed_samples + number * loader.global_batch_size), number)
+
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader")
-    yield from results_in_order(thread, loader.step, begins, _STEPS_AHEAD)
+    yield from results_in_order(thread, make, range(steps), _STEPS_AHEAD)

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_ddrp.model.positions.contract import PositionTerms
+from megatron_ddrp.model.stages import Layout
+
+
+class Demand(NamedTuple):
+    """The circumstances of attention by which a backend is chosen."""
+
+    device: torch.device
+    dtype: torch.dtype
+    dropout: float
+    """Dropout on the probabilities in training."""
+    head_dim: int
 
 
 class Attending(NamedTuple):
@@ -28,11 +40,23 @@ class Attending(NamedTuple):
     counted: Tensor | None = None
     """`[b, documents]`: the weight of each document's cosine in HCD's sum, 1 or 0 in training. None: every row is one
     document, which counts."""
+    layout: Layout | None = None
+    """Where the rows have their tokens, as far as the CPU knows it."""
 
     @property
     def num_documents(self) -> int:
         """Most documents in a row."""
         return 1 if self.counted is None else self.counted.shape[1]
+
+    @property
+    def full(self) -> bool:
+        """Whether every row is known to be one document without padding."""
+        return self.layout is not None and self.layout.full
+
+    @property
+    def demand(self) -> Demand:
+        """What this call demands of a backend."""
+        return Demand(self.query.device, self.query.dtype, self.dropout, self.query.shape[-1])
 
 
 Backend = Callable[[Attending], tuple[Tensor, Tensor | None]]

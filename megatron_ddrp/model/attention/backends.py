@@ -2,9 +2,8 @@
 
 Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
 attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles and is the fastest on CPUs; `triton`
-(triton_attention.py) works in tiles with kernels of its own on GPUs and computes A again in the backward pass; `flex`
-(flex_attention.py) leaves that to torch's compiler. Each takes an `Attending` and returns HCD's mean pairwise cosine
-as well, by the cheapest way it has.
+(triton_attention.py) works in tiles with kernels of its own on GPUs and computes A again in the backward pass. Each
+takes an `Attending` and returns HCD's mean pairwise cosine as well, by the cheapest way it has.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
@@ -16,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ddrp.model import similarity
-from megatron_ddrp.model.attention.attending import Attending, Backend
+from megatron_ddrp.model.attention.attending import Attending, Backend, Demand
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
-from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
+from megatron_ddrp.model.attention.gpu.varlen import varlen_attention, why_not_flash, why_not_varlen
 from megatron_ddrp.model.attention.logits import (
     allowed_pairs,
     attention_logits,
@@ -32,7 +31,7 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 
 def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Compute the reference: A is materialised, masked with a finite value and normalised in fp32 at least."""
-    query, key, value, terms, document_ids, heads, dropout, _ = attending
+    query, key, value, terms, document_ids, heads, dropout, *_ = attending
     logits = attention_logits(query, key, terms)
     allowed = allowed_pairs(document_ids)
     weights = probabilities(logits, allowed, dropout).to(value.dtype)
@@ -46,13 +45,19 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 
 
 def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Call torch's fused attention with a dense bias `[b, h, s, s]`, or with a mask where the encoding adds nothing."""
+    """Call torch's fused attention with a dense bias `[b, h, s, s]`.
+
+    Where the encoding adds nothing, full rows take no mask, so that flash attention serves; others go to varlen
+    attention where it can serve, and take a mask `[b, 1, s, s]` where not.
+    """
     attending, cosine = tapped_cosine(attending)
-    query, key, value, terms, document_ids, _, dropout, _ = attending
-    position, mask = position_logits(query, key, terms), None
-    if position is not None:
-        mask = position.masked_fill(~allowed_pairs(document_ids), torch.finfo(query.dtype).min)
-    elif query.is_cuda or not bool((document_ids == 1).all()):  # asking a GPU means waiting
+    query, key, value, terms, document_ids, _, dropout, *_ = attending
+    mask = position_logits(query, key, terms)
+    if mask is not None and not attending.full:
+        mask = mask.masked_fill(~allowed_pairs(document_ids), torch.finfo(query.dtype).min)
+    elif mask is None and not attending.full:
+        if attending.layout is not None and why_not_varlen(attending.demand) is None:
+            return varlen_attention(attending), cosine
         # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
         allowed = allowed_pairs(document_ids)
         mask = allowed | ~allowed.any(-1, keepdim=True)
@@ -111,7 +116,7 @@ def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
 """Backends that run everywhere."""
 
-GPU_BACKENDS = {"triton": (triton_attention, why_not_triton), "flex": (flex_attention, why_not_flex)}
+GPU_BACKENDS = {"triton": (triton_attention, why_not_triton)}
 """Backends for some GPUs, each with the function that says why it cannot serve."""
 
 
@@ -120,22 +125,49 @@ def backend_function(name: str) -> Backend:
     return BACKENDS[name] if name in BACKENDS else GPU_BACKENDS[name][0]
 
 
-def refusal(name: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+def refusal(name: str, demand: Demand) -> str | None:
     """Say in one line why a backend cannot serve here; None where it can."""
-    return GPU_BACKENDS[name][1](device, dtype, dropout, head_dim) if name in GPU_BACKENDS else None
+    return GPU_BACKENDS[name][1](*demand) if name in GPU_BACKENDS else None
 
 
-def resolve_backend(name: str, device: torch.device, in_logits: bool, dropout: float) -> tuple[str, str]:
+def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = True) -> tuple[str, str]:
     """Return the backend that `--attention-backend` means for an encoding, and the reason in a few words.
 
-    `in_logits` says whether the encoding adds anything to the logits, `dropout` is that of the attention in training.
+    `in_logits` says whether the encoding adds anything to the logits, `full` whether this micro-batch's rows are one
+    document each, without padding.
     """
     if name != "auto":
         return name, "as asked for"
-    if device.type != "cpu":
-        return "sdpa", "works on every GPU"
+    if demand.device.type != "cpu":
+        return _auto_with_terms(demand) if in_logits else _auto_without_terms(demand, full)
     if in_logits:
         return "blocked", "fastest on CPUs with terms in the logits"
-    if dropout:
+    if demand.dropout:
         return "blocked", "fastest on CPUs with dropout"
     return "sdpa", "fastest on CPUs without terms in the logits and without dropout"
+
+
+def _auto_with_terms(demand: Demand) -> tuple[str, str]:
+    """Choose for an encoding with terms in the logits.
+
+    A bias that the whole batch shares is no exception: sdpa writes and sums its gradient as `[b, h, s, s]`.
+    """
+    reason = why_not_triton(*demand)
+    if reason is None:
+        return "triton", "stores no logits; sdpa is for GPUs that Triton does not serve"
+    return "sdpa", f"works on every GPU; {reason.rpartition(': ')[0]}"
+
+
+def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
+    """Choose for an encoding that adds nothing to the logits.
+
+    For rows with padding or several documents varlen attention needs no mask but has no dropout. Triton's kernels have
+    it, and leave other documents out as well.
+    """
+    if why_not_flash(demand) is not None:
+        return "sdpa", "works on every GPU"
+    if why_not_varlen(demand) is None:
+        return "sdpa", "flash for full rows, varlen for padded and packed ones"
+    if why_not_triton(*demand) is None:
+        return "sdpa" if full else "triton", "flash for full rows, triton for padded and packed ones"
+    return "sdpa", "flash for full rows, a mask for padded and packed ones"

@@ -165,6 +165,13 @@ class PositionEncoding(nn.Module):
         """Return the tensors of `terms`, all floating point, for `position_ids` int64 `[batch, seq]`."""
         return ()
 
+    def of_rows(self, position_ids: Tensor, restarts: bool) -> tuple[Tensor, ...]:
+        """Return what `forward` gives, where the caller knows whether any row counts anew after its first token.
+
+        An encoding that needs to know overrides it, since reading `position_ids` means waiting for a GPU.
+        """
+        return self(position_ids)
+
     @staticmethod
     def refusal(config: Sizes) -> str | None:
         """Say in one line why the encoding cannot serve a model of these sizes; None where it can."""

@@ -48,10 +48,16 @@ class TupeA(PositionEncoding):
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Return (B `[1 or batch, heads, seq, seq]`,); 1 unless a row holds several documents."""
+    def of_rows(self, position_ids: Tensor, restarts: bool) -> tuple[Tensor, ...]:
+        return self(position_ids, restarts)
+
+    def forward(self, position_ids: Tensor, restarts: bool | None = None) -> tuple[Tensor, ...]:
+        """Return (B `[1 or batch, heads, seq, seq]`,); 1 unless a row holds several documents.
+
+        `restarts` says whether any does; None reads it from `position_ids`.
+        """
         by_position = self.by_position(position_ids.shape[1])  # [heads, seq, seq]
-        if not restarts(position_ids):
+        if not (starts_anew(position_ids) if restarts is None else restarts):
             return (by_position.unsqueeze(0),)
         rows, columns = position_ids.unsqueeze(-1), position_ids.unsqueeze(-2)
         return (by_position[:, rows, columns].transpose(0, 1),)
@@ -94,8 +100,8 @@ class TupeR(TupeA):
         return super().by_position(length) + bias
 
 
-def restarts(position_ids: Tensor) -> bool:
-    """Whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding.
+def starts_anew(position_ids: Tensor) -> bool:
+    """Return whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding.
 
     A captured graph cannot ask; there the answer is True, which is right for every row and only takes more memory.
     """

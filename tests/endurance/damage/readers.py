@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tests.integration.conftest import TINY, command_line
 
-CLOCK = ("tokens_per_second", "step_time", "seconds", "crc32")
-"""What two equal runs have different: times, and the sum of a row that holds one."""
+CLOCK = ("tokens_per_second", "step_time", "peak_memory_gib", "seconds", "crc32")
+"""What two equal runs have different: times, memory, and the sum of a row that holds one."""
 DATASET, STEPS, SAVED = "data/corpus_text_document", 6, 4
 RUN = TINY | {
     "hidden_size": 16,

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS, encoding_class
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.attention.backends import BACKENDS, resolve_backend
+from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
@@ -270,12 +270,3 @@ def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
     for block in (parts[0], parts[2]):
         ids = document_ids[block.rows, : block.length]
         assert torch.equal(~block.forbidden(whole), allowed_pairs(ids))
-
-
-def test_auto_chooses_by_device_encoding_and_dropout():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert resolve_backend("auto", cpu, in_logits=True, dropout=0.0)[0] == "blocked"
-    assert resolve_backend("auto", cpu, in_logits=False, dropout=0.1)[0] == "blocked"
-    assert resolve_backend("auto", cpu, in_logits=False, dropout=0.0)[0] == "sdpa"
-    assert resolve_backend("auto", gpu, in_logits=True, dropout=0.1)[0] == "sdpa"
-    assert resolve_backend("eager", cpu, in_logits=True, dropout=0.1) == ("eager", "as asked for")

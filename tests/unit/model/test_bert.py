@@ -129,7 +129,7 @@ def position_parameters(model):
 def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
     model, batch = tiny_model(position_encoding="absolute"), tiny_batch(lengths=(7,))
     batch = batch._replace(segment_ids=torch.zeros_like(batch.segment_ids))
-    inputs = Inputs(batch, Draws.none(1, 2))
+    inputs = Inputs.of(batch, Draws.none(1, 2))
     before = model.embeddings.embed(inputs).detach().clone()
     before_hidden = encode(model, batch)
     for row in range(7):

@@ -46,7 +46,7 @@ def test_weight_decay_leaves_d_alone_and_shrinks_the_distances(table):
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "seq_length": 5}
     model = build_model(ModelConfig(**sizes, relative_table=table))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5, lr=0.1), torch.device("cpu"), "ddrp")
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5, lr=0.1), "ddrp")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -42,7 +42,7 @@ def no_draws(batch, step=1):
 
 def discriminator_view(model, batch, draws):
     """(what the sampling stage hands on, what it was given)."""
-    state = Inputs(batch, draws)
+    state = Inputs.of(batch, draws)
     for stage in model.stages():
         if type(stage).__name__ == "SamplingStage":
             return stage(state), state
@@ -110,7 +110,7 @@ def test_the_generators_input_is_that_of_the_loops(changes):
     }
     if lending.absolute is not None:
         params["absolute"] = lending.absolute.weight
-    fast = embeddings.embed(Inputs(batch, no_draws(batch)))
+    fast = embeddings.embed(Inputs.of(batch, no_draws(batch)))
     assert fast.shape == (2, 7, 8)
     rows = zip(batch.input_ids.tolist(), batch.segment_ids.tolist(), batch.position_ids.tolist(), strict=True)
     assert_same(fast, torch.stack([generator_input(params, *row) for row in rows]), list(params.values()))
@@ -195,7 +195,7 @@ def test_the_former_layout_projects_first_and_normalises_at_the_generators_width
     summed = model.embeddings.token(batch.input_ids) + model.embeddings.segment(batch.segment_ids)
     summed = embeddings.projection(summed) + embeddings.absolute.weight[batch.position_ids]
     expected = torch.nn.functional.layer_norm(summed, (4,), embeddings.norm.weight, embeddings.norm.bias, 1e-12)
-    ours = embeddings.embed(Inputs(batch, no_draws(batch)))
+    ours = embeddings.embed(Inputs.of(batch, no_draws(batch)))
     torch.testing.assert_close(ours, expected)
     lent = {"embeddings.absolute.weight", "embeddings.norm.weight", "embeddings.norm.bias"}
     parameters = dict(model.named_parameters())

@@ -88,7 +88,7 @@ def copy_deberta(state):
 
 def our_hidden_states(model, batch):
     """After the embeddings and after every layer."""
-    state, hidden = Inputs(batch, Draws.none(len(batch.input_ids), 2)), []
+    state, hidden = Inputs.of(batch, Draws.none(len(batch.input_ids), 2)), []
     for stage in (model.embeddings, *model.layers):
         state = stage(state)
         hidden.append(state.hidden)

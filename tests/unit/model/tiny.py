@@ -29,10 +29,10 @@ def tiny_config(**changes):
     return ModelConfig(**settings)
 
 
-def tiny_model(seed=0, **changes):
+def tiny_model(seed=0, objective=None, **changes):
     """A float64 model whose biases and LayerNorms are random too, so that no term hides behind a zero or a one."""
     torch.manual_seed(seed)
-    model = build_model(tiny_config(**changes)).double()
+    model = build_model(tiny_config(**changes), objective=objective).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

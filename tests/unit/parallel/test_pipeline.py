@@ -24,7 +24,7 @@ def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batch = tiny_batch()
     notes = NoteInputs(torch.tensor([3, 4]), torch.randn(2, 5), torch.tensor([[0, 4]]))
-    inputs = Inputs(batch, some_draws(batch)._replace(heads=torch.empty(2, 0, dtype=torch.long)), notes)
+    inputs = Inputs.of(batch, some_draws(batch)._replace(heads=torch.empty(2, 0, dtype=torch.long)), notes)
     floating = (torch.randn(3, 7, 5).to(dtype), torch.randn(1, 9, 4), torch.randn(()), torch.randn(2))
     hidden, table, cosine, sums = (x.requires_grad_() for x in floating)
     counted = torch.ones(len(batch.input_ids), 2)
@@ -41,18 +41,22 @@ def test_states_arrive_as_they_were(dtype: torch.dtype) -> None:
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Both hold the same named tuples, tensors and None."""
+    """Both hold the same named tuples, tensors, numbers and None."""
     assert type(got) is type(expected)
     if isinstance(got, torch.Tensor):
         assert got.dtype == expected.dtype and torch.equal(got, expected)
-    elif got is not None:
+    elif isinstance(got, tuple):
         for one, other in zip(got, expected, strict=True):
             assert_same(one, other)
+    else:
+        assert got == expected
 
 
 def test_what_enters_the_first_part_travels_the_same_way() -> None:
     batch = tiny_batch()
-    inputs = Inputs(batch, some_draws(batch), NoteInputs(torch.tensor([3]), torch.randn(1, 5), torch.tensor([[0, 4]])))
+    inputs = Inputs.of(
+        batch, some_draws(batch), NoteInputs(torch.tensor([3]), torch.randn(1, 5), torch.tensor([[0, 4]]))
+    )
     floats, rest = Courier().send(inputs)
     assert floats.shape == (0,), "a note receives no gradient"
     assert_same(Courier().receive(floats, rest), inputs)
@@ -65,7 +69,7 @@ def test_parts_in_a_row_are_the_model(encoding: str, num_parts: int) -> None:
     batch = tiny_batch()
     draws = some_draws(batch, heads=((0, 2), (1, 2), (0, 1)))
     parts = split_stages(model.stages(), num_parts)
-    sent = Courier().send(Inputs(batch, draws))
+    sent = Courier().send(Inputs.of(batch, draws))
     for number, stages in enumerate(parts):
         sent = PipelinePart(stages, number == num_parts - 1, recompute=False, courier=Courier())(sent)
     torch.testing.assert_close(sent.sums, model(batch, draws).sums)
@@ -85,7 +89,7 @@ def test_each_micro_batch_is_seeded_by_its_number() -> None:
     seen: list[int] = []
     batch = tiny_batch()
     part = PipelinePart([torch.nn.Identity()], last=True, recompute=False, courier=Courier())
-    sent = Courier().send(Inputs(batch, some_draws(batch)))
+    sent = Courier().send(Inputs.of(batch, some_draws(batch)))
     for _ in range(2):
         part.begin_step(seen.append)
         part(sent)

@@ -5,10 +5,10 @@ import torch
 
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.encoder import FeedForward
+from megatron_ddrp.model.encoder import SelfAttention
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, own_part, split_dimension
-from megatron_ddrp.parallel.tensor_parallel import PARALLEL, FeedForwardOfRanks, own_randomness, specialise
+from megatron_ddrp.parallel.tensor_parallel import PARALLEL, SelfAttentionOfRanks, own_randomness, specialise
 from tests.unit.model.tiny import tiny_config
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
@@ -80,12 +80,12 @@ def test_draws_inside_differ_by_rank_and_those_outside_do_not() -> None:
 
 
 def test_a_models_own_subclass_meets_the_other_ranks_too() -> None:
-    class Mine(FeedForward):
+    class Mine(SelfAttention):
         factor = 3
 
     model = build_model(tiny_config())
-    model.layers[0].feed_forward.__class__ = Mine
+    model.layers[0].attention.__class__ = Mine
     specialise(model, PARALLEL, ranks="ranks")
-    first, second = (layer.feed_forward for layer in model.layers)
-    assert isinstance(first, FeedForwardOfRanks) and isinstance(first, Mine) and first.factor == 3
-    assert type(second) is FeedForwardOfRanks and second.ranks == "ranks"
+    first, second = (layer.attention for layer in model.layers)
+    assert isinstance(first, SelfAttentionOfRanks) and isinstance(first, Mine) and first.factor == 3
+    assert type(second) is SelfAttentionOfRanks and second.ranks == "ranks"

@@ -69,7 +69,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attending: Attending, training: bool, query, key, value, *tensors):  # type: ignore[override]
         terms = attending.terms.with_tensors(tensors)
-        document_ids, heads, dropout, _ = attending[4:]
+        document_ids, heads, dropout, *_ = attending[4:]
         batch, num_heads, seq = query.shape[:3]
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)

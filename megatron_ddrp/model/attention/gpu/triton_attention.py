@@ -271,7 +271,7 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
     generator back, meets the same mask again.
     """
-    query, key, value, terms, _, _, dropout, _ = attending
+    query, key, value, terms, _, _, dropout, *_ = attending
     reason = why_not_triton(query.device, query.dtype, dropout, query.shape[-1])
     if reason:
         raise ValueError(reason)

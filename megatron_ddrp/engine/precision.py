@@ -1,0 +1,45 @@
+"""Which precisions a device has, and which it uses."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.engine.deepspeed_file import import_quietly
+
+NATIVE_BF16 = (8, 0)
+"""Compute capability from which on NVIDIA's GPUs have bfloat16; `torch.cuda.is_bf16_supported()` counts emulation."""
+
+
+def precision_fault(precision: str, device: torch.device) -> str | None:
+    """Return why a device cannot train in "fp32", "bf16" or "fp16"; None where it can."""
+    if precision == "fp16" and device.type == "cpu":
+        import_quietly()
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            return "there is no GPU here, and this CPU does not compute in float16: use --bf16, or neither for float32"
+    if precision == "bf16" and device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < NATIVE_BF16:
+            name, (major, minor) = torch.cuda.get_device_name(device), capability
+            return f"{name} has compute capability {major}.{minor} and only emulates bfloat16 (8.0 has it): use --fp16"
+    return None
+
+
+def allow_tf32(config: Config, device: torch.device) -> None:
+    """Let a GPU compute products of fp32 matrices in TF32, unless `--no-tf32`; what a CPU does is left alone."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
+
+
+def precision_remarks(config: Config, device: torch.device) -> list[str]:
+    """Return a line that suggests `--bf16` to a fp32 run on a GPU that has it, else nothing."""
+    if config.training.precision != "fp32" or device.type != "cuda" or torch.version.hip is not None:
+        return []
+    if torch.cuda.get_device_capability(device) < NATIVE_BF16:
+        return []
+    with_zero = "" if config.parallel.zero_stage else " with --zero-stage 1"
+    how = "TF32" if config.training.tf32 else "fp32"
+    name = torch.cuda.get_device_name(device)
+    return [f"{name} computes in bfloat16: --bf16{with_zero} is faster than {how} and halves the activations"]

@@ -1,0 +1,175 @@
+"""The loop over training steps: launch, log, validate, save, stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.checkpoint import last_name
+from megatron_ddrp.checkpoint.note_files import note_tensors
+from megatron_ddrp.config import Config
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.loader import BatchLoader, iterate
+from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
+from megatron_ddrp.engine.host_copy import HostCopy
+from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
+from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
+from megatron_ddrp.engine.step import StepResult, evaluate
+from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.objectives.notes import NoteDictionary
+from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device, largest_over_ranks
+from megatron_ddrp.run.flops import flop_of_step, peak_of_run
+from megatron_ddrp.run.host_memory import peak_memory_bytes
+from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, progress_line, similarities, terms
+from megatron_ddrp.run.run_folder import RunFolder
+from megatron_ddrp.run.stopping import StopRequests
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's running training, as its steps, validations and checkpoints share it."""
+
+    config: Config
+    ranks: Ranks
+    engine: Any
+    log: MetricsLog
+    folder: Path | None
+    """`--save`."""
+    home: RunFolder | None
+    """The same folder as rank 0 alone has it."""
+    notes: NoteDictionary | None
+
+    def steps(
+        self, loader: BatchLoader, validation: BatchLoader | None, progress: Progress, requests: StopRequests
+    ) -> tuple[Progress, int]:
+        """Train from `progress` to the last step, `--exit-interval` or a request to stop.
+
+        Return the progress and the request's code, 0 without one. Where numbers are read late, a step is finished once
+        the next one was launched, and a request is followed one step later.
+        """
+        config, ranks, begin = self.config, self.ranks, progress
+        clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(config, ranks))
+        unsaved, finite = UnsavedWork(config), FiniteSteps(self.engine, config, ranks, self.log.say, self.notes)
+        late = reads_late(config, ranks)
+
+        def prepare(micro_batches: list[Batch], number: int) -> list[MicroBatch]:
+            return training_inputs(micro_batches, config, begin.iteration + 1 + number, ranks.device)
+
+        def finish(launched: Launched) -> Progress:
+            result = finite.finish(launched)
+            after = advance(progress, result, config)
+            arrays = [micro_batch.arrays for micro_batch in launched.micro_batches]
+            clock.count(result.counts["tokens"], flop_of_step(config, arrays, ranks))
+            self.log_step(result, after, clock)
+            unsaved.warn_once(after.iteration, self.log.say)
+            return after
+
+        request = 0
+        waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
+        to_do = config.training.train_iters - begin.iteration
+        for number, micro_batches in enumerate(iterate(loader, begin.consumed_samples, to_do, prepare)):
+            launched = finite.launch(micro_batches, begin.iteration + 1 + number)
+            if late and self.logs(launched.step):
+                launched.result.fetch_losses()
+            if waiting is not None:
+                earlier, requested = waiting
+                progress, request = finish(earlier), int(requested.read())
+            if late and not request and not self.pauses_after(launched.step, validates=validation is not None):
+                waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
+                continue
+            progress, waiting = finish(launched), None
+            if validation and due(progress.iteration, config.logging.eval_interval, config):
+                self.validate(validation, progress)
+                clock.pause()
+            request = request or largest_over_ranks(requests.code, ranks.device)
+            stops = exits(progress.iteration, config) or request
+            if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
+                self.save(self.folder, progress, must=bool(stops))
+                clock.pause()
+            if stops:
+                break
+        return progress, request
+
+    def logs(self, iteration: int) -> bool:
+        """Return whether a step is logged: the first, every `--log-interval`-th and the last."""
+        return iteration == 1 or due(iteration, self.config.logging.log_interval, self.config)
+
+    def pauses_after(self, iteration: int, validates: bool) -> bool:
+        """Return whether a validation, a checkpoint or the end follows a step, before the next can be launched."""
+        config = self.config
+        saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
+        return saves or exits(iteration, config) or (validates and due(iteration, config.logging.eval_interval, config))
+
+    def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
+        """Log the step if it is one that is logged."""
+        if not self.logs(progress.iteration):
+            return
+        device = self.ranks.device
+        row = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            **result.losses(self.config),
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            **clock.read(),
+            "peak_memory_gib": largest_over_ranks(peak_memory_bytes(device), device) / 2**30,
+        }
+        self.log.write(row)
+        labels = make_objective(self.config.objective).labels
+        self.log.say(progress_line(row, labels, self.config.training.train_iters, clock.eta(progress.iteration)))
+
+    def validate(self, loader: BatchLoader, progress: Progress) -> None:
+        """Log the losses on the same held-out samples with the same masks each time."""
+        config = self.config
+        steps = min(config.logging.eval_iters, max(1, len(loader.samples) // config.training.global_batch_size))
+        losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
+        self.log.write({"iteration": progress.iteration, **losses})
+        labels = make_objective(config.objective).labels
+        line = f"validation {terms(losses, labels, 4, 'valid_')}{similarities(losses)}"
+        self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
+
+    def save(self, folder: Path, progress: Progress, must: bool) -> None:
+        """Save a checkpoint. Where that fails and it need not be, say so and continue: the earlier ones are whole."""
+        notes = {} if self.notes is None else note_tensors(self.notes)
+        try:
+            agree(self._restore)
+            saved = save_checkpoint(self.engine, folder, progress, self.config, self.ranks, notes)
+            self.log.say(f"saved {saved}")
+        except UserError as error:
+            line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
+            if must:
+                raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
+            self.log.say(f"{line}; going on")
+
+    def _restore(self) -> None:
+        """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
+        if self.home is None:
+            return
+        with refusals_as_user_errors(self.home.path):
+            written = [*self.home.restore(), *self.log.restore()]
+        if written:
+            self.log.say(f"{self.home.path} lacked {', '.join(written)}: written again")
+
+
+def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
+    """Return the progress after a step."""
+    return replace(
+        progress,
+        iteration=progress.iteration + 1,
+        consumed_samples=progress.consumed_samples + config.training.global_batch_size,
+        consumed_tokens=progress.consumed_tokens + result.counts["tokens"],
+    )
+
+
+def due(iteration: int, interval: int, config: Config) -> bool:
+    """Return whether something done every `interval` steps and at the last one is due."""
+    return iteration % interval == 0 or iteration == config.training.train_iters
+
+
+def exits(iteration: int, config: Config) -> bool:
+    """Return whether the run ends here, at its last step or by `--exit-interval`."""
+    interval = config.checkpoint.exit_interval
+    return iteration == config.training.train_iters or (interval is not None and iteration % interval == 0)

@@ -1,0 +1,102 @@
+"""Linear maps of which this rank has some rows, with their gradients' exchange hidden behind their weights' gradients.
+
+    forward     x → whole rows (f, or an all-gather) → x Wᵢᵀ + bᵢ           for all maps i of one input
+    backward    dx = Σᵢ gᵢ Wᵢ;  start to sum dx over the ranks;  dWᵢ = gᵢᵀ x, dbᵢ = Σ gᵢ;  wait for dx
+
+Maps that share an input, as query, key and value do, are one node of the graph: their dx is one tensor that travels
+once. On GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ddrp.parallel.process_group import Ranks
+
+Wait = Callable[[], Tensor]
+"""Waits for an exchange that runs, and returns its result."""
+
+
+class Entrance(NamedTuple):
+    """How a tensor enters a region whose ranks use it in their own ways, so that its gradients add up."""
+
+    there: Callable[[Tensor], Tensor]
+    """Returns what the ranks use."""
+    back: Callable[[Tensor], Wait]
+    """Starts to sum up the gradients of that; the result is the gradient of what entered. May write into them."""
+
+
+def replicated(ranks: Ranks) -> Entrance:
+    """Return how a tensor enters that all tensor-parallel ranks hold alike (f in the paper)."""
+    return Entrance(lambda x: x.view_as(x), partial(_start_sum, ranks=ranks))
+
+
+def _start_sum(gradient: Tensor, ranks: Ranks) -> Wait:
+    gradient = gradient.contiguous()
+    work = dist.all_reduce(gradient, group=ranks.tensor_group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return gradient
+
+    return wait
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, entrance: Entrance) -> Tensor:  # type: ignore[override]
+        ctx.entrance = entrance
+        return entrance.there(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return ctx.entrance.back(gradient.clone())(), None
+
+
+class _ColumnMaps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, entrance: Entrance, *weights_and_biases: Tensor):  # type: ignore[override]
+        weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
+        entered = entrance.there(x)
+        ctx.entrance, ctx.has_bias = entrance, [bias is not None for bias in biases]
+        ctx.save_for_backward(entered, *weights)
+        return tuple(F.linear(entered, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
+        entered, *weights = ctx.saved_tensors
+        flat = [gradient.flatten(0, -2) for gradient in gradients]  # [tokens, out] each
+        of_input = flat[0] @ weights[0]  # [tokens, in]
+        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+            of_input.addmm_(gradient, weight)
+        wait = ctx.entrance.back(of_input.view_as(entered))
+        tokens = entered.flatten(0, -2)
+        of_parameters: list[Tensor | None] = []
+        for gradient, has_bias in zip(flat, ctx.has_bias, strict=True):
+            of_parameters += [gradient.T @ tokens, gradient.sum(0) if has_bias else None]
+        return wait(), None, *of_parameters
+
+
+def enter(x: Tensor, entrance: Entrance) -> Tensor:
+    """Return what the ranks use of `x`, for whatever they do with it."""
+    return _Enter.apply(x, entrance)
+
+
+def column_map(x: Tensor, entrance: Entrance, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return our part of a linear map's output; `x` `[.., in]`, `weight` `[out / tensor_size, in]`."""
+    return _ColumnMaps.apply(x, entrance, weight, bias)[0]
+
+
+def column_maps(x: Tensor, entrance: Entrance, maps: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Return our part of the outputs of maps that share an input."""
+    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights for a module's own calls alone
+        entered = enter(x, entrance)
+        return tuple(each(entered) for each in maps)
+    return _ColumnMaps.apply(x, entrance, *(parameter for each in maps for parameter in (each.weight, each.bias)))

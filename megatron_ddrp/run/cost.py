@@ -1,0 +1,257 @@
+"""Estimate the time of a training step on a layout of GPUs that are not at hand; `--dry-run` prints it.
+
+    step = (micro-batches + stages − 1) · micro-batch + exposed gradients + weights + update
+    micro-batch = matrix products + attention + memory traffic + tensor parallelism + stage to stage
+
+Matrix products and attention are FLOP (`megatron_ddrp/run/flops.py`) ÷ the rates that a device sustains; the traffic of
+everything else was counted on a fake GPU (`benchmarks/gpu_cost.py`). Communication is its volume ÷ a link's rate:
+
+    tensor      4 all-reduces of the hidden states per layer and micro-batch, inside a host
+    pipeline    hidden states and their gradients, once per stage and micro-batch
+    data        gradients are reduced and scattered once a step (at ZeRO 2 and 3 once a micro-batch), weights gathered
+                once a step (at ZeRO 3 twice a micro-batch)
+
+Gradients are reduced while the last micro-batch's backward pass runs; only what takes longer counts. Ranks lie as in
+`parallel/process_group.py`: tensor neighbours side by side, then data, then pipeline. Everything here is an estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_ddrp.config import Config, encoding_class
+from megatron_ddrp.data.batches.loader import count_micro_batches
+from megatron_ddrp.run.flops import flop_per_token, peak_tflops
+
+LAUNCH_SECONDS = 2e-6
+"""The least that a kernel takes on any device, an assumption."""
+
+HOST = 8
+"""GPUs per host."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU and its links."""
+
+    name: str
+    """As `torch.cuda.get_device_name` gives it."""
+    half: float
+    """TFLOP/s of bf16 or fp16 matrix products."""
+    single: float
+    """TFLOP/s of fp32 ones without TF32."""
+    bandwidth: float
+    """TB/s of device memory."""
+    memory: float
+    """GiB."""
+    inside: float
+    """GB/s that a GPU sends to the others of its host."""
+    between: float
+    """GB/s that a host sends to the other hosts, over all its network cards."""
+    processors: int
+    """Streaming multiprocessors."""
+    is_recent: bool = True
+    """Whether it has compute capability 8.0: bf16, attention in Triton and torch's flash kernel."""
+
+    def products(self, precision: str) -> float:
+        """Return the TFLOP/s of a run's matrix products: fp32 runs use TF32 where the device has it, half as fast."""
+        if precision != "fp32":
+            return self.half
+        return self.half / 2 if self.is_recent else self.single
+
+    def attention(self, kernel: str, is_backward: bool) -> float:
+        """Return the TFLOP/s of an attention kernel; its share of `half` is the same on every device."""
+        return self.half * ATTENTION_SHARES[kernel if self.is_recent else "sdpa"][is_backward]
+
+    def seconds(self, num_bytes: float, flop: float = 0, tflops: float = 1) -> float:
+        """Return the time of one launch: of its memory traffic or its arithmetic, whichever is longer."""
+        return max(num_bytes / (self.bandwidth * 1e12), flop / (tflops * 1e12), LAUNCH_SECONDS)
+
+
+ATTENTION_SHARES = {
+    "sdpa": (200 / 650, 130 / 650),
+    "triton": (180 / 650, 120 / 650),
+    "flash": (300 / 650, 180 / 650),
+}
+"""Attention kernel → its FLOP rates forward and backward ÷ that of matrix products, on an H100 with 64-wide heads and
+dropout. `sdpa` is torch's memory-efficient kernel with a dense bias. Assumptions; FlashAttention-2's authors report up
+to 335 TFLOP/s there (arXiv:2307.08691), for long rows."""
+
+ATTENTION_PRODUCTS = {"sdpa": (2, 5), "triton": (2, 7), "flash": (2, 5)}
+"""Attention kernel → its products of `[seq, head_dim]` and `[head_dim, seq]`, forward and backward. In Triton the two
+backward kernels compute Q·Kᵀ and dO·Vᵀ each."""
+
+
+def sustained(peak: Device) -> Device:
+    """Return a device of published peaks with the rates that it is assumed to sustain.
+
+    On an H100 650 of 989 TFLOP/s, 45 of 67 in fp32, 2.8 of 3.35 TB/s; elsewhere the same shares; of links 80 %.
+    """
+    return dataclasses.replace(
+        peak,
+        half=peak.half * 650 / 989,
+        single=peak.single * 45 / 67,
+        bandwidth=peak.bandwidth * 2.8 / 3.35,
+        inside=0.8 * peak.inside,
+        between=0.8 * peak.between,
+    )
+
+
+DEVICES = {
+    "v100": sustained(Device("V100-SXM2-32GB", 125, 15.7, 0.9, 32, 150, 16, 80, is_recent=False)),
+    "a100": sustained(Device("A100-SXM4-80GB", 312, 19.5, 2.039, 80, 300, 200, 108)),
+    "h100": sustained(Device("H100 80GB HBM3", 989, 67, 3.35, 80, 450, 400, 132)),
+}
+"""Name → device, peaks by their makers' data sheets (NVLink per direction). Hosts of V100 are linked by 16 GB/s, those
+of A100 by 8 cards of 200 Gbit/s, those of H100 by 8 of 400."""
+
+
+TRAFFIC = 60
+"""Passes over the hidden states that a layer's point-wise launches make, forward and backward, with `--compile`."""
+
+HEAD_TRAFFIC = 16
+"""Passes over the fp32 logits of the predicted tokens."""
+
+BIAS_TRAFFIC, HCD_TRAFFIC = 16, 51
+"""Passes over a dense bias `[batch, heads, seq, seq]`, and over HCD's fp32 logits of its heads, both without Triton."""
+
+TILE = 128
+"""Rows and columns of a product's tile; one multiprocessor works on one tile."""
+
+LAUNCHES = 50
+"""Launches per layer, forward and backward; those of small micro-batches take no less than `LAUNCH_SECONDS` each."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated seconds of a step, by part."""
+
+    compute: float
+    """Micro-batches: FLOP, memory traffic, recomputation."""
+    tensor: float
+    """All-reduces between tensor-parallel ranks."""
+    pipeline: float
+    """Waiting of stages for each other, and hidden states from stage to stage."""
+    data: float
+    """Gradients and weights between data-parallel ranks, as far as no computation hides them."""
+    update: float
+    """The optimizer."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.tensor + self.pipeline + self.data + self.update
+
+
+def why_not(config: Config, device: Device) -> str | None:
+    """Say why a device cannot serve; None where it can."""
+    return "it has no bf16" if config.training.precision == "bf16" and not device.is_recent else None
+
+
+def attention_kernel(config: Config, device: Device) -> str:
+    """Return which attention kernel `auto` is assumed to take."""
+    if not encoding_class(config.model.position_encoding).in_logits:
+        return "flash"
+    return "triton" if device.is_recent else "sdpa"
+
+
+def estimate_step(config: Config, parameters: int, world_size: int, device: Device) -> Estimate:
+    """Return the estimated time of a step of `world_size` ranks; `parameters` are those of the whole model."""
+    model, training, parallel = config.model, config.training, config.parallel
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    micro_batches = count_micro_batches(
+        training.global_batch_size, training.micro_batch_size, parallel.data_parallel_size(world_size)
+    )
+    compute = micro_batch_seconds(config, device)
+    hidden = training.micro_batch_size * model.seq_length * model.hidden_size * _width(config)  # bytes
+    passes = (6 if parallel.checkpoint_activations else 4) * _layers_per_stage(config)
+    by_tensor = passes * 2 * _ring_seconds(hidden, tensor, device.inside)
+    link = device.inside if world_size <= HOST else device.between / HOST
+    by_stage = 2 * hidden / tensor / (link * 1e9) if stages > 1 else 0.0
+    share = parameters / (tensor * stages)
+    reduced, gathered = _data_seconds(config, share, world_size, device)
+    owned = share / (parallel.data_parallel_size(world_size) if parallel.zero_stage else 1)
+    return Estimate(
+        compute=micro_batches * compute,
+        tensor=micro_batches * by_tensor,
+        pipeline=(stages - 1) * (compute + by_tensor) + (micro_batches + stages - 1) * by_stage,
+        data=max(0.0, reduced - compute * 2 / 3) + gathered,
+        update=UPDATE_BYTES * owned / (device.bandwidth * 1e12),
+    )
+
+
+UPDATE_BYTES = 32
+"""Bytes per parameter that Adam reads and writes: gradient, weight, its fp32 copy, two moments."""
+
+
+def mfu(config: Config, seconds: float, world_size: int, device: Device) -> float:
+    """Return the share of the devices' published peak that the model's FLOP of a step make up in so many seconds."""
+    peak = peak_tflops(device.name, config.training.precision, tf32=True)
+    assert peak is not None, device.name
+    tokens = config.training.global_batch_size * config.model.seq_length
+    return flop_per_token(config).total * tokens / (world_size * peak * 1e12 * seconds)
+
+
+def micro_batch_seconds(config: Config, device: Device) -> float:
+    """Return the time that the slowest stage, the last one, computes on one micro-batch, forward and backward.
+
+    Products `[tokens, hidden / tensor]` with fewer tiles than the device has multiprocessors leave the others idle.
+    """
+    model, training, objective = config.model, config.training, config.objective
+    tensor = config.parallel.tensor_model_parallel_size
+    tokens = training.micro_batch_size * model.seq_length
+    tiles = tokens / TILE * model.hidden_size / tensor / TILE
+    busy = min(1.0, tiles / device.processors)
+    rate = device.products(training.precision) * 1e12 * busy
+    flop, kernel = flop_per_token(config), attention_kernel(config, device)
+    share = _layers_per_stage(config) / model.num_layers
+    products = (flop.linear + flop.tables) * share + flop.head + flop.mask_decoder + flop.generator * share
+    attention = 0.0
+    for is_backward, number in enumerate(ATTENTION_PRODUCTS[kernel]):
+        rate_of_kernel = rate * device.attention(kernel, bool(is_backward)) / device.half
+        attention += flop.attention * share / 6 * number / rate_of_kernel  # 6 products: 2 forward, 4 backward
+    hidden = model.hidden_size * _width(config)
+    traffic = float(TRAFFIC * hidden)
+    if kernel == "sdpa":
+        heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
+        traffic += BIAS_TRAFFIC * model.seq_length * model.num_attention_heads * _width(config) / tensor
+        traffic += HCD_TRAFFIC * model.seq_length * heads_of_cosine * 4
+    logits = HEAD_TRAFFIC * objective.mask_prob * model.padded_vocab_size * 4 / tensor
+    moved = (traffic * _layers_per_stage(config) + logits) / (device.bandwidth * 1e12)
+    seconds = tokens * (products / rate / tensor + attention / tensor + moved)
+    seconds = max(seconds, _layers_per_stage(config) * LAUNCHES * LAUNCH_SECONDS)
+    return seconds * (4 / 3 if config.parallel.checkpoint_activations else 1)
+
+
+def _width(config: Config) -> int:
+    """Return the bytes of a weight or activation."""
+    return 4 if config.training.precision == "fp32" else 2
+
+
+def _layers_per_stage(config: Config) -> int:
+    return -(-config.model.num_layers // config.parallel.pipeline_model_parallel_size)
+
+
+def _ring_seconds(num_bytes: float, ranks: int, link: float) -> float:
+    """Return the time in which ranks that each hold `num_bytes` reduce and scatter, or gather, over links of GB/s."""
+    return (ranks - 1) / ranks * num_bytes / (link * 1e9)
+
+
+def _data_seconds(config: Config, share: float, world_size: int, device: Device) -> tuple[float, float]:
+    """Return the time of a step's gradients and of its weights, for `share` parameters per rank.
+
+    A ring over hosts crosses each host's link once for every group of data-parallel ranks in the host, of which there
+    are as many as tensor-parallel ranks. Under bf16 gradients are reduced in fp32.
+    """
+    parallel, training = config.parallel, config.training
+    data, tensor = parallel.data_parallel_size(world_size), parallel.tensor_model_parallel_size
+    link = device.inside
+    if tensor * data > HOST:
+        link = min(link, device.between / min(tensor, HOST))
+    micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data)
+    reductions = micro_batches if parallel.zero_stage >= 2 else 1
+    gatherings = 2 * micro_batches if parallel.zero_stage == 3 else 1
+    of_gradients = 2 if training.precision == "fp16" else 4
+    reduced = reductions * _ring_seconds(of_gradients * share, data, link)
+    return reduced, gatherings * _ring_seconds(_width(config) * share, data, link)

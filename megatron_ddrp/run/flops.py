@@ -1,0 +1,187 @@
+"""Floating-point operations (FLOP) of a training step by closed forms, and what a device can do at most.
+
+    linear      6 · weights of the layers' linear maps                    per token
+    attention   12 · S · D · layers                                       QKᵀ and the product with V
+    tables      6 · min(rows, 2S − 1) · D · layers                        Q·T^q, and the same again for K·T^k
+    head        6 · masked share · (D · D + D · vocabulary)               the vocabulary is padded to a multiple of 128
+
+A multiplication with an addition is 2 FLOP, and the backward pass takes twice the forward pass: 2 · (1 + 2) = 6. D is
+the hidden size, S the length of the row. Every position of a row counts, padding included, and every pair of a packed
+row, as in dense products. Not counted: element-wise work, recomputed activations, TCD and HCD, notes, and what an
+encoding multiplies once per micro-batch (TUPE's B, DeBERTa's projected tables: 0.1 % of a base model at 32 x 512).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from functools import cache
+
+import torch
+
+from megatron_ddrp.config import Config, ModelConfig, encoding_class
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.model.bert import decodes_masks
+from megatron_ddrp.model.electra import generator_config
+from megatron_ddrp.model.heads import EnhancedMaskDecoder
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel.process_group import Ranks
+
+TRAINING = 6
+"""FLOP of the forward and backward pass per weight and token."""
+
+
+@dataclass(frozen=True)
+class TokenFlop:
+    """FLOP of the forward and backward pass per token of a row, by part of the model."""
+
+    linear: float = 0.0
+    attention: float = 0.0
+    tables: float = 0.0
+    """Products of queries and keys with the encoding's tables."""
+    head: float = 0.0
+    mask_decoder: float = 0.0
+    """DeBERTa's enhanced mask decoder."""
+    generator: float = 0.0
+    """All of ELECTRA's generator, its head included."""
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
+    """Return the FLOP per token of rows of `length` tokens, by default `--seq-length`.
+
+    With the mask decoder the backward pass begins in the last layer's input where masked LM is the only term.
+    """
+    model, objective = config.model, config.objective
+    length, share, width = length or model.seq_length, objective.mask_prob, model.hidden_size
+    if objective.generates:
+        small = generator_config(model, objective)
+        applied = small.num_layers - decodes_masks(small)  # the decoder alone applies the last one
+        generator = sum(_layers(small, length, applied)) + sum(_masked_lm(small, width, share, length))
+        generator += TRAINING * width * small.hidden_size
+        head = TRAINING * (width**2 + width)
+        return TokenFlop(*_layers(model, length, model.num_layers), head, generator=generator)
+    alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")
+    layers = model.num_layers - (2 / 3 if alone and decodes_masks(model) else 0)
+    return TokenFlop(*_layers(model, length, layers), *_masked_lm(model, width, share, length))
+
+
+def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]]) -> float:
+    """Return the FLOP of micro-batches of some shapes `(rows, length)`."""
+    return sum(rows * length * flop_per_token(config, length).total for rows, length in shapes)
+
+
+def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -> float:
+    """Return the FLOP of a step over all ranks, from the micro-batches of this one.
+
+    The loader deals rows of about the same length to all data-parallel ranks.
+    """
+    return flop_of_rows(config, (batch.input_ids.shape for batch in micro_batches)) * ranks.data_size
+
+
+def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:
+    """Return the FLOP per token of so many layers: linear maps, attention, tables."""
+    hidden = model.hidden_size
+    linear = TRAINING * (4 * hidden**2 + 2 * hidden * model.ffn_size)
+    tables = TRAINING * hidden * sum(_useful_rows(model, length))
+    return layers * linear, layers * 2 * TRAINING * length * hidden, layers * tables
+
+
+def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tuple[float, float]:
+    """Return the FLOP per token of the masked-LM head, whose embedding is `width` wide, and of the mask decoder.
+
+    The decoder projects all keys and values once. Each application works on the masked share of the queries, and
+    multiplies the table for the keys with all of them.
+    """
+    hidden = model.hidden_size
+    head = TRAINING * share * (hidden * width + width * model.padded_vocab_size)
+    if not decodes_masks(model):
+        return head, 0.0
+    of_queries, of_keys = _useful_rows(model, length)
+    by_query = 2 * hidden**2 + 2 * hidden * model.ffn_size + 2 * length * hidden + of_queries * hidden
+    once = 2 * hidden**2
+    return head, TRAINING * (once + EnhancedMaskDecoder.APPLICATIONS * (share * by_query + of_keys * hidden))
+
+
+def _useful_rows(model: ModelConfig, length: int) -> tuple[int, int]:
+    """Return the rows of T^q and of T^k that rows of `length` tokens can meet; 0 without such a table."""
+    of_queries, of_keys = _table_rows(model)
+    return min(of_queries, 2 * length - 1), min(of_keys, 2 * length - 1)
+
+
+@cache
+def _table_rows(model: ModelConfig) -> tuple[int, int]:
+    """Return the number of rows of the encoding's T^q and T^k, 0 for one that it does not have."""
+    encoding = encoding_class(model.position_encoding)
+    one_token = torch.zeros(1, 1, dtype=torch.long)
+    with torch.device("meta"):
+        tensors = encoding.layer_part(model)(encoding(model)(one_token))
+    terms = encoding.terms(model, tensors)
+    rows_of_queries, rows_of_keys = (
+        0 if table is None else table.shape[1] for table in (terms.query_table, terms.key_table)
+    )
+    return rows_of_queries, rows_of_keys
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense TFLOP/s of a device, without sparsity; None where the source gives none."""
+
+    half: float
+    """bf16 and fp16 on tensor cores, accumulated in fp32."""
+    tf32: float | None
+    fp32: float | None
+
+
+PEAKS: tuple[tuple[str, Peak], ...] = (
+    (r"V100S-PCIE", Peak(130, None, 16.4)),  # V100 data sheet
+    (r"V100-PCIE", Peak(112, None, 14)),  # V100 data sheet
+    (r"V100-SXM\d", Peak(125, None, 15.7)),  # V100 data sheet
+    (r"A100", Peak(312, 156, 19.5)),  # A100 data sheet, SXM and PCIe alike
+    (r"A40", Peak(149.7, 74.8, 37.4)),  # A40 data sheet
+    (r"A10", Peak(125, 62.5, 31.2)),  # A10 data sheet
+    (r"L4", Peak(121, 60, 30.3)),  # L4 data sheet, halved: it counts sparsity
+    (r"L40S", Peak(362.05, 183, 91.6)),  # L40S data sheet
+    (r"RTX 3090$", Peak(71, 35.6, 35.6)),  # GA102 whitepaper
+    (r"RTX 4090$", Peak(165.2, 82.6, 82.6)),  # Ada whitepaper
+    (r"H100 PCIe", Peak(756, 378, 51)),  # H100 data sheet, halved
+    (r"H100 NVL", Peak(835.5, 417.5, 60)),  # H100 data sheet, halved
+    (r"H100 80GB HBM3", Peak(989.4, 494.7, 66.9)),  # H100 whitepaper, SXM
+    (r"H200 NVL", Peak(835.5, 417.5, 60)),  # H200 data sheet, halved
+    (r"H200", Peak(989.4, 494.7, 66.9)),  # H200 data sheet, halved: as the H100 SXM
+    (r"B200", Peak(2250, 1125, None)),  # HGX B200 data sheet, an eighth and halved
+    (r"MI300X", Peak(1307.4, 653.7, 163.4)),  # MI300X data sheet
+)
+"""(pattern of whole words in the name that `torch.cuda.get_device_name` gives, peak by the maker); the first match
+counts."""
+
+
+def peak_of_run(config: Config, ranks: Ranks) -> float | None:
+    """Return the FLOP/s of all ranks' devices together, taken to be like this one's; None where it is not known."""
+    of_device = peak_of_device(config, ranks.device)
+    return None if of_device is None else of_device * ranks.world_size
+
+
+def peak_of_device(config: Config, device: torch.device) -> float | None:
+    """Return the FLOP/s of `--peak-tflops`, else of the device's row in `PEAKS`; None without either."""
+    given, training = config.logging.peak_tflops, config.training
+    if given is None and device.type == "cuda":
+        given = peak_tflops(torch.cuda.get_device_name(device), training.precision, training.tf32)
+    return None if given is None else given * 1e12
+
+
+def peak_tflops(device_name: str, precision: str, tf32: bool) -> float | None:
+    """Return the dense TFLOP/s of a device in "bf16", "fp16" or "fp32"; None for one that the table does not have.
+
+    `tf32` says whether products of fp32 matrices may be computed in TF32.
+    """
+    for words, peak in PEAKS:
+        if re.search(rf"\b{words}\b", device_name):
+            if precision != "fp32":
+                return peak.half
+            return peak.tf32 if tf32 and peak.tf32 else peak.fp32
+    return None

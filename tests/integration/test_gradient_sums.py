@@ -1,0 +1,38 @@
+"""bf16 gradients are added up and reduced in fp32 in every layout: 16 micro-batches, two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.gradient_sums import errors_by
+
+Flags = Callable[..., list[str]]
+
+MODEL = {"objective": "mlm", "position_encoding": "absolute", "seq_length": 16, "hidden_size": 16}
+RUN = MODEL | {"bf16": True, "micro_batch_size": 1, "global_batch_size": 16}
+OVERLAPPED = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 3000}}
+"""As on GPUs: several buckets, two in turn, from hooks of the last backward pass."""
+IN_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "ZeRO 1, overlapped": ({"zero_stage": 1}, OVERLAPPED),
+    "ZeRO 2, overlapped": ({"zero_stage": 2}, OVERLAPPED),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, None),
+    "in bf16": ({"zero_stage": 1}, IN_BF16),
+    "ZeRO 3": ({"zero_stage": 3}, None),
+}
+"""Flags and the file of `--deepspeed_config`; ZeRO 3, which changes torch for good, comes last."""
+
+
+def test_the_sum_of_16_micro_batches_has_fp32s_rounding_and_not_bf16s(flags: Flags, tmp_path: Path) -> None:
+    command_lines = []
+    for number, (layout, settings) in enumerate(LAYOUTS.values()):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(settings))
+        command_lines.append(flags(**RUN | layout, deepspeed_config=path if settings else None))
+    errors = dict(zip(LAYOUTS, map(max, errors_by(2, command_lines)), strict=True))
+    in_bf16 = errors.pop("in bf16")
+    assert max(errors.values()) < 1e-6 < 1e-3 < in_bf16, (errors, in_bf16)

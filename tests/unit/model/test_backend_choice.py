@@ -1,0 +1,95 @@
+"""Which attention `auto` takes, by device, number format, dropout, encoding and rows; varlen attention's runs."""
+
+import importlib.util
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.model.attention import backends
+from megatron_ddrp.model.attention.attending import Demand
+from megatron_ddrp.model.attention.backends import eager_attention, resolve_backend, sdpa_attention
+from megatron_ddrp.model.attention.gpu import varlen
+from megatron_ddrp.model.stages import layout_of
+from tests.unit.model.attention_cases import make_case
+
+
+def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64):
+    return Demand(torch.device(device), dtype, dropout, head_dim)
+
+
+def test_auto_chooses_on_cpus_by_encoding_and_dropout():
+    for in_logits, dropout, expected in (
+        (True, 0.0, "blocked"),
+        (False, 0.1, "blocked"),
+        (False, 0.0, "sdpa"),
+    ):
+        assert resolve_backend("auto", demand("cpu", dropout=dropout), in_logits)[0] == expected
+    assert resolve_backend("eager", demand("cpu"), True) == ("eager", "as asked for")
+
+
+@pytest.mark.parametrize(
+    "capability, changes, in_logits, full, backend, why",
+    [
+        ((9, 0), {}, True, True, "triton", "stores no logits"),
+        ((8, 0), {"dtype": torch.float32}, True, False, "triton", "stores no logits"),
+        ((7, 0), {"dtype": torch.float16}, True, True, "sdpa", "8.0 (A100) or newer, this GPU has 7.0"),
+        ((9, 0), {"head_dim": 256}, True, True, "sdpa", "heads up to 128 wide, got 256"),
+        ((9, 0), {"dtype": torch.float64}, True, True, "sdpa", "got float64"),
+        ((9, 0), {}, False, True, "sdpa", "flash for full rows, triton for padded and packed ones"),
+        ((9, 0), {}, False, False, "triton", "flash for full rows, triton for padded and packed ones"),
+        ((9, 0), {"dropout": 0.0}, False, False, "sdpa", "flash for full rows, varlen for padded and packed ones"),
+        ((9, 0), {"head_dim": 160}, False, False, "sdpa", "flash for full rows, a mask for padded and packed ones"),
+        ((9, 0), {"dtype": torch.float32}, False, False, "sdpa", "works on every GPU"),
+        ((7, 0), {"dtype": torch.float16}, False, False, "sdpa", "works on every GPU"),
+    ],
+)
+def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(varlen, "_has_varlen", lambda: True)
+    chosen, reason = resolve_backend("auto", demand(**changes), in_logits, full)
+    assert chosen == backend and why in reason
+
+
+def test_auto_takes_sdpa_without_triton_and_a_mask_with_an_older_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(varlen, "_has_varlen", lambda: False)
+    assert resolve_backend("auto", demand(), True) == (
+        "sdpa",
+        "works on every GPU; triton attention needs the package triton, which torch brings along for CUDA",
+    )
+    assert "a mask for padded" in resolve_backend("auto", demand(dropout=0.0), False, full=False)[1]
+
+
+def attention_of_runs(query, key, value, begins, _, longest, __):
+    """What `varlen_attn` computes: each run of `[tokens, heads, d]` attends to itself."""
+    borders = begins.tolist()
+    assert borders[-1] == len(query) and longest == max(b - a for a, b in pairwise(borders))
+    runs = [
+        F.scaled_dot_product_attention(*(x[begin:end].transpose(0, 1) for x in (query, key, value))).transpose(0, 1)
+        for begin, end in pairwise(borders)
+    ]
+    return torch.cat(runs)
+
+
+@pytest.mark.parametrize("document_ids", [[[1] * 7, [1] * 4 + [0] * 3, [0] * 7], [[1, 1, 2, 2, 2, 3, 0]]], ids=len)
+def test_varlen_attention_is_that_of_the_mask(document_ids, monkeypatch):
+    module = SimpleNamespace(varlen_attn=attention_of_runs)
+    monkeypatch.setattr(attention, "varlen", module, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    monkeypatch.setattr(backends, "why_not_varlen", lambda demand: None)
+    ids = torch.tensor(document_ids)
+    nothing = torch.zeros_like(ids)
+    layout = layout_of(Batch(ids, nothing - 100, ids, nothing, nothing, nothing))
+    attending = make_case(document_ids, 0, 0).attending()._replace(layout=layout)
+    (context, _), (expected, _) = sdpa_attention(attending), eager_attention(attending)
+    valid = (ids > 0)[:, None, :, None]
+    torch.testing.assert_close(context * valid, expected * valid)

@@ -1,0 +1,59 @@
+"""Rates of the progress line: the share of the devices' peak, and memory."""
+
+import pytest
+import torch
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.run import log
+from megatron_ddrp.run.flops import peak_of_device
+from megatron_ddrp.run.host_memory import peak_memory_bytes
+from megatron_ddrp.run.log import Clock, progress_line
+
+ROW = {"iteration": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 1500.0, "peak_memory_gib": 21.26}
+
+
+@pytest.fixture
+def time_passes(monkeypatch):
+    """A clock that shows the last number of a list."""
+    shown = [0.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: shown[-1])
+    return shown
+
+
+def test_mfu_is_the_flop_since_the_last_reading_by_time_and_peak(time_passes):
+    clock = Clock(0, 10, peak=1e12)
+    for _ in range(2):
+        clock.count(tokens=100, flop=3e12)
+    time_passes.append(10.0)
+    assert clock.read() == {"tokens_per_second": 20.0, "step_time": 5.0, "mfu": pytest.approx(0.6)}
+    clock.count(tokens=100, flop=1e12)
+    time_passes.append(12.0)
+    assert clock.read()["mfu"] == pytest.approx(0.5)
+
+
+def test_without_a_peak_there_is_no_mfu():
+    clock = Clock(0, 10)
+    clock.count(tokens=100, flop=3e12)
+    assert list(clock.read()) == ["tokens_per_second", "step_time"]
+    assert "mfu" not in progress_line(ROW, {}, 10, "1s")
+
+
+def test_the_line_shows_mfu_and_memory():
+    line = progress_line(ROW | {"mfu": 0.3123}, {}, 10, "1s")
+    assert line.endswith("| 1.5k tok/s | mfu 31.2% | mem 21.3 GiB | eta 1s")
+
+
+def test_the_peak_is_the_flags_or_the_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    config, gpu, cpu = Config(), torch.device("cuda", 0), torch.device("cpu")
+    assert peak_of_device(config, gpu) == 156e12  # fp32 in TF32
+    assert peak_of_device(config.replace(training={"tf32": False}), gpu) == 19.5e12
+    assert peak_of_device(config.replace(training={"bf16": True}), gpu) == 312e12
+    assert peak_of_device(config, cpu) is None
+    assert peak_of_device(config.replace(logging={"peak_tflops": 2.0}), cpu) == 2e12
+
+
+def test_the_processs_peak_counts_what_it_took():
+    before = peak_memory_bytes(torch.device("cpu"))
+    block = torch.ones(before // 4 + 2**24)  # fp32: more than the process ever had
+    assert peak_memory_bytes(torch.device("cpu")) > max(before, block.nbytes)

@@ -1,0 +1,99 @@
+"""The estimated step: plain arithmetic, and what must make it longer or shorter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ddrp.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.run.cost import (
+    DEVICES,
+    LAUNCH_SECONDS,
+    LAUNCHES,
+    Estimate,
+    estimate_step,
+    mfu,
+    micro_batch_seconds,
+    why_not,
+)
+from megatron_ddrp.run.flops import flop_per_token
+
+H100, V100 = DEVICES["h100"], DEVICES["v100"]
+PARAMETERS = 110_000_000
+BASE = Config(
+    model=ModelConfig(),
+    training=TrainingConfig(micro_batch_size=32, global_batch_size=4096, fp16=True),
+    parallel=ParallelConfig(zero_stage=1),
+)
+
+
+def step(world_size: int = 64, config: Config = BASE, **changes: dict[str, object]) -> Estimate:
+    return estimate_step(config.replace(**changes), PARAMETERS, world_size, H100)
+
+
+def test_products_bound_the_time_from_below() -> None:
+    tokens = 32 * 512
+    least = flop_per_token(BASE).linear * tokens / (H100.half * 1e12)
+    assert least < micro_batch_seconds(BASE, H100) < 3 * least
+
+
+def test_small_micro_batches_are_bound_by_their_launches() -> None:
+    fast = dataclasses.replace(H100, half=1e9, bandwidth=1e9)
+    assert micro_batch_seconds(BASE, fast) == pytest.approx(12 * LAUNCHES * LAUNCH_SECONDS)
+
+
+def test_products_of_few_tiles_leave_multiprocessors_idle() -> None:
+    """4 rows of base are 16 x 6 tiles for 132 multiprocessors, 32 rows are enough."""
+    rows = {
+        number: micro_batch_seconds(BASE.replace(training={"micro_batch_size": number}), H100) for number in (4, 32)
+    }
+    assert rows[4] > 1.1 * rows[32] / 8
+
+
+def test_more_work_takes_longer() -> None:
+    plain = step().seconds
+    for more in ({"num_layers": 24}, {"seq_length": 1024}, {"vocab_size": 250_000}):
+        assert step(model=more).seconds > plain
+    assert step(training={"global_batch_size": 8192}).compute == pytest.approx(2 * step().compute)
+    assert step(parallel={"checkpoint_activations": True}).compute == pytest.approx(4 / 3 * step().compute)
+    assert estimate_step(BASE, PARAMETERS, 64, V100).seconds > plain
+
+
+def test_each_axis_brings_its_communication() -> None:
+    alone = step(1)
+    assert (alone.tensor, alone.pipeline, alone.data) == (0, 0, 0)
+    assert step(64).data > 0
+    tensor = step(64, parallel={"tensor_model_parallel_size": 2})
+    assert tensor.tensor > 0 and tensor.pipeline == 0
+    pipeline = step(64, parallel={"pipeline_model_parallel_size": 2})
+    assert pipeline.pipeline > 0 and pipeline.tensor == 0
+    assert step(64, parallel={"zero_stage": 3}).data > step(64).data
+
+
+def test_more_ranks_are_faster_but_less_efficient() -> None:
+    few, many = step(8), step(64)
+    assert many.seconds < few.seconds
+    assert mfu(BASE, many.seconds, 64, H100) <= mfu(BASE, few.seconds, 8, H100) < 1
+
+
+def test_gradients_between_hosts_take_the_hosts_link() -> None:
+    """Two bytes per gradient and per weight; 7/8 and 15/16 of them travel."""
+    slow = dataclasses.replace(H100, inside=10.0, between=1.0)
+    two_steps = BASE.replace(training={"micro_batch_size": 1, "global_batch_size": 16}, model={"seq_length": 8})
+    inside, across = (estimate_step(two_steps, PARAMETERS, ranks, slow).data for ranks in (8, 16))
+    hidden = micro_batch_seconds(two_steps, slow) * 2 / 3
+    assert inside == pytest.approx(2 * 7 / 8 * 2 * PARAMETERS / 10e9 - hidden)
+    assert across == pytest.approx(2 * 15 / 16 * 2 * PARAMETERS / 1e9 - hidden)
+
+
+def test_a_device_without_bf16_is_left_out() -> None:
+    bf16 = BASE.replace(training={"fp16": False, "bf16": True})
+    assert why_not(bf16, V100) and not why_not(bf16, H100) and not why_not(BASE, V100)
+
+
+def test_fp32_runs_take_tf32_where_there_is_some() -> None:
+    assert H100.products("fp32") == H100.half / 2 and V100.products("fp32") == V100.single
+    fp32 = BASE.replace(training={"fp16": False})
+    assert micro_batch_seconds(fp32, H100) > 1.5 * micro_batch_seconds(BASE, H100)
+    assert 0 < mfu(fp32, estimate_step(fp32, PARAMETERS, 8, V100).seconds, 8, V100) < 1

@@ -1,0 +1,118 @@
+"""FLOP by closed forms against torch's count over a real forward and backward pass; peaks of devices by name."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig
+from megatron_ddrp.model import build_model
+from megatron_ddrp.model.electra import generator_config
+from megatron_ddrp.model.stages import Draws
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, peak_tflops
+from tests.unit.model.tiny import tiny_batch, tiny_config
+
+ROWS, LENGTH, PREDICTED = 3, 8, 2
+SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
+
+
+def configuration(encoding, objective="mlm", **changes):
+    settings = {"objective": objective, "mask_prob": PREDICTED / LENGTH, "generator_size": 0.5}
+    model = tiny_config(position_encoding=encoding, **SIZES, **changes)
+    return Config(model=model, objective=ObjectiveConfig(**settings))
+
+
+def counted(config):
+    """FLOP that torch counts for a batch without padding whose share of predicted tokens is the configuration's."""
+    torch.manual_seed(0)
+    model = build_model(config.model, objective=config.objective)
+    batch = tiny_batch((LENGTH,) * ROWS, LENGTH, predicted=PREDICTED)
+    own = make_objective(config.objective).draw(batch.map(lambda x: x.numpy()), config.model, 0, 1).own
+    with FlopCounterMode(display=False) as counter:
+        model(batch, Draws.none(ROWS, config.model.num_layers)._replace(own=own)).sums.sum().backward()
+    return counter.get_total_flops()
+
+
+def of_projected_tables(model, forward_only=0):
+    """FLOP of DeBERTa's W^{K,r} and W^{Q,r}, which no token pays for: trained once a layer."""
+    products = 2 * 2 * (2 * model.relative_distance) * model.hidden_size**2
+    return products * (3 * model.num_layers + forward_only)
+
+
+def once_per_batch(config):
+    """FLOP of an encoding's own products, which the closed forms leave out."""
+    model, rows = config.model, LENGTH + 1
+    if config.model.position_encoding.startswith("tupe"):
+        return 6 * (2 * rows * model.hidden_size**2 + rows**2 * model.hidden_size)
+    if config.model.position_encoding != "deberta":
+        return 0
+    if config.objective.generates:
+        return of_projected_tables(model) + of_projected_tables(generator_config(model, config.objective))
+    return of_projected_tables(model, forward_only=1)  # the last layer's, whose ordinary output nobody reads
+
+
+CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [("ddrp", "electra"), ("deberta", "electra")]
+
+
+@pytest.mark.parametrize(("encoding", "objective"), CASES)
+def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
+    config = configuration(encoding, objective)
+    assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
+
+
+def test_each_part_of_the_model_has_its_own_term():
+    """Leaving a part out of the model takes its term, and no other, from torch's count."""
+    tokens, whole = ROWS * LENGTH, configuration("ddrp")
+    plain = configuration("absolute")
+    assert flop_per_token(whole).tables * tokens == counted(whole) - counted(plain)
+    small, large = configuration("absolute", vocab_size=128), configuration("absolute", vocab_size=256)
+    assert (flop_per_token(large).head - flop_per_token(small).head) * tokens == counted(large) - counted(small)
+    deeper = flop_per_token(configuration("absolute", num_layers=3))
+    layer = (counted(configuration("absolute", num_layers=3)) - counted(plain)) / tokens
+    assert (deeper.linear + deeper.attention) / 3 == layer
+    wider = flop_per_token(configuration("absolute", ffn_hidden_size=11))
+    assert wider.linear - flop_per_token(plain).linear == 2 * 6 * 2 * 24
+
+
+def test_a_base_model_at_512_tokens_takes_588_mflop_per_token_and_7_per_table():
+    plain = Config().replace(model={"position_encoding": "absolute", "relative_distance": None})
+    plain = plain.replace(objective={"objective": "mlm", "tcd_weight": None, "hcd_weight": None})
+    assert flop_per_token(plain).total / 1e6 == pytest.approx(588, abs=0.5)
+    assert flop_per_token(Config()).tables / 1e6 == pytest.approx(7.0, abs=0.1)
+
+
+def test_short_rows_meet_few_rows_of_a_table():
+    config = configuration("ddrp")  # a table of 5 rows
+    assert flop_per_token(config, 2).tables == flop_per_token(config).tables * 3 / 5
+
+
+def test_terms_add_up():
+    assert TokenFlop(1, 2, 3, 4, 5, 6).total == 21
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "peak"),
+    [
+        ("Tesla V100-SXM2-32GB", "fp16", True, 125),
+        ("Tesla V100-PCIE-16GB", "fp32", True, 14),
+        ("NVIDIA A100-SXM4-80GB", "bf16", True, 312),
+        ("NVIDIA A100 80GB PCIe", "fp32", True, 156),
+        ("NVIDIA A100-PCIE-40GB", "fp32", False, 19.5),
+        ("NVIDIA A10", "bf16", True, 125),
+        ("NVIDIA A40", "bf16", True, 149.7),
+        ("NVIDIA L4", "bf16", True, 121),
+        ("NVIDIA L40S", "bf16", True, 362.05),
+        ("NVIDIA GeForce RTX 4090", "bf16", True, 165.2),
+        ("NVIDIA H100 80GB HBM3", "bf16", True, 989.4),
+        ("NVIDIA H100 PCIe", "bf16", True, 756),
+        ("NVIDIA H200", "fp16", True, 989.4),
+        ("NVIDIA B200", "fp32", False, None),
+        ("AMD Instinct MI300X", "bf16", True, 1307.4),
+        ("NVIDIA A10G", "bf16", True, None),
+        ("NVIDIA L40", "bf16", True, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", True, None),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", True, None),
+    ],
+)
+def test_a_devices_peak_is_found_by_its_name(name, precision, tf32, peak):
+    assert peak_tflops(name, precision, tf32) == peak

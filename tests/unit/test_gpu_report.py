@@ -1,0 +1,351 @@
+"""The GPU report made on the CPU with tiny models: every section, every function, all but the device itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import types
+import weakref
+from collections import defaultdict
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import gpu_device
+import gpu_groups
+import gpu_others
+import gpu_page
+import gpu_report
+import gpu_sections
+import pytest
+import torch
+from gpu_groups import TINY, Bench, Row, Sizes, Work
+from gpu_parts import part_rows
+from gpu_sections import SECTIONS, Section
+from gpu_training import Arm, write_corpora
+
+from megatron_ddrp.config import ENCODINGS, OBJECTIVES
+from megatron_ddrp.errors import FAILURE, UserError
+from tests.integration.launch import fork_server
+
+SIZES = dataclasses.replace(TINY, lengths=(16,), usual_length=16, encodings=("ddrp",))
+
+TESTS = """
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_good(): pass
+
+def test_bad(): assert 1 + 1 == 3, "arithmetic"
+
+@pytest.mark.skip(reason="no such device")
+def test_left_out(): pass
+
+@pytest.fixture
+def broken(): raise OSError("no disk")
+
+def test_without_its_fixture(broken): pass
+"""
+
+
+def broken(bench: Bench) -> None:
+    bench.write({"name": "before", "ms": 1.0})
+    raise RuntimeError("the kernel\nfailed")
+
+
+def killed(bench: Bench) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless(bench: Bench) -> None:
+    time.sleep(600)
+
+
+WITHOUT_OTHERS: dict[str, tuple[str, ...]] = {"absolute": (), "deberta": ()}
+
+
+def tables(bench: Bench) -> None:
+    """Make every table in one process, which starts DeepSpeed once; each row names its section."""
+    for section in SECTIONS:
+        if not section.name.startswith("smoke"):
+            run = functools.partial(section.run, models=WITHOUT_OTHERS) if section.name == "others" else section.run
+            run(dataclasses.replace(bench, write=functools.partial(write_under, section.name, bench)))
+    running = Arm("closed", 16).start(bench, 64)
+    running.step()
+    weight = weakref.ref(next(running.engine.module.parameters()))  # type: ignore[attr-defined]
+    running.close()
+    gpu_device.release_memory()
+    bench.write({"section": "closed", "is_gone": weight() is None})
+
+
+def write_under(name: str, bench: Bench, row: Row) -> None:
+    bench.write({"section": name, **row})
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A report with every table but the smoke tests, and with sections that go wrong; "rows" are by table."""
+    folder = tmp_path_factory.mktemp("report")
+    sections = [Section("tables", "Tables", 1, tables)]
+    sections += [Section("broken", "Broken", 1, broken), Section("killed", "Killed", 1, killed)]
+    gpu_report.Reporter(folder, SIZES, 5.0, fork_server()).run(sections)
+    report = json.loads((folder / gpu_report.NUMBERS).read_text(encoding="utf-8"))
+    by_name = {section["name"]: section for section in report["sections"]}
+    assert by_name["tables"]["fault"] is None
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for row in by_name["tables"]["rows"]:
+        rows[row["section"]].append(row)
+    return by_name | {"rows": rows, "page": (folder / gpu_report.PAGE).read_text(encoding="utf-8")}
+
+
+def timed(all_rows: list[Row]) -> dict[str, Row]:
+    """Return the rows that have a speed, by name; every other row has a note."""
+    rows = {row["name"]: row for row in all_rows if "note" not in row}
+    assert all(row["tokens_per_second"] > 0 and row["ms"] > 0 for row in rows.values())
+    return rows
+
+
+def test_the_machine_is_described(report: dict[str, Any]) -> None:
+    described = {row["name"]: row["value"] for row in report["rows"]["machine"]}
+    assert described["torch"] == torch.__version__
+    assert {"device", "driver", "triton", "deepspeed"} <= described.keys()
+
+
+def test_every_kind_of_rows_is_timed(report: dict[str, Any]) -> None:
+    timed(report["rows"]["lengths"])
+    kinds = [(row["name"], row["rows"], row["length"]) for row in report["rows"]["lengths"]]
+    flagship = [("ddrp + mth", kind, 16) for kind in ("full", "padded", "packed")]
+    assert kinds == [*flagship, ("absolute + mlm", "full", 16)]
+
+
+def test_every_encoding_and_objective_is_timed(report: dict[str, Any]) -> None:
+    assert Sizes().encodings == tuple(ENCODINGS)
+    assert timed(report["rows"]["encodings"]).keys() == {f"ddrp + {objective}" for objective in OBJECTIVES}
+
+
+def test_backends_are_timed_or_refused_in_a_line(report: dict[str, Any]) -> None:
+    names = [row["name"] for row in report["rows"]["backends"]]
+    assert len(names) == 2 * len(gpu_sections.backends())
+    assert {"sdpa", "triton"} <= set(gpu_sections.backends())
+    assert "ddrp + mth, --attention-backend sdpa" in timed(report["rows"]["backends"])
+    (refused,) = (row for row in report["rows"]["backends"] if row["name"] == "ddrp + mth, --attention-backend triton")
+    assert refused["note"].startswith("UserError: --attention-backend triton: ")
+
+
+def test_compiled_layers_stand_beside_others(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    groups: list[list[Arm]] = []
+    monkeypatch.setattr(gpu_sections, "HAS_GPU", True)
+    monkeypatch.setattr(gpu_sections, "measure", lambda arms, bench: groups.append(arms))
+    gpu_sections.compiled_or_not(bench)
+    assert [arm.name for arm in groups[0]] == ["ddrp + mth, --compile on", "ddrp + mth, --compile off"]
+    assert [[arm.config(bench, 64).model.compile for arm in arms] for arms in groups] == [["on", "off"]] * 2
+
+
+def test_the_parts_of_a_step_add_up(report: dict[str, Any]) -> None:
+    rows = [row for row in report["rows"]["parts"] if row["name"] == "ddrp + mth"]
+    ms = {row["part"]: row["ms"] for row in rows}
+    assert sum(value for name, value in ms.items() if name not in ("whole step", "data, beside the step")) == (
+        pytest.approx(ms["whole step"])
+    )
+    assert {"embeddings", "attention", "feed-forward", "head", "optimizer", "DeepSpeed's rest"} < ms.keys()
+
+
+def test_parts_are_differences_of_passes() -> None:
+    names = ("data", "embeddings", "layers too", "feed-forward", "whole", "optimizer", "step")
+    rows = part_rows(dict(zip(names, (1.0, 2.0, 10.0, 3.0, 14.0, 4.0, 20.0), strict=True)), "2 x 16")
+    assert [row["ms"] for row in rows] == [2, 5, 3, 4, 4, 2, 20, 1]
+
+
+def test_our_own_models_stand_beside_other_libraries(report: dict[str, Any]) -> None:
+    assert timed(report["rows"]["others"]).keys() == {"absolute + mlm", "deberta + mlm"}
+
+
+def test_a_closed_engine_leaves_no_weights(report: dict[str, Any]) -> None:
+    assert report["rows"]["closed"] == [{"section": "closed", "is_gone": True}]
+
+
+def test_a_table_begins_with_the_usual_length() -> None:
+    assert Bench(Sizes(), Path(), 0.0, print).lengths == [512, 128, 1024, 2048, 4096]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("corpora")
+    write_corpora(folder, SIZES)
+    return Bench(SIZES, folder, float("inf"), print)
+
+
+@pytest.mark.parametrize("name", [name for names in gpu_others.MODELS.values() for name in names])
+def test_another_librarys_model_makes_a_step_or_lacks_its_package(name: str, bench: Bench) -> None:
+    try:
+        model = gpu_others.Foreign(name, bench, 16, 64)
+    except ImportError as missing:
+        assert str(missing) == f"{gpu_others.NEEDED[name]} is not installed"
+        return
+    before = [weight.detach().clone() for weight in model.model.parameters()]
+    model.step()
+    assert any(not torch.equal(x, y) for x, y in zip(before, model.model.parameters(), strict=True))
+    assert model.done == [Work(128, [(4, 16), (4, 16)])]
+    model.close()
+
+
+def test_tests_have_their_outcome_and_reason(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(TESTS, encoding="utf-8")
+    written: list[Row] = []
+    gpu_sections.run_tests([tmp_path / "test_sample.py"], Bench(SIZES, tmp_path, 0.0, written.append))
+    rows = {row["test"].rpartition("::")[2]: row for row in written if "test" in row}
+    assert written[0] == {"selected": 4}
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "test_good": "passed",
+        "test_bad": "failed",
+        "test_left_out": "skipped",
+        "test_without_its_fixture": "failed",
+    }
+    assert "arithmetic" in rows["test_bad"]["note"]
+    assert rows["test_left_out"]["note"] == "no such device"
+    assert "no disk" in rows["test_without_its_fixture"]["note"]
+    lines = gpu_page.tests_table(written)
+    assert lines[0] == "2 failed, 1 passed, 1 skipped."
+    assert lines[-1] == "- skipped 1: no such device"
+    assert gpu_page.tests_table(written[:2])[0] == "3 left out for time, 1 passed."
+    assert [gpu_page.row_line(row).partition(" ")[0] for row in written] == [
+        "4",
+        "passed",
+        "failed",
+        "skipped",
+        "failed",
+    ]
+
+
+def test_tests_that_do_not_start_fail_the_section(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="pytest ended with USAGE_ERROR"):
+        gpu_sections.run_tests([tmp_path / "missing.py"], Bench(SIZES, tmp_path, 0.0, print))
+
+
+def test_a_section_that_fails_is_a_line_and_keeps_its_rows(report: dict[str, Any]) -> None:
+    assert report["broken"]["fault"] == "Failed: RuntimeError: the kernel failed"
+    assert report["broken"]["rows"] == [{"name": "before", "ms": 1.0}]
+    assert report["killed"]["fault"] == "Failed: its process ended with code -9."
+    assert "Failed: RuntimeError: the kernel failed" in report["page"]
+
+
+def test_a_section_without_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "GRACE", 0.0)
+    reporter = gpu_report.Reporter(tmp_path, SIZES, 0.0, fork_server())
+    reporter.run([Section("endless", "Endless", 1, endless)])
+    (section,) = reporter.report["sections"]
+    assert section["fault"].startswith("Stopped for time")
+
+
+class Pretended:
+    """An arm that fits into memory up to so many tokens."""
+
+    def __init__(self, largest: int, tokens: int) -> None:
+        self.largest, self.tokens, self.done = largest, tokens, list[Work]()
+
+    def step(self) -> None:
+        if self.tokens > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.done.append(Work(self.tokens, [(self.tokens // 8, 8)]))
+
+    def mfu(self, work: Work, seconds: float) -> float:
+        return 0.5
+
+    def close(self) -> None:
+        self.tokens = 0
+
+
+def rows_of(largest: dict[str, int], deadline: float = float("inf")) -> dict[str, Row]:
+    """Return the rows of pretended arms with rows of 8 tokens, by name."""
+    rows: list[Row] = []
+    bench = Bench(dataclasses.replace(SIZES, tokens=64), Path(), deadline, rows.append)
+    starters = {(name, "full"): functools.partial(Pretended, tokens) for name, tokens in largest.items()}
+    gpu_groups.measure_together(starters, bench, 8)
+    return {row["name"]: row for row in rows}
+
+
+def test_a_group_takes_the_micro_batch_that_all_of_it_fits() -> None:
+    rows = rows_of({"small": 40, "large": 100})
+    assert {name: row["micro_batch"] for name, row in rows.items()} == {"small": "4 x 8", "large": "4 x 8"}
+    assert rows["small"]["mfu"] == 0.5
+
+
+def test_an_arm_without_memory_for_one_row_leaves_the_others_alone() -> None:
+    rows = rows_of({"none": 4, "large": 100})
+    assert "out of memory" in rows["none"]["note"]
+    assert rows["large"]["micro_batch"] == "1 x 8"
+
+
+def test_a_group_without_time_is_named() -> None:
+    assert rows_of({"a": 8, "b": 8}, deadline=0.0)["b"]["note"] == "left out for time"
+
+
+def test_flashdeberta_is_used_where_it_is_installed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Given:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+    package = types.ModuleType("flashdeberta")
+    package.FlashDebertaV2ForMaskedLM = Given  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashdeberta", package)
+    package.__spec__ = ModuleSpec("flashdeberta", None)
+    model: Any = gpu_others.build("flashdeberta", bench, 16)
+    assert isinstance(model, Given)
+    assert model.config.pos_att_type == ["c2p", "p2c"]
+
+
+def test_memory_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    given = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 2**30, "empty_cache": None}
+    properties = types.SimpleNamespace(major=9, minor=0, total_memory=80 * 2**30)
+    given |= {"max_memory_allocated": 3 * 2**30, "device_count": 2, "get_device_properties": properties}
+    given |= {"get_device_name": "NVIDIA H100 80GB HBM3"}
+    for name, value in given.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name, value=value: calls.append(name) or value)
+    monkeypatch.setattr(gpu_device, "HAS_GPU", True)
+    assert gpu_device.peak_gib(gpu_device.start_peak()) == 2.0
+    gpu_device.release_memory()
+    described = gpu_device.describe_machine()
+    assert described["device"] == "NVIDIA H100 80GB HBM3"
+    assert described["compute capability"] == "9.0"
+    assert described["memory"] == "80.0 GiB"
+    assert set(calls) == given.keys()
+
+
+def test_the_driver_is_asked_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 575.57.08\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_device.driver_version() == "575.57.08"
+    program.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    assert gpu_device.driver_version() == "none"
+
+
+def test_without_a_device_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py"])
+    with pytest.raises(UserError, match="no CUDA device.*--tiny") as refused:
+        gpu_report.main()
+    assert refused.value.exit_code == FAILURE
+    assert "\n" not in str(refused.value)
+
+
+def test_the_end_says_where_the_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = fork_server()
+    monkeypatch.setattr(gpu_report.multiprocessing, "get_context", lambda kind: context)
+    words = ["--tiny", "--output", str(tmp_path / "new"), "--sections", "machine"]
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", *words])
+    gpu_report.main()
+    printed = capsys.readouterr().out
+    assert "[1/1] The machine: up to 20.0 min" in printed
+    assert f"wrote {tmp_path / 'new' / 'gpu-report.md'} and {tmp_path / 'new' / 'gpu-report.json'}" in printed
+    assert "open an issue" in printed
