@@ -123,8 +123,8 @@ def memory(name: str, config: Config, world_size: int) -> int:
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     needs = []
     for part in parts(name, tensor, stages, min(micro_batches, stages)):  # no stage holds more than `stages` at once
-        zero = deepspeed_settings(config, micro_batches, data, sum(part.sizes))["zero_optimization"]
-        needs.append(memory_of_rank(part, config, parallel.zero_stage, zero, 0, data).total)
+        settings = deepspeed_settings(config, micro_batches, data, sum(part.sizes), "cuda")
+        needs.append(memory_of_rank(part, config, parallel.zero_stage, settings, 0, data).total)
     return max(needs)
 
 
