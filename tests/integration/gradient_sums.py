@@ -40,6 +40,8 @@ def error_of_first_step(config: Config) -> float:
     torch.manual_seed(0)
     model = build_model(config.model, objective=config.objective)
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
+    is_serial = type(engine.optimizer).__name__ == "BF16_Optimizer"
+    assert is_serial == (ranks.pipeline_size > 1), "only a pipeline has the optimizer that overlaps nothing"
     parameters = local_parameters(engine.module)
     found: list[float] = []
     sums = {name: _exact_sum(parameter) for name, parameter in parameters.items()}

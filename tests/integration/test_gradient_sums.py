@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.gradient_sums import errors_by
 
 Flags = Callable[..., list[str]]
@@ -27,6 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 """Flags and the file of `--deepspeed_config`; ZeRO 3, which changes torch for good, comes last."""
 
 
+@pytest.mark.slow
 def test_the_sum_of_16_micro_batches_has_fp32s_rounding_and_not_bf16s(flags: Flags, tmp_path: Path) -> None:
     command_lines = []
     for number, (layout, settings) in enumerate(LAYOUTS.values()):
