@@ -2,11 +2,11 @@
 
 As torch's operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of which
 reads and writes whole hidden states, and the gradient of a bias before a GELU reads them once more. `torch.compile`
-joins them, and `--compile` decides whether it is asked. The parameters stay those of the modules, and each is used in
-the call of its own module: whatever gathers or cuts parameters sees the same modules called.
+joins them where `--compile` says so. Each parameter is used in the call of its own module, so that ZeRO 3 gathers it
+and tensor parallelism cuts it as before.
 
-Dropout draws from torch's generator of the device, compiled or not, so recomputed layers and resumed runs repeat it;
-the numbers that it draws differ between the two.
+Compiled dropout draws from torch's generator too, so recomputed layers and resumed runs repeat it. Its numbers are not
+those of the dropout that is not compiled.
 """
 
 from __future__ import annotations
