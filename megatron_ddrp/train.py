@@ -27,6 +27,7 @@ from megatron_ddrp.errors import (
 from megatron_ddrp.loop import Run
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
+from megatron_ddrp.model.fused import compiles, why_not_compile
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host
@@ -120,6 +121,9 @@ def check_device(config: Config, ranks: Ranks) -> None:
     reason = refusal(model.attention_backend, ranks.device, dtype, model.attention_dropout, model.head_dim)
     if reason:
         raise UserError(f"--attention-backend {model.attention_backend}: {reason}", WRONG_ARGUMENTS)
+    reason = why_not_compile(ranks.device) if model.compile == "on" else None
+    if reason:
+        raise UserError(f"--compile on: {reason}", WRONG_ARGUMENTS)
 
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchLoader | None]:
@@ -154,10 +158,11 @@ def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoad
     backend, why = resolve_backend(
         config.model.attention_backend, ranks.device, encoding.in_logits, config.model.attention_dropout
     )
+    layers = "compiled layers, " if compiles(config.model.compile, ranks.device) else ""
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
         f"model: {config.model.position_encoding} + {config.objective.objective}, {parameters:,} parameters "
-        f"({position_parameters:,} of positions), {backend} attention ({why}), {config.training.precision}\n"
+        f"({position_parameters:,} of positions), {backend} attention ({why}), {layers}{config.training.precision}\n"
         f"data for {config.training.train_iters:,} steps: {data}\n"
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
         f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "

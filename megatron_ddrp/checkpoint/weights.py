@@ -59,10 +59,13 @@ def load_model(folder: str | Path) -> tuple[Any, Tokenizer, Config]:
 
 
 def read_model(path: Path) -> tuple[Any, Tokenizer, Config]:
-    """Return (model on the CPU in fp32 and eval mode, tokenizer, configuration) of a checkpoint that was chosen."""
+    """Return (model on the CPU in fp32 and eval mode, tokenizer, configuration) of a checkpoint that was chosen.
+
+    Its attention backend is `auto` and no part of it is compiled: the run's settings were for the machine of the run.
+    """
     from megatron_ddrp.model import build_model
 
-    config = read_config(path)
+    config = read_config(path).replace(model={"attention_backend": "auto", "compile": "off"})
     model = build_model(config.model, objective=config.objective)
     load_weights(model, path)
     return model.eval(), load_tokenizer(path.resolve().parent / TOKENIZER), config

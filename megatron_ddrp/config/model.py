@@ -62,8 +62,14 @@ class ModelConfig:
     attention_backend: str = option(
         "auto",
         "auto says at start what it chose; eager is the reference, blocked for CPUs, sdpa torch's fused attention, "
-        "triton and flex for A100 and newer",
-        choices=("auto", "eager", "blocked", "sdpa", "triton", "flex"),
+        "triton for A100 and newer",
+        choices=("auto", "eager", "blocked", "sdpa", "triton"),
+    )
+    compile: str = option(
+        "auto",
+        "compile each layer's dropout, residual sums and LayerNorms into one kernel each (torch.compile): auto does on "
+        "A100 and newer GPUs; on CPUs it gains nothing and the first step takes a minute or more",
+        choices=("auto", "on", "off"),
     )
     vocab_size: int = 30522
     """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""

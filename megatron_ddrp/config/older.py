@@ -9,13 +9,16 @@ def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
     """Return a stored model's settings.
 
     Before `absolute_embedding` was one, tupe-r's distance was 128, as if fixed. Before `direction_init` was one, DDRP's
-    D started around 1.
+    D started around 1. The attention backend `flex` is gone; `auto` chooses one for the machine at hand, and no weight
+    depends on it.
     """
     if not values:
         return values
     meant = {"direction_init": "ones", **values}
     if "absolute_embedding" not in values and values.get("position_encoding") == "tupe-r":
         meant["relative_distance"] = 128
+    if values.get("attention_backend") == "flex":
+        meant["attention_backend"] = "auto"
     return meant
 
 

@@ -104,6 +104,7 @@ class Config:
 
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
+    "compile",
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
     *("bf16", "fp16", "tf32"),
 }

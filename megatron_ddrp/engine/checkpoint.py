@@ -249,7 +249,10 @@ def _in_words(layout: dict[str, Any]) -> str:
     return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
 
 
-CHANGEABLE = ("hidden_dropout", "attention_dropout", "attention_backend", "init_method_std", "direction_init")
+CHANGEABLE = {
+    *("hidden_dropout", "attention_dropout", "init_method_std", "direction_init"),
+    *("attention_backend", "compile"),
+}
 """Settings of the model that a resumed run may change: they are no part of its weights' shapes and meaning."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
+from megatron_ddrp.model.fused import ResidualNorm, add, compiles, for_three, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import State
 
@@ -29,7 +31,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
-        self.backend = config.attention_backend
+        self.backend, self.compile_setting = config.attention_backend, config.compile
         self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
@@ -65,7 +67,9 @@ class SelfAttention(nn.Module):
         """`[batch, seq, hidden]` → the same, and HCD's cosine summed over the documents (None without HCD)."""
         backend, _ = resolve_backend(self.backend, hidden.device, self.encoding.in_logits, self.dropout)
         hidden = self.enter(hidden)
-        query, key, value = (self.split(projection(hidden)) for projection in (self.query, self.key, self.value))
+        projections = (self.query, self.key, self.value)
+        sources = for_three(hidden) if compiles(self.compile_setting, hidden.device) else (hidden, hidden, hidden)
+        query, key, value = (self.split(project(x)) for project, x in zip(projections, sources, strict=True))
         batch, dropout = state.inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
@@ -101,9 +105,9 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.config, self.number = config, number
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.attention_norm = ResidualNorm(config)
         self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.feed_forward_norm = ResidualNorm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
@@ -154,13 +158,28 @@ class EncoderLayer(nn.Module):
             position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
         return self.name_terms(self.config, self.layer_position(position))
 
+    def runs_compiled(self, device: torch.device) -> bool:
+        """Return whether dropout, residual sums and LayerNorms run as compiled regions."""
+        return compiles(self.config.compile, device)
+
     def _attention_input(self, hidden: Tensor) -> Tensor:
         return self.attention_norm(hidden) if self.norm_before else hidden
 
     def _join(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Residual, feed-forward, residual, with the LayerNorms where the configuration puts them."""
+        if self.runs_compiled(hidden.device):
+            return self._join_compiled(hidden, attended)
         hidden = hidden + self.dropout(attended)
         hidden = hidden if self.norm_before else self.attention_norm(hidden)
         expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
+
+    def _join_compiled(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Do what `_join` does, in regions of `model/fused.py`."""
+        dropout = self.dropout.p if self.training else 0.0
+        if self.norm_before:
+            hidden, normed = self.feed_forward_norm(hidden, attended, dropout)
+            return run_compiled(add, (hidden, self.feed_forward(normed)), dropout)
+        hidden = self.attention_norm(hidden, attended, dropout)
+        return self.feed_forward_norm(hidden, self.feed_forward(hidden), dropout)

@@ -134,6 +134,10 @@ class EncoderLayerOfParts(EncoderLayer):
         state = super().forward(state)
         return self.rows.join(state) if self.number == self.config.num_layers - 1 else state
 
+    def runs_compiled(self, device: torch.device) -> bool:
+        """Return False: LayerNorms and dropout are modules of their own here, which meet the other ranks."""
+        return False
+
 
 class SelfAttentionOfParts(SelfAttentionOfRanks):
     """Attention that gathers the rows which enter."""

@@ -111,6 +111,7 @@ def test_an_empty_yaml_changes_nothing(tmp_path):
         ("num-layers: null", "num-layers: got None, expected a whole number"),
         ("lr: fast", "lr: got 'fast', expected a number"),
         ("bf16: 1", "bf16: got 1, expected true or false"),
+        ("attention-backend: flex", "got 'flex', expected one of auto, eager, blocked, sdpa, triton"),
         ("position-encoding: rotary", "position-encoding: got 'rotary', expected one of absolute, "),
         ("- a list", "got a list"),
         ("a: b: c", "cannot be read"),
@@ -134,6 +135,7 @@ def test_a_missing_yaml_is_refused(tmp_path):
     "words, message",
     [
         (["--num-layers", "three"], "--num-layers: invalid int value: 'three'"),
+        (["--attention-backend", "flex"], "invalid choice: 'flex'"),
         (["--position-encoding", "rotary"], "invalid choice: 'rotary'"),
         (["--num-layer", "3"], "did you mean --num-layers?"),
         (["--vocab-size", "3"], "unrecognized arguments: --vocab-size"),

@@ -273,6 +273,15 @@ def test_weights_come_from_the_checkpoint_before(run, whole_run):
     assert all(torch.equal(w, theirs.get_parameter(name)) for name, w in ours.named_parameters())
 
 
+def test_a_model_that_was_trained_by_a_gpu_backend_is_read_for_any_device(run):
+    path = run / "iter_0000006"
+    state = read_state(path)
+    state["config"]["model"]["attention_backend"] = "triton"
+    write_state(path, state)
+    model, _, config = load_model(run)
+    assert config.model.attention_backend == model.config.attention_backend == "auto"
+
+
 def test_ranks_share_the_reading_of_the_sums(run):
     path = run / "iter_0000006"
     flip(path / FILE)

@@ -106,6 +106,12 @@ def test_the_distance_of_an_older_version_means_what_it_did(encoding, distance):
     assert Config.from_dict(values).model.relative_distance == distance
 
 
+def test_a_removed_attention_backend_leaves_its_checkpoints_readable():
+    values = Config().to_dict()
+    values["model"]["attention_backend"] = "flex"
+    assert Config.from_dict(values).model.attention_backend == "auto"
+
+
 def test_an_older_generator_has_embeddings_of_its_own():
     values = Config(objective=ObjectiveConfig(objective="electra")).to_dict()
     assert Config.from_dict(values).objective.generator_embeddings == "shared"

@@ -2,9 +2,8 @@
 
 Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
 attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles and is the fastest on CPUs; `triton`
-(triton_attention.py) works in tiles with kernels of its own on GPUs and computes A again in the backward pass; `flex`
-(flex_attention.py) leaves that to torch's compiler. Each takes an `Attending` and returns HCD's mean pairwise cosine
-as well, by the cheapest way it has.
+(triton_attention.py) works in tiles with kernels of its own on GPUs and computes A again in the backward pass. Each
+takes an `Attending` and returns HCD's mean pairwise cosine as well, by the cheapest way it has.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
@@ -18,7 +17,6 @@ from torch import Tensor
 from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.attending import Attending, Backend
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
-from megatron_ddrp.model.attention.gpu.flex_attention import flex_attention, why_not_flex
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from megatron_ddrp.model.attention.logits import (
     allowed_pairs,
@@ -111,7 +109,7 @@ def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
 """Backends that run everywhere."""
 
-GPU_BACKENDS = {"triton": (triton_attention, why_not_triton), "flex": (flex_attention, why_not_flex)}
+GPU_BACKENDS = {"triton": (triton_attention, why_not_triton)}
 """Backends for some GPUs, each with the function that says why it cannot serve."""
 
 

@@ -21,7 +21,7 @@ def _band(padded: Tensor, num_relative: int) -> Tensor:
     """Return a view `[.., t, num_relative]` of a contiguous `[.., t, t + num_relative − 1]`, largest offset first."""
     *leading, rows, width = padded.shape
     strides = (*padded.stride()[:-2], width + 1, 1)
-    return padded.as_strided((*leading, rows, num_relative), strides, padded.storage_offset())
+    return padded.as_strided((*leading, rows, num_relative), strides)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,1 +1,1 @@
-"""Attention on GPUs: Triton kernels, and FlexAttention."""
+"""Attention on GPUs: Triton kernels."""

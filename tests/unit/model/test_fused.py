@@ -1,0 +1,125 @@
+"""Compiled regions: no break in a graph, the modules' numbers, dropout that repeats; when `--compile` acts."""
+
+import sys
+from functools import cache, partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ddrp.model import fused
+from megatron_ddrp.model.attention.relative import spread
+from tests.unit.model.tiny import gradients, some_draws, tiny_batch, tiny_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Trace regions with autograd, fail at a break in a graph, and run them by torch's own kernels."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(fused, "compiled", cache(partial(torch.compile, fullgraph=True, backend="aot_eager")))
+
+
+def region_inputs(tokens, dropout):
+    generator = torch.Generator().manual_seed(0)
+    hidden, added = (torch.randn(2, tokens, 6, generator=generator).requires_grad_() for _ in range(2))
+    weight, bias = (torch.randn(6, generator=generator).requires_grad_() for _ in range(2))
+    return (hidden, added), (weight, bias, 1e-5, dropout)
+
+
+@pytest.mark.parametrize("region", [fused.add_norm, fused.add_and_norm])
+def test_a_region_gives_the_numbers_of_its_operations(region, traced):
+    for tokens in (3, 4, 5):  # one graph serves them
+        states, others = region_inputs(tokens, 0.0)
+        answers = []
+        for results in (fused.run_compiled(region, states, *others), region(*states, *others)):
+            results = results if isinstance(results, tuple) else (results,)
+            loss = sum((x * torch.arange(x.numel()).view_as(x)).sum() for x in results)
+            answers.append((*results, *torch.autograd.grad(loss, (*states, *others[:2]))))
+        for got, expected in zip(*answers, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_dropout_of_a_region_has_one_mask_for_both_passes(traced):
+    (hidden, added), _ = region_inputs(50, 0.5)
+    result = fused.run_compiled(fused.add, (hidden, added), 0.5)
+    (scale,) = torch.autograd.grad(result.sum(), added)
+    torch.testing.assert_close(result, hidden + added * scale)
+    assert set(scale.unique().tolist()) == {0.0, 2.0} and 0.3 < (scale == 0).float().mean() < 0.7
+
+
+def test_gradients_of_three_readers_add_up(traced):
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    weights = torch.randn(3, 2, 3, 4)
+    sum((part * weight).sum() for part, weight in zip(fused.for_three(x), weights, strict=True)).backward()
+    torch.testing.assert_close(x.grad, weights.sum(0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_encoding": "deberta", "layernorm_position": "post"},  # its mask decoder decodes places
+        {"position_encoding": "ddrp", "layernorm_position": "pre"},
+    ],
+    ids=lambda changes: changes["layernorm_position"],
+)
+def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, traced):
+    batch = tiny_batch()
+    answers = []
+    for setting in ("off", "on"):
+        model = tiny_model(compile=setting, **changes)
+        sums = model(batch, some_draws(batch)).sums
+        answers.append({"sums": sums, **gradients(model, sums)})
+    assert answers[0].keys() == answers[1].keys()
+    for name, expected in answers[0].items():
+        torch.testing.assert_close(answers[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_dropout_repeats_when_a_layer_is_computed_again(backend, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(fused, "compiled", cache(partial(torch.compile, fullgraph=True, backend=backend)))
+    answers = []
+    for recompute in (False, True, False):
+        states, _ = region_inputs(16, 0.5)
+        run = partial(fused.run_compiled, fused.add, states, 0.5)
+        torch.manual_seed(len(answers) // 2)  # 0, 0, 1
+        result = checkpoint(run, use_reentrant=False) if recompute else run()
+        answers.append((result, *torch.autograd.grad(result.pow(3).sum(), states)))
+    for kept, again, other in zip(*answers, strict=True):
+        assert torch.equal(kept, again) and not torch.equal(kept, other)
+
+
+def test_position_terms_trace_without_a_break():
+    torch.compiler.reset()
+    per_offset = torch.randn(2, 5, 4, requires_grad=True)
+    traced_spread = torch.compile(spread, fullgraph=True, backend="aot_eager")
+    assert torch.equal(traced_spread(per_offset, -1, 2), spread(per_offset, -1, 2))
+
+
+def test_compile_acts_by_setting_device_and_triton(monkeypatch):
+    compiles = fused.compiles.__wrapped__
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    for setting, device, capability, expected in (
+        ("on", CPU, None, True),
+        ("auto", CPU, None, False),
+        ("on", GPU, (7, 0), True),
+        ("auto", GPU, (7, 0), False),
+        ("auto", GPU, (8, 0), True),
+        ("off", GPU, (9, 0), False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert compiles(setting, device) is expected, (setting, device, capability)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    assert compiles("auto", GPU) is False
+    assert "needs the package triton" in fused.why_not_compile(GPU)
+
+
+def test_a_missing_compiler_is_told(monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable)
+    assert fused.why_not_compile(CPU) is None
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler is not found" in fused.why_not_compile(CPU)
