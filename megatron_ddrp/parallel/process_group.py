@@ -168,14 +168,16 @@ def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
 
 
 def row_counts(number: int, ranks: Ranks) -> Tensor:
-    """Return how many rows each rank gives to `gather_rows`, int64 `[ranks]` on the device; a collective call.
+    """Return how many rows each rank gives to `gather_rows`, int64 `[ranks]`; a collective call.
 
     `number` is of this rank. Tensor-parallel neighbours hold equal rows, and only last stages have any: each sample
-    counts once.
+    counts once. A GPU may still be busy with the result.
     """
+    if ranks.world_size == 1:
+        return torch.tensor([number])
     counts = torch.zeros(ranks.world_size, dtype=torch.int64, device=ranks.device)
     counts[ranks.rank] = number * ranks.reports_losses
-    return sum_over_ranks(counts) if ranks.world_size > 1 else counts
+    return sum_over_ranks(counts)
 
 
 def gather_rows(rows: Tensor, counts: list[int], ranks: Ranks) -> Tensor:
