@@ -24,7 +24,6 @@ from megatron_ddrp.errors import (
     UserError,
     allocations_as_user_errors,
 )
-from megatron_ddrp.loop import Run
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
 from megatron_ddrp.model.fused import compiles, why_not_compile
@@ -35,6 +34,7 @@ from megatron_ddrp.run import stopping
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
+from megatron_ddrp.run.loop import Run
 from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
 

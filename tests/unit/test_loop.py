@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp import loop
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine import nonfinite
 from megatron_ddrp.engine.checkpoint import Progress
@@ -18,6 +17,7 @@ from megatron_ddrp.engine.step import StepResult
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run import loop
 from megatron_ddrp.run.stopping import StopRequests
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
