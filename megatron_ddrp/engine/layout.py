@@ -13,7 +13,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Output
 from megatron_ddrp.objectives.contract import make_objective
-from megatron_ddrp.parallel.pipeline import Courier, PipelinePart, split_stages
+from megatron_ddrp.parallel.pipeline import Courier, MailOfRanks, PipelinePart, split_stages
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.sharding import whole_name
 
@@ -84,7 +84,7 @@ def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
     held = [{str(whole_name(weight)): name for name, weight in part.named_parameters()} for part in all_parts]
     tied = sorted(name for name, parts in _holders(held).items() if len(parts) > 1)
     place, last = ranks.pipeline_rank, ranks.pipeline_size - 1
-    courier = Courier(make_objective(config.objective).travelling)
+    courier = Courier(make_objective(config.objective).travelling, MailOfRanks(ranks))
     make = (PipelinePart, all_parts[place], place == last, config.parallel.checkpoint_activations, courier)
     own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
     layers = [  # DeepSpeed makes the one at our place alone
