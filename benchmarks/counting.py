@@ -212,13 +212,13 @@ def extent(x: Tensor) -> int:
 def _bytes(func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Return the bytes that an operation reads and writes."""
     touched = {id(x): extent(x) for x in (*inputs, *outputs)}
-    changed = args[0] if func._schema.is_mutable else None
+    changed = tree_leaves(args[0]) if func._schema.is_mutable else []
     if name in GATHERING:
         touched[id(args[0])] = sum(map(extent, outputs))
     if name in SCATTERING:
-        touched[id(changed)] = 2 * extent(next(x for x in reversed(inputs) if x.is_floating_point()))
-    elif changed is not None and name not in ONLY_WRITING:
-        touched[id(changed)] *= 2
+        touched[id(args[0])] = 2 * extent(next(x for x in reversed(inputs) if x.is_floating_point()))
+    elif name not in ONLY_WRITING:
+        touched |= {id(x): 2 * extent(x) for x in changed}
     return sum(touched.values())
 
 

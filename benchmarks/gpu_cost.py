@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, Config, ModelConfig, ObjectiveConfig, TrainingConfig
+from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.layout import WeightedLoss
-from megatron_ddrp.engine.step import MicroBatch
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.cost import DEVICES, Device

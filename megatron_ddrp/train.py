@@ -22,7 +22,6 @@ from megatron_ddrp.errors import (
     ASKED_TO_STOP,
     allocations_as_user_errors,
 )
-from megatron_ddrp.loop import Run
 from megatron_ddrp.model import Encoder, build_model, count_parameters
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
@@ -32,6 +31,7 @@ from megatron_ddrp.run.device import check_device, choices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
+from megatron_ddrp.run.loop import Run
 from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
 

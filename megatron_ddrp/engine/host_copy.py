@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,8 @@ class HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
-    def read(self) -> Tensor:
-        """Return the tensor on the CPU."""
+    def read(self) -> np.ndarray:
+        """Return the numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._copy
+        return self._copy.numpy()

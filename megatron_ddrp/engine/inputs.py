@@ -33,7 +33,7 @@ class MicroBatch:
         """Draw for one step, and pin the memory of what will go to a GPU."""
         draws = objective.draw(arrays, config.model, config.training.seed, step)
         inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
-        if device.type == "cuda":
+        if device.type != "cpu":
             inputs = _mapped(inputs, Tensor.pin_memory)
         return cls(arrays, inputs, count(objective, [arrays]))
 
@@ -57,7 +57,7 @@ def moved(value: Any, device: torch.device) -> Any:
     """Return a tensor, or nested named tuples with their tensors, on a device, without waiting for a GPU."""
 
     def move(tensor: Tensor) -> Tensor:
-        pins = device.type == "cuda" and tensor.device.type == "cpu"
+        pins = device.type != "cpu" and tensor.device.type == "cpu"
         return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
     return _mapped(value, move)

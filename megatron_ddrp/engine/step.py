@@ -46,12 +46,12 @@ class StepResult:
     @property
     def grad_norm(self) -> float:
         """Gradient norm over all ranks, before clipping."""
-        return float(self._numbers.read()[0])
+        return self._numbers.read().tolist()[0]
 
     @property
     def counts(self) -> dict[str, int]:
         """The global batch's counts, by name; "tokens" are those that are not padding."""
-        return dict(zip(self._names, (int(count) for count in self._numbers.read()[1:]), strict=True))
+        return dict(zip(self._names, map(int, self._numbers.read().tolist()[1:]), strict=True))
 
     def fetch_losses(self) -> None:
         """Start to bring the losses over all ranks to the host, so that a later `losses` does not wait for long.
@@ -138,7 +138,7 @@ class NoteTaking:
         rows = (moved(torch.from_numpy(self.names), self.ranks.device), vectors.float())
         names, notes = (HostCopy(gather_rows(own, counts, self.ranks)) for own in rows)
         if math.isfinite(result.grad_norm):
-            self.notes.update(names.read().numpy(), notes.read())
+            self.notes.update(names.read(), notes.read())
 
 
 def evaluate(

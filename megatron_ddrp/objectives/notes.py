@@ -67,12 +67,13 @@ class NoteDictionary:
         vectors = self.notes[words[known]].float()
         return NoteInputs(places, vectors, torch.from_numpy(window_places(found.windows))), found
 
-    def update(self, occurrences: np.ndarray, notes: Tensor) -> None:
+    def update(self, occurrences: np.ndarray, notes: np.ndarray | Tensor) -> None:
         """Take in all notes `[n, hidden]` of a global batch; `occurrences` int64 `[n, 3]`: word, sequence, position.
 
         The order of the rows is free: they are summed in double precision by (word, sequence, position), so that every
         layout ends with the same dictionary. Notes that are not finite, from a step that overflowed, are left out.
         """
+        notes = torch.as_tensor(notes)
         finite = np.flatnonzero(notes.isfinite().all(-1).numpy())
         if not len(finite):
             return

@@ -1,17 +1,20 @@
 """One rank's part of the pipeline: consecutive stages of the model's one list, and what is sent between two parts.
 
 `Inputs` and `State` are nested named tuples (`model/stages.py`). Between ranks they travel as two flat tensors: one of
-the floats that receive gradients (`LEARNED`), bit for bit, and one of bytes with all the rest behind a header that
-describes the nesting, types and shapes and holds Python's numbers. One float tensor means one backward pass through a
-part: DeepSpeed runs one per float tensor of a tuple, through layers that all of them came from.
+the floats that receive gradients (`LEARNED`), bit for bit, and one of bytes with all the rest. One float tensor means
+one backward pass through a part: DeepSpeed runs one per float tensor of a tuple, through layers that all of them came
+from. A header describes the nesting, types and shapes and holds Python's numbers. It goes from host to host (`Mail`):
+no rank asks its GPU for it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import Batch
@@ -20,6 +23,7 @@ from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import DecodingStage
 from megatron_ddrp.model.notes import NoteInputs
 from megatron_ddrp.model.stages import LEARNED, Draws, Inputs, Layout, Output, State
+from megatron_ddrp.parallel.process_group import Ranks
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
@@ -69,32 +73,70 @@ class PipelinePart(nn.Module):
         return given if self.last else self.courier.send(given)
 
 
+class Mail:
+    """Headers, in the order of the micro-batches: within one process, from each `send` to the next `receive`."""
+
+    def __init__(self) -> None:
+        self._here: deque[Tensor] = deque()
+
+    def post(self, header: Tensor, is_first: bool) -> None:
+        """Send a header, int64 `[HEADER]` on the CPU; `is_first` says that it describes what enters the first part."""
+        self._here.append(header)
+
+    def take(self) -> Tensor:
+        """Return the next header, int64 `[HEADER]`."""
+        return self._here.popleft()
+
+
+class MailOfRanks(Mail):
+    """Headers from each rank of a pipeline to the next. The first rank writes to itself what enters its part."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def post(self, header: Tensor, is_first: bool) -> None:
+        if is_first:
+            return super().post(header, is_first)
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()
+        group, number = self.ranks.pipeline_group, self.ranks.pipeline_rank + 1
+        self._under_way.append((dist.isend(header, group=group, group_dst=number), header))
+
+    def take(self) -> Tensor:
+        if self.ranks.pipeline_rank == 0:
+            return super().take()
+        header = torch.empty(HEADER, dtype=torch.int64)
+        dist.recv(header, group=self.ranks.pipeline_group, group_src=self.ranks.pipeline_rank - 1)
+        return header
+
+
 class Courier:
     """Turns `Inputs` and `State` into two flat tensors and back."""
 
-    def __init__(self, travelling: tuple[type, ...] = ()) -> None:
-        """`travelling` are the named tuples that the objective adds, alike on all ranks."""
+    def __init__(self, travelling: tuple[type, ...] = (), mail: Mail | None = None) -> None:
+        """`travelling` are the named tuples that the objective adds, alike on all ranks; `mail` carries the headers."""
         self.named: tuple[Any, ...] = (Inputs, State, Batch, Draws, NoteInputs, Layout, *travelling)
+        self.mail = mail or Mail()
 
     def send(self, given: Inputs | State) -> tuple[Tensor, Tensor]:
-        """Return (the floats that receive gradients, flat; all the rest as bytes behind a header)."""
+        """Return (the floats that receive gradients, flat; all the rest as bytes), and post the header."""
         leaves = list(_leaves(given))
         header = [len(leaves)]
         for x, is_learned in leaves:
             header += [is_learned, DTYPES.index(x.dtype), x.dim(), *x.shape]
         header += self._nesting(given)
         assert len(header) <= HEADER, f"the header takes {len(header)} numbers, {HEADER} are there"
-        device = leaves[0][0].device
-        described = torch.tensor(header + [0] * (HEADER - len(header)), device=device)
+        self.mail.post(torch.tensor(header + [0] * (HEADER - len(header))), isinstance(given, Inputs))
         learned = [x for x, is_learned in leaves if is_learned]
-        rest = [described, *(x for x, is_learned in leaves if not is_learned)]
-        floats = _Flatten.apply(*learned) if learned else torch.zeros(0, device=device)
+        rest = [x for x, is_learned in leaves if not is_learned]
+        floats = _Flatten.apply(*learned) if learned else torch.zeros(0, device=leaves[0][0].device)
         return floats, torch.cat([x.contiguous().flatten().view(torch.uint8) for x in rest])
 
     def receive(self, floats: Tensor, rest: Tensor) -> Any:
         """Return the `Inputs` or `State` that `send` was given."""
-        start = HEADER * torch.int64.itemsize
-        header = iter(rest[:start].view(torch.int64).tolist())
+        header = iter(self.mail.take().tolist())
         described = []
         for _ in range(next(header)):
             is_learned, dtype, rank = next(header), DTYPES[next(header)], next(header)
@@ -103,7 +145,7 @@ class Courier:
         dtypes = [dtype for is_learned, _, dtype in described if is_learned]
         learned = iter(_Unflatten.apply(floats, shapes, dtypes) if shapes else ())
         others = [(shape, dtype) for is_learned, shape, dtype in described if not is_learned]
-        others_there = iter(_unflatten(rest[start:], [s for s, _ in others], [d for _, d in others]))
+        others_there = iter(_unflatten(rest, [s for s, _ in others], [d for _, d in others]))
         return self._build(header, (next(learned) if d[0] else next(others_there) for d in described))
 
     def _nesting(self, value: Any) -> list[int]:

@@ -46,6 +46,8 @@ class Ranks(NamedTuple):
     """Ranks with the same samples and the same layers."""
     model_group: Any = None
     """Ranks that together hold one whole model: the tensor and pipeline axes."""
+    pipeline_group: Any = None
+    """The ranks of our pipeline, which talk through host memory (gloo) in it; None without a pipeline."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -98,10 +100,11 @@ def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
         data_group=_own_group(grid.transpose(1, 2).reshape(-1, data_size), rank, timeout),
         tensor_group=_own_group(grid.reshape(-1, tensor_size), rank, timeout),
         model_group=_own_group(grid.transpose(0, 1).reshape(data_size, -1), rank, timeout),
+        pipeline_group=_own_group(grid.flatten(1).T, rank, timeout, "gloo") if pipeline_size > 1 else None,
     )
 
 
-def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta) -> Any:
+def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta, backend: str | None = None) -> Any:
     """The group of our row of `members` `[groups, size]`; None in a run of one rank, which talks to nobody.
 
     Every rank makes every group, in one order: groups that their members alone know are named by how many groups each
@@ -111,7 +114,7 @@ def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta) -> Any:
         return None
     own = None
     for row in members.tolist():
-        group = dist.new_group(row, timeout=timeout)
+        group = dist.new_group(row, timeout=timeout, backend=backend)
         own = group if rank in row else own
     return own
 
@@ -168,14 +171,16 @@ def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
 
 
 def row_counts(number: int, ranks: Ranks) -> Tensor:
-    """Return how many rows each rank gives to `gather_rows`, int64 `[ranks]` on the device; a collective call.
+    """Return how many rows each rank gives to `gather_rows`, int64 `[ranks]`; a collective call.
 
     `number` is of this rank. Tensor-parallel neighbours hold equal rows, and only last stages have any: each sample
-    counts once.
+    counts once. A GPU may still be busy with the result.
     """
+    if ranks.world_size == 1:
+        return torch.tensor([number])
     counts = torch.zeros(ranks.world_size, dtype=torch.int64, device=ranks.device)
     counts[ranks.rank] = number * ranks.reports_losses
-    return sum_over_ranks(counts) if ranks.world_size > 1 else counts
+    return sum_over_ranks(counts)
 
 
 def gather_rows(rows: Tensor, counts: list[int], ranks: Ranks) -> Tensor:

@@ -1,7 +1,8 @@
 """Ending a run before its last step, by signals or a time limit, and the file that says how it ended.
 
-SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) and SIGINT (Ctrl-C) let the current step finish; all
-ranks then save and exit with `ASKED_TO_STOP`, whichever of them got the signal.
+SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) and SIGINT (Ctrl-C) let the current step finish, on GPUs
+the next one too, which is on its way by then; all ranks then save and exit with `ASKED_TO_STOP`, whichever of them got
+the signal.
 
 A second SIGINT ends a process at once, unless a launcher started it: launchers pass the terminal's SIGINT on, so one
 Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT ignored, as

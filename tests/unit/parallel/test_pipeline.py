@@ -57,9 +57,10 @@ def test_what_enters_the_first_part_travels_the_same_way() -> None:
     inputs = Inputs.of(
         batch, some_draws(batch), NoteInputs(torch.tensor([3]), torch.randn(1, 5), torch.tensor([[0, 4]]))
     )
-    floats, rest = Courier().send(inputs)
+    courier = Courier()
+    floats, rest = courier.send(inputs)
     assert floats.shape == (0,), "a note receives no gradient"
-    assert_same(Courier().receive(floats, rest), inputs)
+    assert_same(courier.receive(floats, rest), inputs)
 
 
 @pytest.mark.parametrize("encoding", ["absolute", "tupe-r", "deberta", "ddrp"])
@@ -69,9 +70,10 @@ def test_parts_in_a_row_are_the_model(encoding: str, num_parts: int) -> None:
     batch = tiny_batch()
     draws = some_draws(batch, heads=((0, 2), (1, 2), (0, 1)))
     parts = split_stages(model.stages(), num_parts)
-    sent = Courier().send(Inputs.of(batch, draws))
+    courier = Courier()
+    sent = courier.send(Inputs.of(batch, draws))
     for number, stages in enumerate(parts):
-        sent = PipelinePart(stages, number == num_parts - 1, recompute=False, courier=Courier())(sent)
+        sent = PipelinePart(stages, number == num_parts - 1, recompute=False, courier=courier)(sent)
     torch.testing.assert_close(sent.sums, model(batch, draws).sums)
 
 
@@ -88,11 +90,16 @@ def test_layers_are_shared_out_evenly_and_in_order(num_layers: int, num_parts: i
 def test_each_micro_batch_is_seeded_by_its_number() -> None:
     seen: list[int] = []
     batch = tiny_batch()
-    part = PipelinePart([torch.nn.Identity()], last=True, recompute=False, courier=Courier())
-    sent = Courier().send(Inputs.of(batch, some_draws(batch)))
+    courier = Courier()
+    part = PipelinePart([torch.nn.Identity()], last=True, recompute=False, courier=courier)
+
+    def take_one() -> None:
+        part(courier.send(Inputs.of(batch, some_draws(batch))))
+
     for _ in range(2):
         part.begin_step(seen.append)
-        part(sent)
-        part(sent)
-    part.eval()(sent)
+        take_one()
+        take_one()
+    part.eval()
+    take_one()
     assert seen == [0, 1, 0, 1]

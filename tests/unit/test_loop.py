@@ -1,0 +1,142 @@
+"""The loop over steps, with and without numbers that are read late: what is launched, logged, saved and tried when."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.engine import nonfinite
+from megatron_ddrp.engine.checkpoint import Progress
+from megatron_ddrp.engine.step import StepResult
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run import loop
+from megatron_ddrp.run.stopping import StopRequests
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
+CONFIG = Config().replace(
+    training={"train_iters": 6, "global_batch_size": 2},
+    checkpoint={"save": "run", "save_interval": 4},
+    logging={"log_interval": 1, "eval_interval": 0},
+)
+
+
+class Training:
+    """A `Run` whose steps give chosen gradient norms; `events` is what happened, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]]) -> None:
+        self.events: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.norms = {step: iter(values) for step, values in norms.items()}
+        self.requests = StopRequests(None)
+        self.asks_after = 0
+        monkeypatch.setattr(nonfinite, "train_step", self.train_step)
+        monkeypatch.setattr(nonfinite, "gather_objects", lambda item: [item])
+        monkeypatch.setattr(loop, "reads_late", lambda config, ranks: late)
+        monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, prepare: ([] for _ in range(steps)))
+        monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
+        monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
+        monkeypatch.setattr("megatron_ddrp.engine.step.sum_over_ranks", lambda sums: sums)
+        monkeypatch.setattr(loop.Run, "save", lambda run, folder, progress, must: self.save(progress))
+        log = SimpleNamespace(say=self.say, write=self.write)
+        engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
+        self.run = loop.Run(CONFIG, RANKS, engine, log, Path("run"), None, None)  # type: ignore[arg-type]
+
+    def train_step(self, engine: Any, micro_batches: Any, config: Config, ranks: Ranks, step: int, notes: Any) -> Any:
+        self.events.append(f"launch {step}")
+        if step == self.asks_after:
+            self.requests.received = 15
+        norm = next(self.norms.get(step, iter(())), float(step))
+        objective = make_objective(config.objective)
+        sums = torch.full((len(objective.sum_names),), 10.0 * step)
+        counts = torch.full((len(objective.counts),), 5)
+        return StepResult(0.1, sums, torch.tensor(norm), counts, objective.counts)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.events.append(f"row {row['iteration']}")
+        self.rows.append(row)
+
+    def say(self, line: str) -> None:
+        if "finite" in line:
+            self.events.append(line.split(":")[0])
+
+    def save(self, progress: Progress) -> None:
+        self.events.append(f"save {progress.iteration}")
+
+    def __call__(self) -> tuple[Progress, int]:
+        return self.run.steps(SimpleNamespace(), None, Progress(), self.requests)  # type: ignore[arg-type]
+
+
+def training(monkeypatch: pytest.MonkeyPatch, late: bool, norms: dict[int, list[float]] | None = None) -> Training:
+    return Training(monkeypatch, late, norms or {})
+
+
+def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(monkeypatch, late=True)
+    assert made() == (Progress(6, 12, 30), 0)
+    assert made.events[:7] == ["launch 1", "launch 2", "row 1", "launch 3", "row 2", "launch 4", "row 3"]
+    assert made.events[7:] == ["row 4", "save 4", "launch 5", "launch 6", "row 5", "row 6", "save 6"]
+
+
+def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for late in (False, True):
+        made = training(monkeypatch, late)
+        made()
+        kept = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm")
+        rows.append([{name: row[name] for name in kept} for row in made.rows])
+    assert rows[0] == rows[1] and [row["grad_norm"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
+    assert rows[0][2]["lm_loss"] == 6.0  # 10 · 3 ÷ 5
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_was_not_finite_is_tried_again(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late, the step behind it was launched by then."""
+    made = training(monkeypatch, late, {2: [math.nan, 7.0]})
+    made()
+    between = ["launch 3"] if late else []
+    begin = made.events.index("launch 2")
+    around = [event for event in made.events[begin:] if event != "row 1"]
+    assert around[: 4 + late] == ["launch 2", *between, "launch 2", "step 2", "row 2"]
+    assert [row["grad_norm"] for row in made.rows] == [1, 7, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_that_stay_not_finite_end_the_run(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = dict.fromkeys(range(2, 7), [math.inf] * 2)
+    made = training(monkeypatch, late, bad)
+    made.run = loop.replace(made.run, config=CONFIG.replace(training={"max_skipped_steps": 2}))
+    with pytest.raises(UserError, match="2 steps in a row were not finite, the last of them step 3"):
+        made()
+    assert ("launch 4" in made.events) == late
+
+
+@pytest.mark.parametrize(("late", "last"), [(False, 2), (True, 3)])
+def test_a_request_ends_the_run_at_its_step_or_one_later(
+    late: bool, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = training(monkeypatch, late)
+    made.asks_after = 2
+    progress, request = made()
+    assert (progress.iteration, request) == (last, 15)
+    assert made.events[-2:] == [f"row {last}", f"save {last}"]
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "late"),
+    [
+        ("cpu", {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"training": {"fp16": True}}, False),
+        ("cuda", {"objective": {"notes": True}}, False),
+    ],
+)
+def test_who_reads_late(device: str, changes: dict[str, Any], late: bool) -> None:
+    assert nonfinite.reads_late(Config().replace(**changes), Ranks(0, 1, torch.device(device))) == late
