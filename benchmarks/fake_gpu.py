@@ -30,7 +30,7 @@ TRITON_PRODUCTS = {
     "query_gradient_kernel": 3,  # Q·Kᵀ again, dO·Vᵀ, dA·K
     "key_gradient_kernel": 4,  # both again, dAᵀ·Q, Pᵀ·dO
     "bias_gradient_kernel": 2,  # both again
-    "compare_kernel": 2,  # Q·Kᵀ for the sum of heads, and again for each head beside it
+    "compare_kernel": 1,  # Q·Kᵀ for the sum of heads (three and more heads are multiplied once more)
     "pull_kernel": 1,  # Q·Kᵀ
 }
 """Triton kernel → its products of `[seq, head_dim]` and `[head_dim, seq]` per head."""

@@ -115,7 +115,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         for name in names
         if name not in constants and _is_aligned(given[name])
     }
-    source = ASTSource(launch.kernel, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
+    source = ASTSource(launch.kernel, signature, constants, aligned)
     compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     text = compiled.asm["ptx"]

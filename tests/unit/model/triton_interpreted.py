@@ -31,6 +31,15 @@ from tests.unit.model.attention_cases import (
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton_attention.py"
 pytest.importorskip("triton")
 
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """What the kernels leave unwritten shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 CLOSE = {"rtol": 1.5e-5, "atol": 1.5e-5}
 """What fp32 leaves of sums over 128 dimensions and 130 tokens; sums over more are compared by their own size."""
 PADDED = [[1] * 17, [1] * 9 + [0] * 8]

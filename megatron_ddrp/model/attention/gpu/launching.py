@@ -39,6 +39,27 @@ class Tiles(NamedTuple):
     """Of HCD's kernels."""
 
 
+IN_FP32 = Tiles(*(Tile(32, 32, 4, 1),) * 4)
+AMPERE = {
+    64: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
+    128: Tiles(Tile(128, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 2)),
+}
+"""Widest head → tiles, from compute capability 8.0 on."""
+HOPPER = {
+    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+    128: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2)),
+}
+"""The same for 9.0, where tiles of 64 queries or keys take Hopper's matrix instruction."""
+WITH_KEY_TABLE = {
+    "ampere": {128: {"forward": Tile(128, 16, 8, 2)}},
+    "hopper": {
+        64: {"key_gradient": Tile(32, 32, 4, 2)},
+        128: {"forward": Tile(128, 16, 8, 2), "key_gradient": Tile(32, 32, 8, 1)},
+    },
+}
+"""What changes for encodings with a table for the keys, whose kernels hold more."""
+
+
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device, and the lowest that is served for any other."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
@@ -46,13 +67,14 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def tiles(query: Tensor, terms: PositionTerms) -> Tiles:
     """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device."""
-    head_dim = query.shape[-1]
     if query.dtype == torch.float32:
-        return Tiles(*(Tile(32, 32, 4, 1),) * 4)
-    if head_dim > 64:
-        return Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(64, 32, 4, 2))
-    last = Tile(32, 32, 4, 2) if terms.key_table is not None else Tile(64, 64, 4, 2)
-    return Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), last, Tile(64, 32, 4, 2))
+        return IN_FP32
+    width = 64 if query.shape[-1] <= 64 else 128
+    is_hopper = capability_of(query.device)[0] == 9
+    usual = (HOPPER if is_hopper else AMPERE)[width]
+    if terms.key_table is None:
+        return usual
+    return usual._replace(**WITH_KEY_TABLE["hopper" if is_hopper else "ampere"].get(width, {}))
 
 
 def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -191,8 +191,8 @@ class _Problem:
 
         delta = self.statistics()
         d_query, d_key, d_value = (torch.empty_like(self.query) for _ in range(3))
-        d_by_query = None if self.by_query is None else torch.zeros_like(self.by_query)
-        d_by_key = None if self.by_key is None else torch.zeros_like(self.by_key)
+        d_by_query = None if self.by_query is None else torch.empty_like(self.by_query)
+        d_by_key = None if self.by_key is None else torch.empty_like(self.by_key)
         outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query, self.heads, *pulls)
         tile = self.tiles.query_gradient
         self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile.queries), outputs, tile)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_ddrp.model.attention.gpu.triton_tiles import (
+    clear_cells,
     collect,
     compare_tile,
     enlargement,
@@ -147,6 +148,9 @@ def query_gradient_kernel(
                 )  # fmt: skip
     store_rows(d_query + origin, rows, S, H * D, d_q, D, D_PAD)
     if by_query is not None:
+        low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, 0)
+        cells = d_by_query + line * TABLE_ROWS
+        clear_cells(cells, rows, S, low, high, 1, TABLE_ROWS, LOWEST, HIGHEST)
         store_bins(d_by_query + (line + rows) * TABLE_ROWS, above, below, rows < S, LOWEST, HIGHEST)
 
 
@@ -208,6 +212,9 @@ def key_gradient_kernel(
     store_rows(d_key + origin, columns, S, H * D, d_k, D, D_PAD)
     store_rows(d_value + origin, columns, S, H * D, d_v * enlarge, D, D_PAD)
     if by_key is not None:
+        low, high = run_of_tiles(first_column, start, end, -LOWEST, HIGHEST, BLOCK_N, BLOCK_M, RUNS, 0)
+        cells = d_by_key + line * TABLE_ROWS
+        clear_cells(cells, columns, S, low, high, -1, TABLE_ROWS, LOWEST, HIGHEST)
         store_bins(d_by_key + (line + columns) * TABLE_ROWS, above, below, columns < S, LOWEST, HIGHEST)
 
 

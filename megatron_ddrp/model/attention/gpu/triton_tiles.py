@@ -213,20 +213,9 @@ def compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT: tl.c
 
 @triton.jit
 def gradient_tile(
-    logits,
-    v,
-    d_out,
-    lse,
-    delta,
-    seed,
-    pair,
-    rows,
-    first_column,
-    drop_below,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    logits, v, d_out, lse, delta, seed, pair, rows, first_column, drop_below,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Probabilities that dropout keeps, and the gradient of A: both `[BLOCK_M, BLOCK_N]`, fp32, not enlarged yet.
 
     `delta`: that of flash attention ÷ dropout's enlargement.
@@ -275,6 +264,24 @@ def collect(
         cell = owner * TABLE_ROWS + (offset - LOWEST)
         tl.store(cells + cell, gradient.to(cells.dtype.element_ty), mask=between)
     return above, below
+
+
+@triton.jit
+def clear_cells(
+    cells, places, S, low, high, SIGN: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """Write 0 to the cells between the bins without a partner in the band's tiles [low, high), and to the filling.
+
+    `cells`: the pointer to P's rows, which belong to the rows of A for SIGN = 1, to its columns for −1.
+    """
+    for first in range(0, TABLE_ROWS, 32):
+        column = first + tl.arange(0, 32)[None, :]
+        partner = places[:, None] - SIGN * (column + LOWEST)
+        alone = (partner < low) | (partner >= tl.minimum(high, S))
+        empty = (alone & (column > 0) & (column < HIGHEST - LOWEST)) | (column > HIGHEST - LOWEST)
+        inside = (places < S)[:, None] & (column < TABLE_ROWS)
+        tl.store(cells + places[:, None] * TABLE_ROWS + column, tl.zeros_like(partner), mask=empty & inside)
 
 
 @triton.jit
