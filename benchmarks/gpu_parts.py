@@ -64,7 +64,7 @@ class Parts:
         """Run the feed-forward blocks of all layers, one after the other, forward and backward."""
         hidden = self.hidden
         for layer in self.layers:
-            hidden = layer.feed_forward(hidden)
+            _, hidden = layer.feed_forward(hidden)
         self._backward([hidden])
 
     def whole(self) -> None:

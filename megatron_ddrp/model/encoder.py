@@ -12,7 +12,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, for_three, run_compiled
+from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import State
 
@@ -38,10 +38,10 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        """Apply some of this layer's maps to hidden states: `[.., hidden]` → one tensor per map."""
-        sums_compiled = len(maps) == 3 and compiles(self.compile_setting, hidden.device)
-        sources = for_three(hidden) if sums_compiled else (hidden,) * len(maps)
-        return tuple(each(source) for each, source in zip(maps, sources, strict=True))
+        """Return hidden states `[.., hidden]`, to be read on, and what some of this layer's maps make of them."""
+        if compiles(self.compile_setting, hidden.device):
+            return maps_of(hidden, maps)
+        return (hidden, *(each(hidden) for each in maps))
 
     def own_randomness(self) -> AbstractContextManager:
         """Return the context in which dropout draws for these heads."""
@@ -64,12 +64,14 @@ class SelfAttention(nn.Module):
 
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """`[batch, seq, hidden]` → the same, and HCD's cosine summed over the documents (None without HCD)."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; and HCD's cosine summed over the
+        documents (None without HCD)."""
         inputs = state.inputs
         demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
-        query, key, value = map(self.split, self.project(hidden, self.query, self.key, self.value))
+        hidden, *projected = self.project(hidden, self.query, self.key, self.value)
+        query, key, value = map(self.split, projected)
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
@@ -80,7 +82,7 @@ class SelfAttention(nn.Module):
             attending = attending._replace(heads=heads[:0])
         with self.own_randomness():
             context, cosine = backend_function(backend)(attending)
-        return self.merge(context), cosine if apart is None else apart
+        return hidden, self.merge(context), cosine if apart is None else apart
 
 
 class FeedForward(nn.Module):
@@ -92,10 +94,13 @@ class FeedForward(nn.Module):
         self.input = GeluLinear(config.hidden_size, config.ffn_size)
         self.output = nn.Linear(config.ffn_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`[.., hidden]` → the same, to be read on, and what the block adds to it."""
         if isinstance(self.input, GeluLinear) and compiles(self.compile_setting, hidden.device):
-            return self.output(self.input(hidden, gelu=True))
-        return self.output(F.gelu(self.input(hidden)))
+            hidden, expanded = self.input(hidden, gelu=True)
+        else:
+            expanded = F.gelu(self.input(hidden))
+        return hidden, self.output(expanded)
 
 
 class EncoderLayer(nn.Module):
@@ -117,8 +122,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, state: State) -> State:
         source, rotate = self._attention_input(state.hidden), self.layer_position.rotate
-        attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
-        state = state._replace(hidden=self._join(state.hidden, attended))
+        source, attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
+        state = state._replace(hidden=self._join(state.hidden if self.norm_before else source, attended))
         if cosine is not None:
             state = state._replace(head_cosine=state.head_cosine + cosine.to(state.head_cosine.dtype))
         return state
@@ -130,23 +135,25 @@ class EncoderLayer(nn.Module):
         """
         attention, terms = self.attention, self.terms(state)
         source = self._attention_input(state.hidden)
-        key, value = map(attention.split, attention.project(source, attention.key, attention.value))
+        _, *projected = attention.project(source, attention.key, attention.value)
+        key, value = map(attention.split, projected)
         rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
         key = rotate(key, state.inputs.batch.position_ids)
         for _ in range(times):
-            (query,) = attention.project(self._attention_input(queries), attention.query)
+            source, query = attention.project(self._attention_input(queries), attention.query)
             query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
                 context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
-            queries = self._join(queries, attention.merge(context))
+            queries = self._join(queries if self.norm_before else source, attention.merge(context))
         return queries
 
     def logits(self, state: State) -> Tensor:
         """Return this layer's attention logits A before the padding mask, `[batch, heads, seq, seq]`, for analyses."""
         attention = self.attention
         source = self._attention_input(state.hidden)
-        query, key = map(attention.split, attention.project(source, attention.query, attention.key))
+        _, *projected = attention.project(source, attention.query, attention.key)
+        query, key = map(attention.split, projected)
         rotate = self.layer_position.rotate
         query, key = rotate(query, state.inputs.batch.position_ids), rotate(key, state.inputs.batch.position_ids)
         return attention_logits(query, key, self.terms(state))
@@ -171,7 +178,7 @@ class EncoderLayer(nn.Module):
             return self._join_compiled(hidden, attended)
         hidden = hidden + self.dropout(attended)
         hidden = hidden if self.norm_before else self.attention_norm(hidden)
-        expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
+        _, expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
 
@@ -180,6 +187,7 @@ class EncoderLayer(nn.Module):
         dropout = self.dropout.p if self.training else 0.0
         if self.norm_before:
             hidden, normed = self.feed_forward_norm(hidden, attended, dropout)
-            return run_compiled(add, (hidden, self.feed_forward(normed)), dropout)
-        hidden = self.attention_norm(hidden, attended, dropout)
-        return self.feed_forward_norm(hidden, self.feed_forward(hidden), dropout)
+            _, expanded = self.feed_forward(normed)
+            return run_compiled(add, (hidden, expanded), dropout)
+        hidden, expanded = self.feed_forward(self.attention_norm(hidden, attended, dropout))
+        return self.feed_forward_norm(hidden, expanded, dropout)

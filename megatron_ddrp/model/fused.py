@@ -14,13 +14,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import ModelConfig
 
@@ -49,11 +50,6 @@ def add_and_norm(
 def bias_gelu(states: Tensor, bias: Tensor) -> Tensor:
     """Return GELU(states + bias)."""
     return F.gelu(states + bias)
-
-
-def sum_of_three(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-    """Return the sum of three tensors."""
-    return first + second + third
 
 
 @cache
@@ -93,32 +89,53 @@ class ResidualNorm(nn.LayerNorm):
 class GeluLinear(nn.Linear):
     """A linear map that also takes the GELU behind it, which is then compiled together with its bias."""
 
-    def forward(self, x: Tensor, gelu: bool = False) -> Tensor:
-        """Return the map of `x`, or GELU of it."""
+    def forward(self, x: Tensor, gelu: bool = False) -> Any:
+        """Return the map of `x`; with `gelu` a pair: `x`, to be read on, and GELU of its map."""
         if not gelu:
-            return self.product(x, self.bias)
-        return run_compiled(bias_gelu, (self.product(x, None),), self.bias)
+            return super().forward(x)
+        x, product = self.product(x)
+        return x, run_compiled(bias_gelu, (product,), self.bias)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the map of `x` with or without the bias. Tensor parallelism overrides this."""
-        return F.linear(x, self.weight, bias)
+    def product(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return `x`, to be read on, and its map without the bias. Tensor parallelism overrides this."""
+        return maps_of(x, (self,), with_bias=False)
 
 
-class _ForThree(torch.autograd.Function):
-    """Hands a tensor to three readers, whose gradients are summed in one pass instead of two."""
+class _Maps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights_and_biases: Any):  # type: ignore[override]
+        weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
+        ctx.has_bias = [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return (x.view_as(x), *(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)))
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        return x.view_as(x), x.view_as(x), x.view_as(x)
+    @once_differentiable
+    def backward(ctx, of_readers: Tensor | None, *gradients: Tensor):  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        tokens, flat = x.flatten(0, -2), [gradient.flatten(0, -2) for gradient in gradients]  # [tokens, width] each
+        of_x = None if of_readers is None else of_readers.flatten(0, -2)
+        for gradient, weight in zip(flat, weights, strict=True):
+            of_x = gradient @ weight if of_x is None else torch.addmm(of_x, gradient, weight)
+        of_parameters: list[Tensor | None] = []
+        for gradient, has_bias in zip(flat, ctx.has_bias, strict=True):
+            of_parameters += [gradient.T @ tokens, gradient.sum(0) if has_bias else None]
+        assert of_x is not None
+        return of_x.view_as(x), *of_parameters
 
-    @staticmethod
-    def backward(ctx, *gradients: Tensor) -> Tensor:  # type: ignore[override]
-        return run_compiled(sum_of_three, gradients)
 
+def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tuple[Tensor, ...]:
+    """Return `x` `[.., in]`, to be read on, and its linear maps `[.., out]`, with or without their biases.
 
-def for_three(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a tensor three times, for three readers whose gradients add up in one compiled pass."""
-    return _ForThree.apply(x)
+    The gradients of all that reads `x` add up in the maps' own products, which sums apart would read and write again.
+    """
+    parameters = [parameter for each in maps for parameter in (each.weight, each.bias if with_bias else None)]
+    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights for a module's own calls alone
+        if with_bias:
+            return (x, *(each(x) for each in maps))
+        return (x, *(F.linear(x, each.weight) for each in maps))
+    return _Maps.apply(x, *parameters)
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -43,7 +43,7 @@ class SelfAttentionOfRanks(SelfAttention):
     ranks: Ranks
 
     def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        return column_maps(hidden, self.entrance, maps)
+        return (hidden, *column_maps(hidden, self.entrance, maps))
 
     @property
     def entrance(self) -> Entrance:
@@ -72,8 +72,11 @@ class ColumnParallelGeluLinear(GeluLinear):
 
     ranks: Ranks
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return column_map(x, self.entrance, self.weight, bias)
+    def forward(self, x: Tensor, gelu: bool = False) -> Any:
+        return super().forward(x, gelu) if gelu else column_map(x, self.entrance, self.weight, self.bias)
+
+    def product(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x, column_map(x, self.entrance, self.weight, None)
 
     @property
     def entrance(self) -> Entrance:

@@ -57,11 +57,22 @@ def test_dropout_of_a_region_has_one_mask_for_both_passes(traced):
     assert set(scale.unique().tolist()) == {0.0, 2.0} and 0.3 < (scale == 0).float().mean() < 0.7
 
 
-def test_gradients_of_three_readers_add_up(traced):
+@pytest.mark.parametrize("read_on", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_maps_of_one_input_have_the_gradients_of_maps_apart(with_bias, read_on):
+    torch.manual_seed(0)
+    maps = [torch.nn.Linear(4, width) for width in (4, 6)]
+    parameters = [parameter for each in maps for parameter in (each.weight, each.bias)]
     x = torch.randn(2, 3, 4, requires_grad=True)
-    weights = torch.randn(3, 2, 3, 4)
-    sum((part * weight).sum() for part, weight in zip(fused.for_three(x), weights, strict=True)).backward()
-    torch.testing.assert_close(x.grad, weights.sum(0))
+    apart = x, *(torch.nn.functional.linear(x, each.weight, each.bias if with_bias else None) for each in maps)
+    answers = []
+    for readers in (fused.maps_of(x, maps, with_bias), apart):
+        loss = sum((part * part.sin()).sum() for part in readers[not read_on :])
+        answers.append((*readers, *torch.autograd.grad(loss, [x, *parameters], allow_unused=True)))
+    for got, expected in zip(*answers, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(
