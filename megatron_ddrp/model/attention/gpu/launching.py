@@ -46,7 +46,7 @@ AMPERE = {
 }
 """Widest head → tiles, from compute capability 8.0 on."""
 HOPPER = {
-    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
     128: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2)),
 }
 """The same for 9.0, where tiles of 64 queries or keys take Hopper's matrix instruction."""
