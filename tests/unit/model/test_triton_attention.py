@@ -94,7 +94,7 @@ COMPILED_HERE = [
     "ddrp, 128, forward, sm_80",
     "deberta, 128, query_gradient, sm_90",
 ]
-"""Of the kernels that are shipped those that the suite compiles; `python benchmarks/kernels.py --write` compiles all."""
+"""Of the shipped kernels those that the suite compiles; `python benchmarks/kernels.py --write` compiles all."""
 
 
 @needs_triton

@@ -160,11 +160,15 @@ def test_dropout_does_not_depend_on_the_tiles(monkeypatch):
     torch.testing.assert_close(dropped_probabilities(case, 0.3, 7), before)
 
 
-def test_dropout_keeps_the_expected_value():
+def test_dropout_drops_its_share_and_every_entry_for_itself():
     case = make_case([[1] * 64], -4, 3, tables="q", head_dim=64, scale=0.01)
     exact = round(0.1 * DROPOUT_STEPS) / DROPOUT_STEPS
-    kept = torch.stack([dropped_probabilities(case, 0.1, seed) > 0 for seed in range(8)]).double().mean().item()
-    assert abs(kept - (1 - exact)) < 4 * (0.1 * 0.9 / (8 * 64 * 64)) ** 0.5
+    dropped = torch.stack([dropped_probabilities(case, 0.1, seed)[0, 0] == 0 for seed in range(8)])  # [8, 64, 64]
+    assert abs(dropped.double().mean().item() - exact) < 4 * (0.1 * 0.9 / dropped.numel()) ** 0.5
+    for lag in (1, 2, 3, 8):  # neighbours in a row, the two columns of one hash among them, and in a column
+        for both in (dropped[..., lag:] & dropped[..., :-lag], dropped[:, lag:] & dropped[:, :-lag]):
+            deviation = (exact**2 * (1 - exact**2) / both.numel()) ** 0.5
+            assert abs(both.double().mean().item() - exact**2) < 4.5 * deviation, lag
     torch.testing.assert_close(dropped_probabilities(case, 0.1, 0).sum(-1).mean().item(), 1.0, rtol=0, atol=0.03)
 
 
