@@ -18,7 +18,7 @@ from megatron_ddrp.engine.build import deepspeed_settings
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.memory import Part, cut_up, memory_of_rank
 from megatron_ddrp.model import count_parameters, on_meta_device
-from megatron_ddrp.run.cost import DEVICES, Device, Estimate, estimate_step
+from megatron_ddrp.run.cost import DEVICES, Device, Estimate, as_resolved, estimate_step
 
 GIB = 2**30
 USABLE = 0.9
@@ -137,7 +137,7 @@ def best(name: str, device_name: str, world_size: int) -> Choice | None:
         for config in candidates(name, world_size, device)
     ]
     for estimate, config in sorted(timed, key=lambda pair: pair[0].seconds):
-        needed = memory(name, config, world_size)
+        needed = memory(name, as_resolved(config, device), world_size)
         if needed <= USABLE * device.memory * GIB:
             return Choice(config, world_size, estimate, needed)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.cost import DEVICES, estimate_step, mfu, why_not
+from megatron_ddrp.run.cost import DEVICES, as_resolved, estimate_step, mfu, why_not
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 
 GIB = 2**30
@@ -65,8 +66,13 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
     model = on_meta_device(config.model, config.objective)
     parameters, position_parameters = count_parameters(model)
-    ranks = by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
-    needs = {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+
+    def needs_of(config: Config) -> dict[int, Memory]:
+        """Return what the neediest rank needs at each ZeRO stage."""
+        ranks = by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
+        return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+
+    needs = needs_of(config)
     memory = needs[parallel.zero_stage]
     facts = {
         "parameters": parameters,
@@ -82,7 +88,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         "zero_stage": parallel.zero_stage,
         "micro_batches_per_step": micro_batches,
         "train_iters": training.train_iters,
-        "estimates": estimates(config, parameters, world_size),
+        "estimates": estimates(config, parameters, world_size, needs_of),
         **data.facts,
     }
     if device_memory is not None:
@@ -96,26 +102,33 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     print(json.dumps(facts))
 
 
-def estimates(config: Config, parameters: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Return the estimated step of each device of `megatron_ddrp/run/cost.py` that can serve; nothing was measured."""
+def estimates(
+    config: Config, parameters: int, world_size: int, needs_of: Callable[[Config], dict[int, Memory]]
+) -> dict[str, dict[str, float]]:
+    """Return the estimated step of each device of `megatron_ddrp/run/cost.py` that can serve; nothing was measured.
+
+    `needs_of` gives the memory of the neediest rank by ZeRO stage.
+    """
     found = {}
     for name, device in DEVICES.items():
         if why_not(config, device) is None:
             seconds = estimate_step(config, parameters, world_size, device).seconds
             hours = seconds * config.training.train_iters / 3600
             share = mfu(config, seconds, world_size, device)
-            found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "memory_gib": device.memory}
+            needed = needs_of(as_resolved(config, device))[config.parallel.zero_stage].total / GIB
+            found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "needed_gib": needed}
+            found[name]["memory_gib"] = device.memory
     return found
 
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
     """Return lines of the estimates: one row per kind of GPU."""
     rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB there"]]
-    needed = f"{facts['memory_per_rank_bytes'] / GIB:,.1f}"
     for name, estimate in facts["estimates"].items():
         figures = (f"{estimate['step_seconds']:.3f}", f"{100 * estimate['mfu']:.0f} %", f"{estimate['hours']:,.0f}")
-        rows.append([name.upper(), *figures, needed, f"{estimate['memory_gib']:g}"])
-    return ["estimated, not measured (docs/scaling.md says how):", *columns(rows)]
+        rows.append([name.upper(), *figures, f"{estimate['needed_gib']:,.1f}", f"{estimate['memory_gib']:g}"])
+    how = "docs/scaling.md says how; where Triton serves, no attention logits are kept"
+    return [f"estimated, not measured ({how}):", *columns(rows)]
 
 
 def columns(rows: list[list[str]]) -> list[str]:

@@ -156,8 +156,9 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
 
     A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
     feed-forward width, which tensor parallelism shares out; and attention logits where the encoding adds to them. HCD
-    keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway). The head keeps the
-    predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay, and one layer's rest.
+    keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway). Under
+    `--attention-backend triton` no logits stay. The head keeps the predicted tokens' logits in fp32, twice. With
+    recomputation only the layers' inputs stay, and one layer's rest.
     """
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
@@ -168,8 +169,9 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
         kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + 2 * ffn) // tensor) * width
-        kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
-        kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
+        if model.attention_backend != "triton":
+            kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
+            kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight

@@ -156,6 +156,13 @@ def attention_kernel(config: Config, device: Device) -> str:
     return "triton" if device.is_recent else "sdpa"
 
 
+def as_resolved(config: Config, device: Device) -> Config:
+    """Return `config` with the backend that `auto` is assumed to take, for what memory depends on."""
+    if config.model.attention_backend == "auto" and attention_kernel(config, device) == "triton":
+        return config.replace(model={"attention_backend": "triton"})
+    return config
+
+
 def estimate_step(config: Config, parameters: int, world_size: int, device: Device) -> Estimate:
     """Return the estimated time of a step of `world_size` ranks; `parameters` are those of the whole model."""
     model, training, parallel = config.model, config.training, config.parallel
