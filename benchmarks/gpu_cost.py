@@ -172,7 +172,7 @@ def table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> Table:
         "GB per layer": lambda row: f"{row['layer_bytes'] / 1e9:.1f}",
         "waits": lambda row: str(row["waits"]),
         "H100: ms per layer": lambda row: f"{row['estimates']['h100']['layer_ms']:.1f}",
-        "ms": lambda row: f"{row['estimates']['h100']['ms']:.0f}",
+        "H100: ms per micro-batch": lambda row: f"{row['estimates']['h100']['ms']:.0f}",
         **{f"MFU {name.upper()}": partial(mfu, name) for name in DEVICES},
     }
     cells = [[" ".join(label(row)), *(cell(row, text) for text in columns.values())] for row in rows]
@@ -184,12 +184,12 @@ def main() -> None:
     parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS)
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=OBJECTIVES)
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="as of --attention-backend")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=12, help="layers of the model")
+    parser.add_argument("--hidden", type=int, default=768, help="its hidden size")
+    parser.add_argument("--heads", type=int, default=12, help="its attention heads")
     parser.add_argument("--seq", type=int, default=512, help="tokens per row")
     parser.add_argument("--rows", type=int, default=32, help="rows per micro-batch")
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.1, help="probability, everywhere")
     parser.add_argument("--launches", type=int, default=0, metavar="N", help="print a layer's N costliest launches")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     parser.add_argument("--compare", metavar="FILE", help="put these figures, from before, beside the new ones")

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="time for the whole report")
     parser.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder for the report's files")
     parser.add_argument("--tiny", action="store_true", help="tiny models, with or without a GPU: tries the report out")
-    parser.add_argument("--sections", nargs="+", choices=[s.name for s in SECTIONS], help="these alone (default: all)")
+    parser.add_argument("--sections", nargs="+", choices=[s.name for s in SECTIONS], help="these alone; None: all")
     arguments = parser.parse_args()
     if DEVICE.type != "cuda" and not arguments.tiny:
         raise UserError(

@@ -187,9 +187,11 @@ def write(table: dict[str, Compiled]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS)
-    parser.add_argument("--head-sizes", nargs="+", type=int, default=HEAD_SIZES, metavar="D")
-    parser.add_argument("--compare", type=int, nargs="+", default=[0, 2], metavar="M", help="heads that HCD compares")
+    parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS, help="default: all")
+    parser.add_argument("--head-sizes", nargs="+", type=int, default=HEAD_SIZES, metavar="D", help="default: 64 128")
+    parser.add_argument(
+        "--compare", type=int, nargs="+", default=[0, 2], metavar="M", help="heads that HCD compares (default: 0 2)"
+    )
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="these alone, such as forward or key_gradient")
     parser.add_argument(
         "--tile", type=int, nargs=4, metavar=("Q", "K", "WARPS", "STAGES"), help="try this tile instead"

@@ -3,7 +3,7 @@
 #
 #   hardware   2 machines with 8 GPUs of 32 GB each (V100, which have no bf16); ssh without a password between them
 #              and one file system for the data and SAVE
-#   time       an estimate, not measured: 8e19 FLOP, a day and a half at 30 % of the GPUs' peak
+#   time       an estimate, not measured: two days on 16 V100s, at 23 % of their peak
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
 #   [HOSTFILE=examples/hostfile_2x8] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \

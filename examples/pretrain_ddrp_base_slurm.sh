@@ -12,7 +12,7 @@
 # minutes before its time is up the job saves and queues itself again, until the last step.
 #
 #   hardware   2 nodes with 8 GPUs of 32 GB each; with bf16 (A100 and newer) replace --fp16 there by --bf16
-#   time       an estimate, not measured: 8e19 FLOP, a day and a half on V100s at 30 % of their peak, so two jobs
+#   time       an estimate, not measured: two days on V100s at 23 % of their peak, so two or three jobs
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir sbatch examples/pretrain_ddrp_base_slurm.sh [more flags]

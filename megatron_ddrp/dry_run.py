@@ -68,7 +68,9 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     parameters, position_parameters = count_parameters(model)
 
     def needs_of(config: Config) -> dict[int, Memory]:
-        """Return what the neediest rank needs at each ZeRO stage."""
+        """Return what the neediest rank needs at each ZeRO stage. A GPU with bf16 is one that Triton serves."""
+        if training.bf16:
+            config = as_resolved(config, DEVICES["a100"])
         ranks = by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
         return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
 
