@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--encodings", nargs="+", default=list(ENCODINGS), choices=ENCODINGS, help="default: all")
     parser.add_argument("--head-sizes", nargs="+", type=int, default=HEAD_SIZES, metavar="D", help="default: 64 128")
     parser.add_argument(
-        "--compare", type=int, nargs="+", default=[0, 2], metavar="M", help="heads that HCD compares (default: 0 2)"
+        "--compare", type=int, nargs="+", default=[0, 2], metavar="M", help="heads in HCD (default: 0 2)"
     )
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="these alone, such as forward or key_gradient")
     parser.add_argument(
