@@ -62,6 +62,8 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         _refuse(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
     if isinstance(loaded.get("fp16"), dict) and loaded["fp16"].get("auto_cast") is True:
         _refuse(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
+    if isinstance(loaded.get("torch_autocast"), dict) and loaded["torch_autocast"].get("enabled") is True:
+        _refuse(path, "torch_autocast is not supported: our backward passes multiply in the weights' type; use --bf16")
     if loaded.get("zero_force_ds_cpu_optimizer") is True:
         _refuse(path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out")
     sums = loaded.get("data_types")

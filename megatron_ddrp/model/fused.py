@@ -112,17 +112,19 @@ class _Maps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_readers: Tensor | None, *gradients: Tensor):  # type: ignore[override]
+    def backward(ctx, of_readers: Tensor | None, *gradients: Tensor | None):  # type: ignore[override]
         x, *weights = ctx.saved_tensors
-        tokens, flat = x.flatten(0, -2), [gradient.flatten(0, -2) for gradient in gradients]  # [tokens, width] each
+        tokens = x.flatten(0, -2)  # [tokens, in]
         of_x = None if of_readers is None else of_readers.flatten(0, -2)
-        for gradient, weight in zip(flat, weights, strict=True):
-            of_x = gradient @ weight if of_x is None else torch.addmm(of_x, gradient, weight)
         of_parameters: list[Tensor | None] = []
-        for gradient, has_bias in zip(flat, ctx.has_bias, strict=True):
-            of_parameters += [gradient.T @ tokens, gradient.sum(0) if has_bias else None]
-        assert of_x is not None
-        return of_x.view_as(x), *of_parameters
+        for gradient, weight, has_bias in zip(gradients, weights, ctx.has_bias, strict=True):
+            if gradient is None:  # nobody reads the values of a last layer that HCD alone reads
+                of_parameters += [None, None]
+                continue
+            flat = gradient.flatten(0, -2)  # [tokens, out]
+            of_x = flat @ weight if of_x is None else torch.addmm(of_x, flat, weight)
+            of_parameters += [flat.T @ tokens, flat.sum(0) if has_bias else None]
+        return None if of_x is None else of_x.view_as(x), *of_parameters
 
 
 def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tuple[Tensor, ...]:

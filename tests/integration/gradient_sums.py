@@ -12,6 +12,7 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import Corpus
 from megatron_ddrp.engine.build import build_engine
+from megatron_ddrp.engine.inputs import training_inputs
 from megatron_ddrp.engine.step import train_step
 from megatron_ddrp.model import build_model
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid, sum_over_ranks
@@ -52,7 +53,7 @@ def error_of_first_step(config: Config) -> float:
         return take_step(*arguments, **named)
 
     engine._take_model_step = compare_first
-    train_step(engine, loader.step(0), config, ranks, 1)
+    train_step(engine, training_inputs(loader.step(0), config, 1, ranks.device), config, ranks, 1)
     engine.destroy()
     forget_layout()
     return found[0]

@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_folder_deleted_on_the_way_is_made_whole_again(ranks: int, flags: Flag
     assert line == f"{folder} lacked lock, config.json, tokenizer, metrics.jsonl: written again"
     assert [path.name for path in all_checkpoints(folder)] == ["iter_0000005", "iter_0000004"]
     assert [row["iteration"] for row in training_rows(folder)] == [1, 2, 3, 4, 5]
-    assert load_model(folder)[2].model == load_config(folder).model
+    assert load_model(folder)[2].model == replace(load_config(folder).model, compile="off")
     assert not (folder / "lock").exists() and (folder / "exit_code").read_text() == "0\n"
 
 

@@ -49,6 +49,7 @@ def read(folder: Path, text: str, zero_stage: int = 1) -> dict[str, Any]:
         ('{"zero_optimization": {"offload_optimizer": {"device": "disk"}}}', "offload_optimizer.device is 'disk'"),
         ('{"zero_optimization": 3}', "zero_optimization is 3: expected a JSON object"),
         ('{"fp16": {"auto_cast": true}}', "fp16.auto_cast is not supported"),
+        ('{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}', "torch_autocast is not supported"),
         ('{"zero_force_ds_cpu_optimizer": true}', "torch's fused AdamW"),
         ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload_param needs --zero-stage 3"),
         ("[" * 100_000, "cannot be read"),

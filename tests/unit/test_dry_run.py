@@ -171,8 +171,8 @@ def test_recomputation_and_smaller_micro_batches_need_less(capsys):
         ("--tensor-model-parallel-size 2 --world-size 3", r"2 x --pipeline-model-parallel-size 1 = 2 does not divide"),
         ("--world-size 7", r"--global-batch-size is 256: expected a multiple .* 7 data-parallel ranks"),
         (
-            "--device-memory 4 --bf16",
-            r"a rank needs about \d+\.\d GiB, --device-memory is 4 .*--checkpoint-activations",
+            "--device-memory 2 --bf16",
+            r"a rank needs about \d+\.\d GiB, --device-memory is 2 .*--checkpoint-activations",
         ),
     ],
 )

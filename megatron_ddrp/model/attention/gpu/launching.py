@@ -39,7 +39,11 @@ class Tiles(NamedTuple):
     """Of HCD's kernels."""
 
 
-IN_FP32 = Tiles(*(Tile(32, 32, 4, 1),) * 4)
+IN_FP32 = {
+    64: Tiles(*(Tile(32, 32, 4, 1),) * 4),
+    128: Tiles(Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+}
+"""Widest head → tiles for numbers twice as wide."""
 AMPERE = {
     64: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
     128: Tiles(Tile(128, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 2)),
@@ -67,9 +71,9 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def tiles(query: Tensor, terms: PositionTerms) -> Tiles:
     """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device."""
-    if query.dtype == torch.float32:
-        return IN_FP32
     width = 64 if query.shape[-1] <= 64 else 128
+    if query.dtype == torch.float32:
+        return IN_FP32[width]
     is_hopper = capability_of(query.device)[0] == 9
     usual = (HOPPER if is_hopper else AMPERE)[width]
     if terms.key_table is None:
