@@ -221,17 +221,17 @@ COMPARED = {
     "two of three heads": (PADDED, (-4, 3), {"tables": "qk", "heads": 3}, [0, 2]),
     "all of three heads": (PADDED, (-4, 3), {"tables": "qKV", "heads": 3}, [0, 1, 2]),
     "content, packed": (PACKED, (-4, 3), {"heads": 4}, [1, 3]),
-    "three of four, packed, whole tiles": ([[1] * 36 + [2] * 34], (-4, 3), {"tables": "q", "heads": 4}, [0, 1, 3]),
+    "three of four, packed, whole tiles": ([[1] * 20 + [2] * 16], (-4, 3), {"tables": "q", "heads": 4}, [0, 1, 3]),
     "bias": (PADDED, (0, 0), {"bias_batch": 1, "heads": 2}, [0, 1]),
     "bias a sequence": (PADDED, (-4, 3), {"tables": "QV", "bias_batch": 2, "heads": 3}, [1, 2]),
     "documents in any order": (UNORDERED, (-4, 3), {"tables": "qk", "heads": 2}, [0, 1]),
 }
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("document_ids, bounds, options, heads", COMPARED.values(), ids=COMPARED)
-def test_heads_are_compared_as_by_eager(document_ids, bounds, options, heads, dropout):
+def test_heads_are_compared_as_by_eager(document_ids, bounds, options, heads):
     """HCD's sum and gradients, alone and beside those of the context, which dropout changes and the sum does not."""
+    dropout = 0.25
     case = make_case(document_ids, *bounds, **options)
     generator = torch.Generator().manual_seed(3)
     lengths = document_mask(case.document_ids, int(case.document_ids.max())).sum(-1)
