@@ -258,6 +258,20 @@ def test_heads_are_compared_as_by_eager(document_ids, bounds, options, heads):
         torch.testing.assert_close(got, without + 5 * part, rtol=1e-4, atol=1e-5)
 
 
+def test_heads_compared_in_half_precision_stay_near():
+    """T is stored in half precision too."""
+    case = make_case(PADDED, -4, 3, tables="q", heads=3, dtype=torch.float16)
+    heads, step = torch.tensor([0, 2]), torch.finfo(torch.float16).eps
+    answers = []
+    for problem, backend in ((case, triton_attention), (case.to("cpu", torch.float64), eager_attention)):
+        _, cosine = backend(problem.attending(heads=heads))
+        inputs = [x for x in problem.inputs if x is not problem.value]
+        answers.append((cosine, *torch.autograd.grad(1000 * cosine, inputs)))
+    for got, expected in zip(*answers, strict=True):
+        allowed = 16 * step * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=allowed)
+
+
 def test_serves_no_float64_and_says_so():
     case = make_case(PADDED, -4, 3).to(torch.float64)
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
