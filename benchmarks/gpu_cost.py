@@ -52,7 +52,7 @@ class Cost:
     layer: Counter[Launch]
     rest: Counter[Launch]
     waits: int
-    """Of the whole model, in one micro-batch."""
+    """Waits of the host for the device, in the whole model's pass over one micro-batch."""
     flop_per_token: float
     config: Config
 

@@ -66,7 +66,7 @@ TINY = Sizes(
 
 @dataclass
 class Bench:
-    """What a section of the report works with."""
+    """Gives a section of the report its device, its time and its file of rows."""
 
     sizes: Sizes
     folder: Path
@@ -91,7 +91,7 @@ class Bench:
 
     @property
     def has_time(self) -> bool:
-        """Whether a group as long as the longest so far would end in time."""
+        """Return whether a group as long as the longest so far would end in time."""
         return time.monotonic() + self.longest_group < self.deadline
 
 

@@ -162,4 +162,4 @@ SECTIONS = (
     Section("parts", "Parts of a step", 2, parts),
     Section("others", "Beside other libraries", 6, others),
 )
-"""In the order of the report. Each runs in a process of its own: a failed kernel leaves the device unusable in it."""
+"""The sections in the order of the report, each in a process of its own, where a failed kernel spoils the device."""

@@ -1,4 +1,4 @@
-"""What the Triton kernels of attention compile to, on a machine without a GPU: registers, spills, shared memory.
+"""Compile the Triton kernels of attention without a GPU, and list registers, spilled bytes and shared memory.
 
     python benchmarks/kernels.py                     the table as Markdown, for sm_80 (A100) and sm_90 (H100, H200)
     python benchmarks/kernels.py --write             keeps it in docs/benchmarks.md, and the bounds that tests hold
@@ -52,16 +52,16 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel became."""
+    """The resources that a compiled kernel takes."""
 
     registers: int
-    """Of a thread, of at most 255."""
+    """Registers of a thread, at most 255."""
     spilled: int
-    """Bytes of a thread's stack: values that did not fit into registers."""
+    """Bytes of a thread's stack, for values that did not fit into registers."""
     shared: int
     """Bytes of shared memory of a program."""
     instruction: str
-    """How matrices are multiplied: "wgmma" (Hopper), "mma.sync" (Ampere), or "none"."""
+    """The instruction that multiplies matrices: "wgmma" (Hopper), "mma.sync" (Ampere), or "none"."""
 
 
 def launches(encoding: str, head_dim: int, compared: int, capability: int) -> dict[str, Launch]:

@@ -1,4 +1,4 @@
-"""What a step needs of its micro-batches: tensors, layout, draws and counts, made by the loader's thread."""
+"""Make what a step needs of its micro-batches in the loader's thread: tensors, layout, draws and counts."""
 
 from __future__ import annotations
 

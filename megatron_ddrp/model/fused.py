@@ -114,17 +114,43 @@ class _Maps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, of_readers: Tensor | None, *gradients: Tensor | None):  # type: ignore[override]
         x, *weights = ctx.saved_tensors
-        tokens = x.flatten(0, -2)  # [tokens, in]
-        of_x = None if of_readers is None else of_readers.flatten(0, -2)
-        of_parameters: list[Tensor | None] = []
-        for gradient, weight, has_bias in zip(gradients, weights, ctx.has_bias, strict=True):
-            if gradient is None:  # nobody reads the values of a last layer that HCD alone reads
-                of_parameters += [None, None]
-                continue
-            flat = gradient.flatten(0, -2)  # [tokens, out]
-            of_x = flat @ weight if of_x is None else torch.addmm(of_x, flat, weight)
-            of_parameters += [flat.T @ tokens, flat.sum(0) if has_bias else None]
+        # Nobody reads the values of a last layer that HCD alone reads.
+        flat = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]  # [tokens, out] each
+        of_x = gradient_of_input(None if of_readers is None else of_readers.flatten(0, -2), flat, weights)
+        of_parameters = gradients_of_parameters(x.flatten(0, -2), flat, ctx.has_bias)
         return None if of_x is None else of_x.view_as(x), *of_parameters
+
+
+def gradient_of_input(
+    of_readers: Tensor | None, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]
+) -> Tensor | None:
+    """Return the gradient `[tokens, in]` of what some maps and other readers read.
+
+    `of_readers` `[tokens, in]` is the other readers' share and stays as it is; `gradients` `[tokens, out]` are those of
+    the maps' products.
+    """
+    total = of_readers
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient is None:
+            continue
+        if total is None:
+            total = gradient @ weight
+        elif total is of_readers:
+            total = torch.addmm(total, gradient, weight)
+        else:
+            total.addmm_(gradient, weight)
+    return total
+
+
+def gradients_of_parameters(
+    tokens: Tensor, gradients: Sequence[Tensor | None], has_bias: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of each map's weight and bias, one after the other; `tokens` `[tokens, in]` were read."""
+    found: list[Tensor | None] = []
+    for gradient, biased in zip(gradients, has_bias, strict=True):
+        found.append(None if gradient is None else gradient.T @ tokens)
+        found.append(gradient.sum(0) if gradient is not None and biased else None)
+    return found
 
 
 def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ddrp.model.fused import gradient_of_input, gradients_of_parameters
 from megatron_ddrp.parallel.process_group import Ranks
 
 Wait = Callable[[], Tensor]
@@ -73,14 +74,10 @@ class _ColumnMaps(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
         entered, *weights = ctx.saved_tensors
         flat = [gradient.flatten(0, -2) for gradient in gradients]  # [tokens, out] each
-        of_input = flat[0] @ weights[0]  # [tokens, in]
-        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-            of_input.addmm_(gradient, weight)
+        of_input = gradient_of_input(None, flat, weights)
+        assert of_input is not None
         wait = ctx.entrance.back(of_input.view_as(entered))
-        tokens = entered.flatten(0, -2)
-        of_parameters: list[Tensor | None] = []
-        for gradient, has_bias in zip(flat, ctx.has_bias, strict=True):
-            of_parameters += [gradient.T @ tokens, gradient.sum(0) if has_bias else None]
+        of_parameters = gradients_of_parameters(entered.flatten(0, -2), flat, ctx.has_bias)
         return wait(), None, *of_parameters
 
 

@@ -41,7 +41,7 @@ class Attending(NamedTuple):
     """`[b, documents]`: the weight of each document's cosine in HCD's sum, 1 or 0 in training. None: every row is one
     document, which counts."""
     layout: Layout | None = None
-    """Where the rows have their tokens, as far as the CPU knows it."""
+    """The places of the rows' tokens, as far as the CPU knows them."""
 
     @property
     def num_documents(self) -> int:
@@ -50,12 +50,12 @@ class Attending(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Whether every row is known to be one document without padding."""
+        """Return whether every row is known to be one document without padding."""
         return self.layout is not None and self.layout.full
 
     @property
     def demand(self) -> Demand:
-        """What this call demands of a backend."""
+        """Return what this call demands of a backend."""
         return Demand(self.query.device, self.query.dtype, self.dropout, self.query.shape[-1])
 
 

@@ -272,7 +272,7 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     generator back, meets the same mask again.
     """
     query, key, value, terms, _, _, dropout, *_ = attending
-    reason = why_not_triton(query.device, query.dtype, dropout, query.shape[-1])
+    reason = why_not_triton(*attending.demand)
     if reason:
         raise ValueError(reason)
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
