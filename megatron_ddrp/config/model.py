@@ -20,7 +20,33 @@ class ModelConfig:
     hidden_size: int = option(768, "width of the hidden states", within=COUNT)
     num_attention_heads: int = option(12, "attention heads a layer; must divide the hidden size", within=COUNT)
     ffn_hidden_size: int | None = option(
-        None, "width inside the feed-forward block (default: 4 x hidden size)", within=COUNT
+        None,
+        "width inside the feed-forward block (default: 4 x hidden size; for geglu 8/3 x, rounded up to a multiple of "
+        "64, which takes as many weights)",
+        within=COUNT,
+    )
+    ffn: str = option(
+        "gelu",
+        "what the feed-forward block does between its two maps: gelu, or geglu, whose first map is twice as wide and "
+        "whose second half gates the GELU of the first",
+        choices=("gelu", "geglu"),
+    )
+    norm: str = option(
+        "layernorm", "layernorm, or rmsnorm, which takes no mean off and has no bias", choices=("layernorm", "rmsnorm")
+    )
+    bias: bool = option(
+        True,
+        "biases in every linear map of the layers and heads and in every LayerNorm; the masked-LM "
+        "output keeps its own in any case",
+    )
+    key_bias: bool = option(
+        True, "a bias in the keys' map, which acts through the position terms alone; DeBERTa v1 has none"
+    )
+    embedding_size: int | None = option(
+        None, "width of the embeddings, projected to the hidden size as in ELECTRA (default: hidden size)", within=COUNT
+    )
+    num_segments: int = option(
+        2, "learned segment embeddings; with 1 or 0 every token has the same one, or none", within="[0, 2]"
     )
     seq_length: int = option(
         512, "longest sequence in tokens, [CLS] and [SEP] included, so at least 3", within="[3, 2147483648)"
@@ -28,6 +54,9 @@ class ModelConfig:
     hidden_dropout: float = option(0.1, "dropout on embeddings and on each block's output", within="[0, 1)")
     attention_dropout: float = option(0.1, "dropout on attention probabilities", within="[0, 1)")
     layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
+    first_norm: bool = option(
+        True, "with --layernorm-position pre, a LayerNorm before the first attention, right behind the embeddings' own"
+    )
     layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm", within="(0, 1]")
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
     position_encoding: str = option(
@@ -58,6 +87,19 @@ class ModelConfig:
     )
     deberta_emd: bool | None = option(
         None, "enhanced mask decoder: absolute positions join just before the head (default: on for deberta)"
+    )
+    local_attention: int | None = option(
+        None,
+        "in most layers a token attends to this many others around it, half of them on either side, as in ModernBERT "
+        "(default: to its whole document in every layer)",
+        within=COUNT,
+    )
+    global_every: int = option(
+        3, "with --local-attention, layers 0, N, 2N, … attend to the whole document", within=COUNT
+    )
+    rope_theta: float = option(10_000.0, "rope: base of the wavelengths", within="[1, inf)")
+    local_rope_theta: float | None = option(
+        None, "rope: the same in the layers of --local-attention (default: --rope-theta)", within="[1, inf)"
     )
     attention_backend: str = option(
         "auto",
@@ -109,7 +151,20 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
+        if self.ffn_hidden_size is None and self.ffn == "geglu":
+            return math.ceil(self.hidden_size / 24) * 64
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the embeddings, and of the output matrix that is tied to them."""
+        return self.embedding_size or self.hidden_size
+
+    def window(self, layer: int) -> int | None:
+        """Return how far left and right the tokens of a layer attend; None: to their whole document."""
+        if self.local_attention is None or layer % self.global_every == 0:
+            return None
+        return self.local_attention // 2
 
     @property
     def padded_vocab_size(self) -> int:

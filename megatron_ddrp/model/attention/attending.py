@@ -42,6 +42,8 @@ class Attending(NamedTuple):
     document, which counts."""
     layout: Layout | None = None
     """The places of the rows' tokens, as far as the CPU knows them."""
+    window: int | None = None
+    """Tokens left and right of a query that it attends to, itself beside them; None: its whole document."""
 
     @property
     def num_documents(self) -> int:

@@ -41,6 +41,10 @@ class Sizes(Protocol):
     @property
     def direction_init(self) -> str: ...
     @property
+    def rope_theta(self) -> float: ...
+    @property
+    def local_rope_theta(self) -> float | None: ...
+    @property
     def head_dim(self) -> int: ...
 
 
@@ -66,6 +70,9 @@ class PositionTerms:
     """Largest i − j with a row of its own; this row also serves all larger ones."""
     offset_bias: Tensor | None = None
     """v `[1 or heads, num_relative]`, added unscaled."""
+    biases_compared: bool = True
+    """Whether HCD compares B and v with the rest of the logits. An encoding without parameters says no: its heads'
+    biases are alike whatever the model learns."""
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
@@ -104,6 +111,9 @@ PROJECTIONS_BY_HEAD: Mapping[str, int] = MappingProxyType(
 
 class LayerPositions(nn.Module):
     """Base of an encoding's part in every layer."""
+
+    is_local = False
+    """Whether the layer attends within `--local-attention` alone; each layer sets it on its own part."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
