@@ -21,7 +21,7 @@ from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.cost import DEVICES, as_resolved, estimate_step, mfu, why_not
+from megatron_ddrp.run.cost import DEVICES, Device, as_resolved, estimate_step, mfu, why_not
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 
 GIB = 2**30
@@ -115,12 +115,22 @@ def estimates(
     for name, device in DEVICES.items():
         if why_not(config, device) is None:
             seconds = estimate_step(config, parameters, world_size, device).seconds
-            hours = seconds * config.training.train_iters / 3600
+            hours = hours_of(config, parameters, world_size, device)
             share = mfu(config, seconds, world_size, device)
             needed = needs_of(as_resolved(config, device))[config.parallel.zero_stage].total / GIB
             found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "needed_gib": needed}
             found[name]["memory_gib"] = device.memory
     return found
+
+
+def hours_of(config: Config, parameters: int, world_size: int, device: Device) -> float:
+    """Return the estimated hours of all steps, phase by phase."""
+    seconds, begin = 0.0, 0
+    for phase in config.phases:
+        end = phase.last_step(config.training.train_iters)
+        seconds += (end - begin) * estimate_step(config.of_phase(phase), parameters, world_size, device).seconds
+        begin = end
+    return seconds / 3600
 
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
@@ -153,7 +163,8 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
     lines = [*verified, *corpus.remarks, f"data: {corpus.summary(samples, consumed)}"]
-    facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": consumed / len(samples)}
+    epochs = corpus.epochs(consumed)[0] if samples.counts is None else consumed / len(samples)
+    facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": epochs}
     size = 0
     if config.objective.notes:
         words, line = corpus.rare_words

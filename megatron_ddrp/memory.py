@@ -175,7 +175,7 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight
-    logits = int(tokens * objective.mask_prob) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
+    logits = int(tokens * max(objective.mask_rates)) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
     return boundaries * part.in_flight + inside + logits
 
 

@@ -14,6 +14,16 @@ class TrainingConfig:
     micro_batch_size: int = option(8, "sequences a rank processes at once", within=COUNT)
     global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks", within=COUNT)
     train_iters: int = option(1_000_000, "optimizer steps of the whole run", within=COUNT)
+    seq_length_phases: tuple[str, ...] = option(
+        (),
+        "shorter rows first: 128:0.9 gives rows of up to 128 tokens to the first 90 % of the steps, as BERT did "
+        "(arXiv:1810.04805, appendix A.2), and rows of --seq-length to the rest; GPT-BERT has three phases, "
+        "128:0.7 256:0.9 (arXiv:2410.24159). A third number is --rope-theta until then, switched at once as in "
+        "ModernBERT: 1024:0.9:10000 (arXiv:2412.13663). Every phase has --global-batch-size sequences per step; "
+        "validation has rows of --seq-length throughout",
+        nargs="+",
+        metavar="LENGTH:END[:THETA]",
+    )
     seed: int = option(
         1234, "decides initialisation, order, masks, samples and dropout", within="[0, 9223372036854775808)"
     )
@@ -33,6 +43,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        words = self.seq_length_phases  # one phase may come as a string, lists from JSON and YAML
+        object.__setattr__(self, "seq_length_phases", (words,) if isinstance(words, str) else tuple(words))
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: give one of them")
 

@@ -22,6 +22,8 @@ DEFAULTS: dict[str, Any] = {
     "relative_table": "shared",
     "direction_init": "spread",
     "deberta_emd": False,
+    "rope_theta": 10_000.0,
+    "local_rope_theta": None,
     "pad_token_id": 0,
 }
 

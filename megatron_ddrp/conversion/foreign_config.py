@@ -39,6 +39,8 @@ OWN_SETTINGS = (
     "direction_init",
     "absolute_embedding",
     "deberta_emd",
+    "rope_theta",
+    "local_rope_theta",
 )
 """Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
 
