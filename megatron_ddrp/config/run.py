@@ -42,11 +42,7 @@ class Config:
                 "weights there): use --zero-stage 1 or higher"
             )
         self._check_layout()
-        if any(phase.rope_theta for phase in self.phases) and self.model.position_encoding != "rope":
-            refuse(
-                f"--seq-length-phases {' '.join(self.training.seq_length_phases)} sets --rope-theta with "
-                f"--position-encoding {self.model.position_encoding}, which has none: give LENGTH:END"
-            )
+        self._check_schedules()
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
             refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
@@ -56,6 +52,21 @@ class Config:
             )
         if self.objective.hcd_weight and self.model.num_attention_heads < 2:
             refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
+
+    def _check_schedules(self) -> None:
+        """Refuse a rotary base for an encoding without one, and a decay that begins within the warm-up."""
+        if any(phase.rope_theta for phase in self.phases) and self.model.position_encoding != "rope":
+            refuse(
+                f"--seq-length-phases {' '.join(self.training.seq_length_phases)} sets --rope-theta with "
+                f"--position-encoding {self.model.position_encoding}, which has none: give LENGTH:END"
+            )
+        steps, optimizer = self.training.train_iters, self.optimizer
+        warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
+        if decay and warmup + decay > steps:
+            refuse(
+                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --train-iters {steps}: give "
+                "fewer; for a branch from step N, --train-iters is N + the decay"
+            )
 
     def _check_layout(self) -> None:
         """Refuse to cut what does not divide."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,29 @@ class OptimizerConfig:
     min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
     lr_decay_style: str = option(
         "linear",
-        "shape of the decay after the warm-up; wsd holds the peak and decays over the last tenth",
+        "shape of the decay after the warm-up; wsd holds the peak and decays over the last --lr-wsd-decay-iters "
+        "(warm-up, stable, decay: MiniCPM, arXiv:2404.06395), so that any checkpoint of a stable run can branch off "
+        "into a decay of its own: --load RUN/iter_N --save BRANCH and --train-iters N + decay",
         choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None,
+        "steps of wsd's decay, the last of --train-iters (default: the last tenth of those after the warm-up)",
+        within=COUNT,
+    )
+    lr_wsd_decay_style: str = option(
+        "linear",
+        "shape of wsd's decay: linear, or minus_sqrt, 1 - sqrt(share of the decay that is done), as in ModernBERT "
+        "(arXiv:2412.13663) and Ettin (arXiv:2507.11412)",
+        choices=("linear", "minus_sqrt"),
     )
     lr_warmup_fraction: float = option(
         0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
+    )
+    lr_warmup_iters: int | None = option(
+        None,
+        "steps over which the rate rises, whatever --train-iters is (default: --lr-warmup-fraction of them)",
+        within="[0, 2147483648)",
     )
     weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
     adam_beta1: float = option(0.9, "decay of the first moment", within="[0, 1)")
@@ -77,6 +96,18 @@ class OptimizerConfig:
         check_ranges(self)
         if self.min_lr > self.lr:
             refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: the decay goes down to it")
+        for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "linear")):
+            if getattr(self, name) != default and self.lr_decay_style != "wsd":
+                refuse(
+                    f"{flag(name)} {getattr(self, name)} with --lr-decay-style {self.lr_decay_style}: it goes with "
+                    "--lr-decay-style wsd"
+                )
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up of a run of `total_steps`."""
+        if self.lr_warmup_iters is not None:
+            return self.lr_warmup_iters
+        return math.ceil(self.lr_warmup_fraction * total_steps)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from tests.reference.positions import dot
 BASE = 10000
 
 
-def turned(vector: Tensor, place: int) -> Tensor:
+def turned(vector: Tensor, place: int, base: float = BASE) -> Tensor:
     """A query or key `[d]` turned to its place, pairs being t and t + d/2."""
     size = len(vector)
     half = size // 2
     numbers = list(vector)
     for t in range(half):
-        angle = place / BASE ** (2 * t / size)
+        angle = place / base ** (2 * t / size)
         a, b = vector[t], vector[t + half]
         numbers[t] = a * math.cos(angle) - b * math.sin(angle)
         numbers[t + half] = b * math.cos(angle) + a * math.sin(angle)

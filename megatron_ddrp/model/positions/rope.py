@@ -4,7 +4,8 @@
     R_p turns the pair (x_t, x_{t + d/2}) by the angle p · θ^(−2t/d),  t = 0, …, d/2 − 1
 
 i = query, j = key. θ is `--rope-theta`, 10,000 in the paper, and `--local-rope-theta` in layers of local attention. A
-rotation by i undone by a rotation by j depends on i − j alone. Values are not rotated. Nothing is learned: `--relative-distance` is refused, and `--relative-table` changes nothing.
+rotation by i undone by a rotation by j depends on i − j alone. Values are not rotated. Nothing is learned:
+`--relative-distance` is refused, and `--relative-table` changes nothing.
 
 Departure: the paper pairs neighbours, (x_{2t}, x_{2t+1}). We pair the two halves of a head, as ModernBERT and Llama do
 in transformers. The rows of W^Q and W^K in the order 0, 2, 4, …, 1, 3, 5, … per head turn one model into the other.
