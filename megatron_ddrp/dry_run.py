@@ -15,6 +15,7 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, by_zero_stage
@@ -99,7 +100,8 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if fault:
         print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
     needed = memory_table(needs, parallel.zero_stage)
-    lines = (*settings(config), *summary(config, facts), *needed, *estimate_table(facts), *data.lines)
+    remarks = optimizer_remarks(model, config)
+    lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)
     print("\n".join(lines))
     print(json.dumps(facts))
 

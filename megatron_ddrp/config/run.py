@@ -42,6 +42,11 @@ class Config:
                 "weights there): use --zero-stage 1 or higher"
             )
         self._check_layout()
+        if self.optimizer.optimizer == "muon" and self.parallel.zero_stage:
+            refuse(
+                f"--optimizer muon with --zero-stage {self.parallel.zero_stage}, which cuts matrices anywhere: use "
+                "--zero-stage 0"
+            )
         self._check_schedules()
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
             refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")

@@ -58,6 +58,13 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer"""
 
+    optimizer: str = option(
+        "adamw",
+        "adamw, or muon: its orthogonalised updates for the matrices of the layers and of position projections, AdamW "
+        "for all else, with one --lr and --weight-decay for both (torch.optim.Muon, match_rms_adamw of Moonlight, "
+        "arXiv:2502.16982); needs --zero-stage 0 and torch 2.9",
+        choices=("adamw", "muon"),
+    )
     lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
     min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
     lr_decay_style: str = option(
