@@ -42,7 +42,9 @@ def runs(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         "first": flags(**RECIPE, exit_interval=SAVED, save=folder / "first"),
         "rest": flags(**RECIPE, load=folder / "first"),
         "in one go": flags(**RECIPE, micro_batch_size=8),
-        "stable": flags(**{**STABLE, "lr_decay_style": "constant", "train_iters": 90}, exit_interval=SAVED, save=stable),
+        "stable": flags(
+            **{**STABLE, "lr_decay_style": "constant", "train_iters": 90}, exit_interval=SAVED, save=stable
+        ),
         "branch": flags(**STABLE | DECAY, load=branch_point),
         "planned": flags(**STABLE | DECAY),
     }
