@@ -116,9 +116,9 @@ def optimizer_remarks(model: nn.Module, config: Config) -> tuple[str, ...]:
     kinds: Counter[str] = Counter()
     for name, count in matrices.items():
         kinds[".".join(word for word in name.split(".")[:-1] if not word.isdigit())] += count
-    sizes = [sum(parameters[name].numel() for name in names) for names in (matrices, parameters.keys() - matrices)]
+    size = sum(parameters[name].numel() for name in matrices)
     taken = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
     return (
-        f"optimizer: muon for {sum(matrices.values()):,} matrices with {sizes[0]:,} parameters ({taken}), adamw for "
-        f"{len(parameters) - len(matrices):,} tensors with {sizes[1]:,}",
+        f"optimizer: muon for {sum(matrices.values()):,} matrices with {size:,} parameters ({taken}), adamw for the "
+        f"other {len(parameters) - len(matrices):,} tensors",
     )
