@@ -28,7 +28,7 @@ from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.model.embeddings import NUM_SEGMENTS, adds_absolute_embedding
+from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 
 class Head(NamedTuple):
@@ -139,7 +139,7 @@ def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
     """Return the content of config.json; sizes carry BERT's names in both kinds of folder."""
     sizes = {key: getattr(config, name) for key, name in SIZES.items()} | {
         "intermediate_size": config.ffn_size,
-        "type_vocab_size": NUM_SEGMENTS,
+        "type_vocab_size": config.num_segments,
         "torch_dtype": "float32",
     }
     if is_plain(config):
