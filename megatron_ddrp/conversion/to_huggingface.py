@@ -132,7 +132,19 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
 
 def is_plain(config: ModelConfig) -> bool:
     """Return whether transformers' own BERT, or ELECTRA, computes the same."""
-    return (config.position_encoding, config.layernorm_position, config.deberta_emd) == ("absolute", "post", False)
+    usual = ModelConfig(position_encoding="absolute")
+    parts = (
+        "layernorm_position",
+        "ffn",
+        "norm",
+        "bias",
+        "key_bias",
+        "embedding_size",
+        "num_segments",
+        "local_attention",
+    )
+    same = all(getattr(config, name) == getattr(usual, name) for name in (*parts, "position_encoding"))
+    return same and not config.deberta_emd
 
 
 def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
