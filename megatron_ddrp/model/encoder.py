@@ -32,6 +32,7 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.backend, self.compile_setting = config.attention_backend, config.compile
         self.encoding = encoding_class(config.position_encoding)
+        self.window: int | None = None
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
@@ -68,14 +69,14 @@ class SelfAttention(nn.Module):
         """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; and HCD's cosine summed over the
         documents (None without HCD)."""
         inputs = state.inputs
-        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
+        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
         hidden, *projected = self.project(hidden, self.query, self.key, self.value)
         query, key, value = map(self.split, projected)
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
-        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout)
+        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout, self.window)
         attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
@@ -110,6 +111,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.config, self.number = config, number
         self.attention = SelfAttention(config)
+        self.attention.window = config.window(number)
         self.attention_norm = ResidualNorm(config)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = ResidualNorm(config)
@@ -117,6 +119,7 @@ class EncoderLayer(nn.Module):
         encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
+        self.layer_position.is_local = self.attention.window is not None
         self.name_terms = encoding.terms
         self.norm_before = config.layernorm_position == "pre"
 
@@ -134,17 +137,17 @@ class EncoderLayer(nn.Module):
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
-        source = self._attention_input(state.hidden)
+        batch, source = state.inputs.batch, self._attention_input(state.hidden)
         _, *projected = attention.project(source, attention.key, attention.value)
         key, value = map(attention.split, projected)
-        rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
-        key = rotate(key, state.inputs.batch.position_ids)
+        rotate, own_places = self.layer_position.rotate, batch.position_ids.gather(1, places)
+        key = rotate(key, batch.position_ids)
         for _ in range(times):
             source, query = attention.project(self._attention_input(queries), attention.query)
             query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
-                context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
+                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, attention.window)
             queries = self._join(queries if self.norm_before else source, attention.merge(context))
         return queries
 

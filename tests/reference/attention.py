@@ -41,6 +41,19 @@ def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
     return torch.stack(rows).reshape(heads, seq, head_dim)
 
 
+def within_window(scores: Tensor, window: int | None) -> Tensor:
+    """Local attention (Beltagy et al., Longformer, arXiv:2004.05150, section 3.1): a query i attends to j if
+    |i − j| <= window alone, to everything if window is None.
+
+    Other entries of scores `[heads, S, S]` become −inf, which `attend` gives the weight 0.
+    """
+    if window is None:
+        return scores
+    seq, far = scores.shape[-1], torch.tensor(-math.inf, dtype=torch.float64)
+    rows = [head[i, j] if abs(i - j) <= window else far for head in scores for i in range(seq) for j in range(seq)]
+    return torch.stack(rows).reshape(scores.shape)
+
+
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """hidden `[S, in]`, weight `[out, in]`, bias `[out]` to `[S, out]`."""
     return torch.stack([torch.stack([dot(w, row) + b for w, b in zip(weight, bias, strict=True)]) for row in hidden])
