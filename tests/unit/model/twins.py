@@ -89,12 +89,12 @@ def twin_encode(model, batch, row):
     if config.embedding_size is not None:
         hidden = attention.linear(hidden, embeddings.projection.weight, embeddings.projection.bias)
     logits = []
-    for layer in model.layers:
+    for number, layer in enumerate(model.layers):
         before = hidden
 
-        def scores(query, key, layer=layer):
+        def scores(query, key, number=number, layer=layer):
             logits.append(layer_scores(model, layer, place)(query, key))
-            return logits[-1]
+            return attention.within_window(logits[-1], config.window(number))
 
         order = config.layernorm_position
         hidden = attention.bert_layer(
@@ -132,7 +132,9 @@ def twin_decode(model, batch, row, before):
         before,
         model.mask_decoder.absolute.weight,
         layer_parameters(layer),
-        layer_scores(model, layer, place),
+        lambda query, key: attention.within_window(
+            layer_scores(model, layer, place)(query, key), model.config.window(len(model.layers) - 1)
+        ),
         batch.document_ids[row].tolist(),
         place,
         predicted_places(batch.labels[row]),
@@ -158,6 +160,7 @@ def twin_lm(model, predicted_hidden, labels):
 def twin_sums(model, batch, draws):
     """`[3]`: the sums of the LM, TCD and HCD terms over the documents of a batch."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+    windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
         before, hidden, logits = twin_encode(model, batch, row)
         hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
@@ -173,5 +176,5 @@ def twin_sums(model, batch, draws):
                 chosen = draws.token_mask[row, number - 1].nonzero().flatten().tolist()
                 sums[1] = sums[1] + mth.tcd(hidden, chosen)
             if draws.heads.shape[1]:
-                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid)
+                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid, windows)
     return torch.stack(sums)
