@@ -125,7 +125,9 @@ class ModelConfig:
                 f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
             )
         if not self.first_norm and self.layernorm_position == "post":
-            refuse("--no-first-norm with --layernorm-position post, which has no norm before a block: leave the one out")
+            refuse(
+                "--no-first-norm with --layernorm-position post, which has no norm before a block: leave the one out"
+            )
         if self.position_encoding in ENCODINGS or self.relative_distance is None:
             self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
 
@@ -156,6 +158,11 @@ class ModelConfig:
         if self.ffn_hidden_size is None and self.ffn == "geglu":
             return math.ceil(self.hidden_size / 24) * 64
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def ffn_maps(self) -> int:
+        """Number of linear maps of the feed-forward block, all between hidden size and `ffn_size`."""
+        return 3 if self.ffn == "geglu" else 2
 
     @property
     def embedding_width(self) -> int:

@@ -33,20 +33,20 @@ def adds_absolute_embedding(config: ModelConfig) -> bool:
 class Embeddings(nn.Module):
     """`Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
 
-    Embeddings narrower or wider than the hidden states (`--embedding-size`) are projected after their norm, as in
-    ELECTRA. `shared`, for ELECTRA's generator, lends its token, segment and absolute embeddings and their norm; their sum, normalised at
-    the width of `shared`, is projected to this one's.
+    Embeddings of another width than the hidden states (`--embedding-size`) are projected after their norm, as in
+    ELECTRA. `shared`, for ELECTRA's generator, lends its token, segment and absolute embeddings and their norm, whose
+    result is projected to this one's hidden size.
     """
 
     def __init__(self, config: ModelConfig, notes_share: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
         self.config, self.notes_share = config, notes_share
-        width = config.embedding_width if shared is None else shared.token.embedding_dim
+        width = config.embedding_width
         if shared is None:
             self.token = nn.Embedding(config.padded_vocab_size, width)
             self.segment = nn.Embedding(config.num_segments, width) if config.num_segments else None
         else:
-            self.token, self.segment = shared.token, shared.segment
+            self.token, self.segment, width = shared.token, shared.segment, shared.token.embedding_dim
         self.projection: nn.Module | None = None
         if shared is not None or width != config.hidden_size:
             self.projection = nn.Linear(width, config.hidden_size, bias=config.bias)

@@ -199,7 +199,7 @@ class NormOfParts(Norm):
     rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
-        given = [self.weight] if self.bias is None else [self.weight, self.bias]
+        given: tuple[Tensor, ...] = (self.weight,) if self.bias is None else (self.weight, self.bias)
         weight, *bias = self.rows.shared(torch.stack(given))
         return normalise(x, weight, bias[0] if bias else None, self.eps, self.is_rms)
 

@@ -19,8 +19,8 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
-ADDED = ("absolute_embedding", "direction_init")
-"""Settings of `OWN_SETTINGS` that folders of older versions lack."""
+ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
+"""Settings of `OWN_SETTINGS` that folders of all versions have; the others came later and have their defaults then."""
 OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
 """Head of a folder → the objective that trains it, where the folder names none."""
 
@@ -36,7 +36,7 @@ class Own(Family):
         return values
 
     def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
-        keys = SIZES | {name: name for name in OWN_SETTINGS if name in values or name not in ADDED}
+        keys = SIZES | {name: name for name in OWN_SETTINGS if name in values or name in ALWAYS}
         if missing := [key for key in keys if key not in values]:
             raise UserError(f"{path}: no {missing[0]}; export the checkpoint again")
         return checked_config(path, model_as_meant(read_settings(path, values, keys)))
