@@ -35,16 +35,19 @@ class Head(NamedTuple):
     """A head that a model is exported with."""
 
     name: str
-    """End of the class names in transformers (BertFor…, AutoModelFor…) and in our own model code (DdrpFor…)."""
-    family: str
-    """The model of transformers that has this head."""
+    """End of the class names in transformers (BertFor…, AutoModelFor…)."""
+    family: str | None
+    """The model of transformers that has this head; None: none has."""
     plain_name: Callable[[str], str]
     """Name of a weight of ours → name in that model."""
+    own: str
+    """The class in our own model code."""
 
 
 HEADS = {
-    "masked-lm": Head("MaskedLM", "Bert", bert_name),
-    "replaced-token": Head("PreTraining", "Electra", electra_name),
+    "masked-lm": Head("MaskedLM", "Bert", bert_name, "DdrpForMaskedLM"),
+    "replaced-token": Head("PreTraining", "Electra", electra_name, "DdrpForPreTraining"),
+    "contextual-replaced-token": Head("PreTraining", None, own_name, "DdrpForContextualPreTraining"),
 }
 """`exported` of an objective → the head of its models."""
 
@@ -73,8 +76,8 @@ class Export:
         decoder = "; the mask decoder is in the masked-LM model alone" if model.deberta_emd else ""
         padding = model.padded_vocab_size - model.vocab_size
         trust, kind = ", trust_remote_code=True", "with its own modeling_ddrp.py"
-        if is_plain(model):
-            trust, kind = "", f"a plain {head.family.upper()}"
+        if is_plain(model, head):
+            trust, kind = "", f"a plain {str(head.family).upper()}"
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions{table}, "
             f"{model.layernorm_position}-LayerNorm, {model.num_layers} layers x {model.hidden_size}, "
@@ -108,11 +111,12 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     model, tokenizer, whole = checkpoint.read_model(source)
     objective = objective_class(whole.objective.objective)
     head = HEADS[objective.exported]
+    model.merge_embeddings()
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
     padded = ("embeddings.token.weight", "head.decoder.bias")
-    rename = head.plain_name if is_plain(config) else own_name
+    rename = head.plain_name if is_plain(config, head) else own_name
     weights = {
         rename(name): tensor.detach()[: config.vocab_size] if name in padded else tensor.detach()
         for name, tensor in tensors.items()
@@ -122,7 +126,7 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
         checkpoint.save_weights(weights, folder)
         settings = huggingface_config(config, head) | {"pad_token_id": tokenizer.pad_id}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        if not is_plain(config):
+        if not is_plain(config, head):
             write_model_code(folder, config.position_encoding)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length)
         check_line = check_export(folder, settings["architectures"][0], model, config)
@@ -130,8 +134,10 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
     return Export(source, output, config, weights, head, left_out, tokenizer_line, check_line)
 
 
-def is_plain(config: ModelConfig) -> bool:
+def is_plain(config: ModelConfig, head: Head) -> bool:
     """Return whether transformers' own BERT, or ELECTRA, computes the same."""
+    if head.family is None:
+        return False
     return (config.position_encoding, config.layernorm_position, config.deberta_emd) == ("absolute", "post", False)
 
 
@@ -142,18 +148,18 @@ def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
         "type_vocab_size": NUM_SEGMENTS,
         "torch_dtype": "float32",
     }
-    if is_plain(config):
+    if head.family is not None and is_plain(config, head):
         sizes |= {"embedding_size": config.hidden_size} if head.family == "Electra" else {}
         classes = {"model_type": head.family.lower(), "architectures": [f"{head.family}For{head.name}"]}
         return {**classes, "hidden_act": "gelu", **sizes}
-    heads = (f"For{head.name}", "ForSequenceClassification")
     return {
         "model_type": OWN_MODEL_TYPE,
-        "architectures": [f"DdrpFor{head.name}"],
+        "architectures": [head.own],
         "auto_map": {
             "AutoConfig": "configuration_ddrp.DdrpConfig",
             "AutoModel": "modeling_ddrp.DdrpModel",
-            **{f"AutoModel{kind}": f"modeling_ddrp.Ddrp{kind}" for kind in heads},
+            f"AutoModelFor{head.name}": f"modeling_ddrp.{head.own}",
+            "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
         },
         **sizes,
         **{name: getattr(config, name) for name in OWN_SETTINGS},

@@ -37,6 +37,9 @@ class Embeddings(nn.Module):
     normalised at the width of `shared`, is projected to this one's.
     """
 
+    tables: tuple[str, ...] = ("token",)
+    """Names of the embeddings with one row per piece of the vocabulary."""
+
     def __init__(self, config: ModelConfig, notes_share: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
         self.config, self.notes_share = config, notes_share
@@ -69,12 +72,16 @@ class Embeddings(nn.Module):
         lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
         return State(inputs, hidden, position, inputs.draws.heads, (lengths >= 2).float(), nothing)
 
+    def look_up(self, input_ids: Tensor) -> Tensor:
+        """Return the token embeddings: int64 `[batch, seq]` → `[batch, seq, hidden]`."""
+        return self.token(input_ids)
+
     def embed(self, inputs: Inputs) -> Tensor:
         """Return `[batch, seq, hidden]`: the sum of the embeddings, with notes blended in, normalised."""
         batch, notes = inputs.batch, inputs.notes
         if self.longest is not None:
             check_length(batch.input_ids.shape[1], self.longest)
-        hidden = self.token(batch.input_ids) + self.segment(batch.segment_ids)
+        hidden = self.look_up(batch.input_ids) + self.segment(batch.segment_ids)
         if self.absolute is not None:
             hidden = hidden + self.absolute(batch.position_ids)
         if notes is not None:
