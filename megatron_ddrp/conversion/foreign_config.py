@@ -39,6 +39,13 @@ OWN_SETTINGS = (
     "direction_init",
     "absolute_embedding",
     "deberta_emd",
+    "ffn",
+    "norm",
+    "bias",
+    "key_bias",
+    "first_norm",
+    "embedding_size",
+    "num_segments",
 )
 """Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
 

@@ -24,7 +24,10 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model
 
-ADDED = ("absolute_embedding", "direction_init")
+ADDED = (
+    *("absolute_embedding", "direction_init", "ffn", "norm", "bias", "key_bias", "first_norm", "embedding_size"),
+    "num_segments",
+)
 """Settings of `OWN_SETTINGS` that folders of older versions lack."""
 
 

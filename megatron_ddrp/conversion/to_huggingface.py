@@ -28,7 +28,7 @@ from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.conversion.weight_names import bert_name, electra_name, own_name
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.model.embeddings import NUM_SEGMENTS, adds_absolute_embedding
+from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 
 class Head(NamedTuple):
@@ -136,16 +136,26 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False) -> Expo
 
 def is_plain(config: ModelConfig, head: Head) -> bool:
     """Return whether transformers' own BERT, or ELECTRA, computes the same."""
-    if head.family is None:
-        return False
-    return (config.position_encoding, config.layernorm_position, config.deberta_emd) == ("absolute", "post", False)
+    usual = ModelConfig(position_encoding="absolute")
+    parts = (
+        "layernorm_position",
+        "ffn",
+        "norm",
+        "bias",
+        "key_bias",
+        "embedding_size",
+        "num_segments",
+        "local_attention",
+    )
+    same = all(getattr(config, name) == getattr(usual, name) for name in (*parts, "position_encoding"))
+    return head.family is not None and same and not config.deberta_emd
 
 
 def huggingface_config(config: ModelConfig, head: Head) -> dict[str, Any]:
     """Return the content of config.json; sizes carry BERT's names in both kinds of folder."""
     sizes = {key: getattr(config, name) for key, name in SIZES.items()} | {
         "intermediate_size": config.ffn_size,
-        "type_vocab_size": NUM_SEGMENTS,
+        "type_vocab_size": config.num_segments,
         "torch_dtype": "float32",
     }
     if head.family is not None and is_plain(config, head):

@@ -12,7 +12,7 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, maps_of, run_compiled
+from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import State
 
@@ -20,28 +20,35 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 """Type of `LayerPositions.rotate`: states and position ids → rotated states."""
 
 
-class SelfAttention(nn.Module):
+class Projecting(nn.Module):
+    """Base of the blocks several of whose linear maps read the same hidden states."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.compile_setting = config.compile
+
+    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        """Return hidden states `[.., hidden]`, to be read on, and what some of this block's maps make of them."""
+        if compiles(self.compile_setting, hidden.device):
+            return maps_of(hidden, maps)
+        return (hidden, *(each(hidden) for each in maps))
+
+
+class SelfAttention(Projecting):
     """Projections around the one attention. The number of heads here follows from the weights' shapes.
 
     Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness` and `cosine_apart`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.head_dim = config.head_dim
-        self.dropout = config.attention_dropout
-        self.backend, self.compile_setting = config.attention_backend, config.compile
+        self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.encoding = encoding_class(config.position_encoding)
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        """Return hidden states `[.., hidden]`, to be read on, and what some of this layer's maps make of them."""
-        if compiles(self.compile_setting, hidden.device):
-            return maps_of(hidden, maps)
-        return (hidden, *(each(hidden) for each in maps))
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias and config.key_bias)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def own_randomness(self) -> AbstractContextManager:
         """Return the context in which dropout draws for these heads."""
@@ -85,18 +92,24 @@ class SelfAttention(nn.Module):
         return hidden, self.merge(context), cosine if apart is None else apart
 
 
-class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them."""
+class FeedForward(Projecting):
+    """Two linear maps with an exact GELU between them, which a third map's output multiplies in GEGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.compile_setting = config.compile
-        self.input = GeluLinear(config.hidden_size, config.ffn_size)
-        self.output = nn.Linear(config.ffn_size, config.hidden_size)
+        super().__init__(config)
+        is_gated = config.ffn == "geglu"
+        first = nn.Linear if is_gated else GeluLinear
+        self.input = first(config.hidden_size, config.ffn_size, bias=config.bias)
+        self.gate = nn.Linear(config.hidden_size, config.ffn_size, bias=config.bias) if is_gated else None
+        self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`[.., hidden]` → the same, to be read on, and what the block adds to it."""
-        if isinstance(self.input, GeluLinear) and compiles(self.compile_setting, hidden.device):
+        is_compiled = compiles(self.compile_setting, hidden.device)
+        if self.gate is not None:
+            hidden, *parts = self.project(hidden, self.input, self.gate)
+            expanded = run_compiled(gated_gelu, tuple(parts)) if is_compiled else gated_gelu(*parts)
+        elif isinstance(self.input, GeluLinear) and is_compiled:
             hidden, expanded = self.input(hidden, gelu=True)
         else:
             expanded = F.gelu(self.input(hidden))
@@ -110,7 +123,9 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.config, self.number = config, number
         self.attention = SelfAttention(config)
-        self.attention_norm = ResidualNorm(config)
+        self.norm_before = config.layernorm_position == "pre"
+        has_norm = number > 0 or config.first_norm
+        self.attention_norm = ResidualNorm(config) if has_norm else nn.Identity()
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = ResidualNorm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -118,7 +133,6 @@ class EncoderLayer(nn.Module):
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
         self.name_terms = encoding.terms
-        self.norm_before = config.layernorm_position == "pre"
 
     def forward(self, state: State) -> State:
         source, rotate = self._attention_input(state.hidden), self.layer_position.rotate

@@ -245,6 +245,8 @@ def test_every_position_term_acts_as_its_formula_says(offline):
         torch.testing.assert_close(logits[b, h, i, j], products * 0.3 + bias[0, h, i, j] + offset_bias[h, r])
     changes = {"scale": {"scale": 0.4}, "lowest": {"lowest": 0, "highest": 3}, "highest": {"lowest": -2, "highest": 1}}
     for field in dataclasses.fields(PositionTerms):  # a field that is new in the contract must act here, too
+        if field.name == "biases_compared":  # HCD's, which belongs to training
+            continue
         changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
         other = attention_logits(query, key, changed)
         assert not torch.equal(other, logits), field.name
