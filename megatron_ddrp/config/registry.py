@@ -35,6 +35,7 @@ OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
     "mth": "megatron_ddrp.objectives.mth:Mth",
     "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
+    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
     "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
 }
 """Value of `--objective` → "module:Class"."""

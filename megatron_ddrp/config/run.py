@@ -60,10 +60,11 @@ class Config:
         """Refuse to cut what does not divide."""
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         model = self.model
-        generator_heads = (self.objective.generator_heads(model.num_attention_heads),) * self.objective.generates
+        generator = self.objective.generator_config(model)
+        generators_heads = f"the heads of --objective {self.objective.objective}'s generator (--generator-size),"
         for what, size in (
             ("--num-attention-heads", model.num_attention_heads),
-            *(("the heads of --objective electra's generator (--generator-size),", heads) for heads in generator_heads),
+            *(((generators_heads, generator.num_attention_heads),) if generator else ()),
             ("--ffn-hidden-size", model.ffn_size),
             (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
         ):

@@ -108,7 +108,7 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"feed_forward", FeedForwardOfRanks),
     (r"feed_forward\.input", ColumnParallelGeluLinear),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
-    (r"embeddings\.token", VocabularyParallelEmbedding),
+    (r"embeddings\.(token|difference)", VocabularyParallelEmbedding),
     (r"head", MaskedLMHeadOfRanks),
     (r"head\.decoder", ColumnParallelLinear),
 )

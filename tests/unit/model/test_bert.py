@@ -22,8 +22,12 @@ VARIANTS |= {
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
 VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
-GENERATORS = {"electra": "shared", "electra_former": "own"}
-"""Golden file of a model with a generator → the layout of its embeddings."""
+GENERATORS = {
+    "electra": ObjectiveConfig(objective="electra"),
+    "electra_former": ObjectiveConfig(objective="electra", generator_embeddings="own"),
+    "rtd": ObjectiveConfig(objective="rtd"),
+}
+"""Golden file of a model with a generator → its objective."""
 RELATIVE = [name for name in ENCODINGS if name != "absolute"]
 
 
@@ -31,8 +35,7 @@ RELATIVE = [name for name in ENCODINGS if name != "absolute"]
 def test_names_and_shapes_are_the_golden_ones(variant):
     model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
     if variant in GENERATORS:
-        objective = ObjectiveConfig(objective="electra", generator_embeddings=GENERATORS[variant])
-        model = build_model(model.config, objective=objective)
+        model = build_model(model.config, objective=GENERATORS[variant])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
 
