@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
@@ -276,4 +276,4 @@ def test_serves_no_float64_and_says_so():
     case = make_case(PADDED, -4, 3).to(torch.float64)
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
-    assert why_not_triton(torch.device("cpu"), torch.float32, 0.1, 16) is None
+    assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None
