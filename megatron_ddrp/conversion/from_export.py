@@ -24,7 +24,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model
 
-ADDED = ("absolute_embedding", "direction_init")
+ADDED = ("absolute_embedding", "direction_init", "rope_theta", "local_rope_theta")
 """Settings of `OWN_SETTINGS` that folders of older versions lack."""
 
 

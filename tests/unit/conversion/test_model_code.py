@@ -141,6 +141,20 @@ def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def test_the_thetas_of_rotations_travel(tmp_path, tokenizer, offline):
+    from transformers import AutoModel
+
+    folder = export_with_expected(tmp_path, tokenizer, position_encoding="rope", rope_theta=50.0, local_rope_theta=3.0)
+    config = load_hugging_face(folder)[0].config
+    assert (config.rope_theta, config.local_rope_theta) == (50.0, 3.0)
+    ids, segments, mask, expected, _ = torch.load(folder / "expected.pt")
+    exported = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        found = exported(input_ids=ids, attention_mask=mask, token_type_ids=segments)[0]
+    assert (found - expected)[mask.bool()].abs().max() < 3e-6 * expected.abs().max()
+    assert all(layer.layer_position.local_theta == 3.0 for layer in exported.layers)
+
+
 def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, monkeypatch, capsys):
     from tools.convert_checkpoint import main
 
