@@ -35,7 +35,8 @@ class CosineOfAllRanks:
         return sum_of_counted(self._by_document(attending), attending)
 
     def _by_document(self, attending: Attending) -> Tensor:
-        query, key, _, terms, document_ids, heads, *_ = attending
+        query, key, _, _, document_ids, heads, *_ = attending
+        terms = attending.terms.compared
         documents = similarity.document_mask(document_ids, attending.num_documents)
         num_heads = query.shape[1] * self.ranks.tensor_size
         if len(heads) == num_heads:

@@ -37,7 +37,8 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     weights = probabilities(logits, allowed, dropout).to(value.dtype)
     cosine = None
     if len(heads):
-        chosen = logits.index_select(1, heads)
+        compared = logits if terms.compared is terms else attention_logits(query, key, terms.compared)
+        chosen = compared.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
         documents = similarity.document_mask(document_ids, attending.num_documents)
         cosine = sum_of_counted(similarity.logits_cosine(chosen, allowed, documents), attending)
@@ -66,11 +67,12 @@ def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 
 
 def cpu_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Call `blocked_attention`, with HCD in closed form where the logits are content alone: this costs less."""
-    if not attending.terms.content_only:
+    """Call `blocked_attention`, with HCD apart where it compares other logits or has a cheaper closed form."""
+    terms = attending.terms
+    if terms.compared is terms and not terms.content_only:
         return blocked_attention(attending)
     attending, cosine = tapped_cosine(attending)
-    return blocked_attention(attending._replace(heads=attending.heads[:0]))[0], cosine
+    return blocked_attention(attending)[0], cosine
 
 
 def attend_from(

@@ -92,15 +92,16 @@ class _TapHeads(torch.autograd.Function):
 
 
 def tapped_cosine(attending: Attending) -> tuple[Attending, Tensor | None]:
-    """Return what attention must go on with, and HCD's mean pairwise cosine summed over the counted documents."""
-    query, key, terms, heads = attending.query, attending.key, attending.terms, attending.heads
+    """Return a call of attention without HCD, and HCD's mean pairwise cosine summed over the counted documents."""
+    query, key, terms, heads = attending.query, attending.key, attending.terms.compared, attending.heads
     if not len(heads):
         return attending, None
+    alone = attending._replace(heads=heads[:0])
     if len(heads) == query.shape[1]:
-        return attending, sum_of_counted(_cosine(attending, query, key, terms), attending)
+        return alone, sum_of_counted(_cosine(attending, query, key, terms), attending)
     (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
     cosine = _cosine(attending, some_queries, some_keys, choose_heads(terms, heads))
-    return attending._replace(query=query, key=key), sum_of_counted(cosine, attending)
+    return alone._replace(query=query, key=key), sum_of_counted(cosine, attending)
 
 
 def sum_of_counted(cosine: Tensor, attending: Attending) -> Tensor:

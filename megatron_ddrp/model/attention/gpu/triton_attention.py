@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
+from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -271,9 +272,13 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
     generator back, meets the same mask again.
     """
-    query, key, value, terms, _, _, dropout, *_ = attending
     reason = why_not_triton(*attending.demand)
     if reason:
         raise ValueError(reason)
+    cosine = None
+    if attending.terms.compared is not attending.terms:
+        attending, cosine = tapped_cosine(attending)
+    query, key, value, terms, _, _, dropout, *_ = attending
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
-    return _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
+    context, of_kernels = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
+    return context, of_kernels if cosine is None else cosine
