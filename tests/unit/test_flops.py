@@ -14,11 +14,14 @@ from tests.unit.model.tiny import tiny_batch, tiny_config
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
 SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
+OF_ENCODING = {"deberta-v2": {"relative_distance": 4, "attention_backend": "blocked"}}
+"""Its buckets are an even number, and this backend alone multiplies by each of them once."""
 
 
 def configuration(encoding, objective="mlm", **changes):
     settings = {"objective": objective, "mask_prob": PREDICTED / LENGTH, "generator_size": 0.5}
-    model = tiny_config(position_encoding=encoding, **SIZES, **changes)
+    sizes = SIZES | OF_ENCODING.get(encoding, {}) | changes
+    model = tiny_config(position_encoding=encoding, **sizes)
     return Config(model=model, objective=ObjectiveConfig(**settings))
 
 
@@ -34,8 +37,9 @@ def counted(config):
 
 
 def of_projected_tables(model, forward_only=0):
-    """FLOP of DeBERTa's W^{K,r} and W^{Q,r}, which no token pays for: trained once a layer."""
-    products = 2 * 2 * (2 * model.relative_distance) * model.hidden_size**2
+    """FLOP of the projections of DeBERTa's table, which no token pays for: trained once a layer."""
+    rows = 2 * model.relative_distance - (model.position_encoding == "deberta-v2")
+    products = 2 * 2 * rows * model.hidden_size**2
     return products * (3 * model.num_layers + forward_only)
 
 
@@ -44,6 +48,8 @@ def once_per_batch(config):
     model, rows = config.model, LENGTH + 1
     if config.model.position_encoding.startswith("tupe"):
         return 6 * (2 * rows * model.hidden_size**2 + rows**2 * model.hidden_size)
+    if config.model.position_encoding == "deberta-v2":
+        return of_projected_tables(model)
     if config.model.position_encoding != "deberta":
         return 0
     if config.objective.generates:

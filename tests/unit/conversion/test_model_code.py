@@ -258,6 +258,7 @@ def test_every_position_term_acts_as_its_formula_says(offline):
         products = query[b, h, i] @ (key[b, h, j] + tables[0, h, r]) + key[b, h, j] @ tables[1, h, r]
         torch.testing.assert_close(logits[b, h, i, j], products * 0.3 + bias[0, h, i, j] + offset_bias[h, r])
     changes = {"scale": {"scale": 0.4}, "lowest": {"lowest": 0, "highest": 3}, "highest": {"lowest": -2, "highest": 1}}
+    changes["table_row"] = {"table_row": torch.tensor([0, 1, 1, 3])}
     for field in dataclasses.fields(PositionTerms):  # a field that is new in the contract must act here, too
         changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
         other = attention_logits(query, key, changed)
