@@ -182,8 +182,8 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
 
         def run() -> None:
             terms = module.terms(config, layer_part.of_layer(tensors, *maps))
-            rotated = (layer_part.rotate(x, batch.position_ids) for x in (query, key))
-            attending = Attending(*rotated, value, terms, batch.document_ids, chosen, dropout, counted, layout)
+            asking, asked = (layer_part.rotate(x, batch.position_ids) for x in (query, key))
+            attending = Attending(asking, asked, value, terms, batch.document_ids, chosen, dropout, counted, layout)
             context, cosine = backend_function(name)(attending)
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine / counted.numel()).backward()

@@ -43,6 +43,11 @@ class Config:
         self._check_layout()
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
             refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
+        if self.objective.notes and self.model.embedding_width != self.model.hidden_size:
+            refuse(
+                f"--notes with --embedding-size {self.model.embedding_size}: notes join the embeddings and are as "
+                "wide as the hidden states, so leave --embedding-size out"
+            )
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
             refuse(
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "

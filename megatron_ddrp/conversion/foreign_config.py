@@ -41,6 +41,13 @@ OWN_SETTINGS = (
     "local_rope_theta",
     "absolute_embedding",
     "deberta_emd",
+    "ffn",
+    "norm",
+    "bias",
+    "key_bias",
+    "first_norm",
+    "embedding_size",
+    "num_segments",
 )
 """Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
 

@@ -46,5 +46,5 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     padding = 0
     if isinstance(model, Encoder):
         rows = model.config.padded_vocab_size - model.config.vocab_size
-        padding = rows * (model.config.hidden_size + 1)
+        padding = rows * (model.config.embedding_width + 1)
     return sum(sizes.values()) - padding, sum(size for key, size in sizes.items() if key in position)

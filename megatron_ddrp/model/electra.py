@@ -31,6 +31,7 @@ from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead
+from megatron_ddrp.model.norm import Norm
 from megatron_ddrp.model.notes import blend
 from megatron_ddrp.model.stages import Inputs, Judge, State
 
@@ -79,7 +80,7 @@ def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelCon
         config,
         num_attention_heads=heads,
         hidden_size=heads * config.head_dim,
-        ffn_hidden_size=4 * heads * config.head_dim,
+        ffn_hidden_size=None,
     )
 
 
@@ -115,14 +116,14 @@ class FormerGeneratorEmbeddings(GeneratorEmbeddings):
         super().__init__(config, notes_share, shared)
         if shared.absolute is not None:
             self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = Norm(config.hidden_size, config)
 
     def embed(self, inputs: Inputs) -> Tensor:
         assert self.projection is not None
         batch, notes = inputs.batch, inputs.notes
         if self.longest is not None:
             check_length(batch.input_ids.shape[1], self.longest)
-        hidden = self.projection(self.token(batch.input_ids) + self.segment(batch.segment_ids))
+        hidden = self.projection(self.tokens(batch))
         if self.absolute is not None:
             hidden = hidden + self.absolute(batch.position_ids)
         if notes is not None:

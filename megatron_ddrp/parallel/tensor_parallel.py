@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.encoder import SelfAttention
+from megatron_ddrp.model.encoder import FeedForward, Projecting, SelfAttention
 from megatron_ddrp.model.fused import GeluLinear
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
@@ -37,8 +37,8 @@ from megatron_ddrp.parallel.sharding import own_part, split_dimension
 from megatron_ddrp.parallel.vocabulary import MaskedLMHeadOfRanks, VocabularyParallelEmbedding
 
 
-class SelfAttentionOfRanks(SelfAttention):
-    """Attention of which this rank has some heads."""
+class ProjectingOfRanks(Projecting):
+    """A block of whose linear maps this rank has some rows each."""
 
     ranks: Ranks
 
@@ -49,6 +49,14 @@ class SelfAttentionOfRanks(SelfAttention):
     def entrance(self) -> Entrance:
         """How hidden states enter."""
         return replicated(self.ranks)
+
+
+class FeedForwardOfRanks(ProjectingOfRanks, FeedForward):
+    """A feed-forward block of which this rank has some columns of the inner width."""
+
+
+class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
+    """Attention of which this rank has some heads."""
 
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
@@ -92,11 +100,13 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[.., in / tensor_size]` → `[.., out]`, the bias added once, to the sum."""
-        return sum_of_ranks(F.linear(x, self.weight), self.ranks) + self.bias
+        total = sum_of_ranks(F.linear(x, self.weight), self.ranks)
+        return total if self.bias is None else total + self.bias
 
 
 PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"attention", SelfAttentionOfRanks),
+    (r"feed_forward", FeedForwardOfRanks),
     (r"feed_forward\.input", ColumnParallelGeluLinear),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
     (r"embeddings\.token", VocabularyParallelEmbedding),

@@ -58,13 +58,13 @@ def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
     With the mask decoder the backward pass begins in the last layer's input where masked LM is the only term.
     """
     model, objective = config.model, config.objective
-    length, share, width = length or model.seq_length, objective.mask_prob, model.hidden_size
+    length, share, width = length or model.seq_length, objective.mask_prob, model.embedding_width
     if objective.generates:
         small = generator_config(model, objective)
         applied = small.num_layers - decodes_masks(small)  # the decoder alone applies the last one
         generator = sum(_layers(small, length, applied)) + sum(_masked_lm(small, width, share, length))
         generator += TRAINING * width * small.hidden_size
-        head = TRAINING * (width**2 + width)
+        head = TRAINING * (model.hidden_size**2 + model.hidden_size)
         return TokenFlop(*_layers(model, length, model.num_layers), head, generator=generator)
     alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")
     layers = model.num_layers - (2 / 3 if alone and decodes_masks(model) else 0)
@@ -87,7 +87,7 @@ def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -
 def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:
     """Return the FLOP per token of so many layers: linear maps, attention, tables."""
     hidden = model.hidden_size
-    linear = TRAINING * (4 * hidden**2 + 2 * hidden * model.ffn_size)
+    linear = TRAINING * (4 * hidden**2 + model.ffn_maps * hidden * model.ffn_size)
     tables = TRAINING * hidden * sum(_useful_rows(model, length))
     return layers * linear, layers * 2 * TRAINING * length * hidden, layers * tables
 
@@ -103,7 +103,7 @@ def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tup
     if not decodes_masks(model):
         return head, 0.0
     of_queries, of_keys = _useful_rows(model, length)
-    by_query = 2 * hidden**2 + 2 * hidden * model.ffn_size + 2 * length * hidden + of_queries * hidden
+    by_query = 2 * hidden**2 + model.ffn_maps * hidden * model.ffn_size + 2 * length * hidden + of_queries * hidden
     once = 2 * hidden**2
     return head, TRAINING * (once + EnhancedMaskDecoder.APPLICATIONS * (share * by_query + of_keys * hidden))
 

@@ -1,6 +1,6 @@
 """Slow twin of DeBERTa's attention logits as of version 2 (He et al., arXiv:2111.09543, and the released code).
 
-A[i,j] = ( Q_i · K_j  +  Q_i · K^r_delta  +  K_j · Q^r_delta ) / sqrt(3d),     delta = clip(bucket(i - j) + b, 0, 2b - 1)
+A[i,j] = ( Q_i · K_j  +  Q_i · K^r_delta  +  K_j · Q^r_delta ) / sqrt(3d),   delta = clip(bucket(i - j) + b, 0, 2b - 1)
 K^r = LayerNorm(R) W^K + b^K,   Q^r = LayerNorm(R) W^Q + b^Q,   by the layer's own maps of keys and queries
 
 R has 2b rows. With m = b / 2, offsets up to m are their own bucket; of larger ones up to M - 1, those in
@@ -56,8 +56,8 @@ def deberta_v2_scores(
         for a, i in enumerate(positions):
             for b, j in enumerate(positions):
                 delta = row(i - j, number, table)
-                total = dot(query[head, a], key[head, b])
-                total = total + dot(query[head, a], place_key[head, delta]) + dot(key[head, b], place_query[head, delta])
+                of_query = dot(query[head, a], key[head, b] + place_key[head, delta])
+                total = of_query + dot(key[head, b], place_query[head, delta])
                 scores.append(total / math.sqrt(3 * head_dim))
     return torch.stack(scores).reshape(heads, seq, seq)
 

@@ -14,8 +14,8 @@ from tests.unit.model.tiny import tiny_batch, tiny_config
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
 SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
-OF_ENCODING = {"deberta-v2": {"relative_distance": 4, "attention_backend": "blocked"}}
-"""Its buckets are an even number, and this backend alone multiplies by each of them once."""
+OF_ENCODING = {"deberta-v2": {"relative_distance": 2 * LENGTH}}
+"""With so many buckets each offset has its own; eager attention multiplies by each offset in any case."""
 
 
 def configuration(encoding, objective="mlm", **changes):
@@ -38,7 +38,7 @@ def counted(config):
 
 def of_projected_tables(model, forward_only=0):
     """FLOP of the projections of DeBERTa's table, which no token pays for: trained once a layer."""
-    rows = 2 * model.relative_distance - (model.position_encoding == "deberta-v2")
+    rows = 2 * LENGTH - 1 if model.position_encoding == "deberta-v2" else 2 * model.relative_distance
     products = 2 * 2 * rows * model.hidden_size**2
     return products * (3 * model.num_layers + forward_only)
 
@@ -64,6 +64,11 @@ CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [("ddrp", "electra"), ("
 def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
     config = configuration(encoding, objective)
     assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
+
+
+def test_offsets_that_share_a_bucket_count_once():
+    few = flop_per_token(configuration("deberta-v2", relative_distance=4))
+    assert few.tables / flop_per_token(configuration("deberta-v2")).tables == 7 / 15
 
 
 def test_each_part_of_the_model_has_its_own_term():

@@ -1,4 +1,4 @@
-"""ALiBi for encoders (Press et al., arXiv:2108.12409; its authors' symmetric form, in the notes of their released code).
+"""ALiBi for encoders (Press et al., arXiv:2108.12409; symmetric, as in the notes of their released code).
 
     A[i,j] = Q_i·K_j / √d − m_h·|i − j|
     m_h = 2^(−8(h+1)/H),  h = 0, …, H − 1, for H heads, a power of two

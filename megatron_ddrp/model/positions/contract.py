@@ -3,9 +3,9 @@
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
 i is the query and j the key. Every relative encoding uses `r(i,j) = clip(i − j, lowest, highest) − lowest`, so two
-integers say which row of a table serves which pair. Bucketed distances fit as well: `table_row` says which offsets share
-a row of the tables. Q and K may be rotated first (`LayerPositions.rotate`). Attention never asks which encoding it
-serves.
+integers say which row of a table serves which pair. Bucketed distances fit as well: `table_row` says which offsets
+share a row of the tables. Q and K may be rotated first (`LayerPositions.rotate`). Attention never asks which encoding
+it serves.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS, load_plugin
 from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.conversion.from_export import load_hugging_face
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import PositionTerms
@@ -260,6 +260,8 @@ def test_every_position_term_acts_as_its_formula_says(offline):
     changes = {"scale": {"scale": 0.4}, "lowest": {"lowest": 0, "highest": 3}, "highest": {"lowest": -2, "highest": 1}}
     changes["table_row"] = {"table_row": torch.tensor([0, 1, 1, 3])}
     for field in dataclasses.fields(PositionTerms):  # a field that is new in the contract must act here, too
+        if field.name == "biases_compared":  # HCD's, which belongs to training
+            continue
         changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
         other = attention_logits(query, key, changed)
         assert not torch.equal(other, logits), field.name

@@ -95,7 +95,7 @@ def test_hidden_states_are_those_of_transformers():
     for name, parameter in ours.named_parameters():
         if not name.startswith(("head.", "embeddings.segment")):
             for mine, other in NAMES.items():
-                name = name.replace(mine, other)  # noqa: PLW2901
+                name = name.replace(mine, other)
             parameter.data.copy_(state.pop(name))
     assert not state, list(state)
     length = 40  # more than 3 · 8

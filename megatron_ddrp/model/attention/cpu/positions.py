@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model.attention.cpu.blocks import Block
+from megatron_ddrp.model.attention.cpu.blocks import Block, Tile
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 Tensors = Sequence[Tensor | None]
@@ -31,31 +31,32 @@ class BlockPositions:
         self.key_table = None if terms.key_table is None else KeyTable(terms.key_table, key * terms.scale)
         self.offset_bias = None if terms.offset_bias is None else OffsetBias(terms, block.length)
 
-    def add(self, logits: Tensor, rows: slice) -> None:
-        """Add everything but Q·K to a tile `[g, t, n]`."""
-        by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+    def add(self, logits: Tensor, tile: Tile) -> None:
+        """Add everything but Q·K to the logits `[g, t, c]` of a tile."""
+        by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if self.query_table is not None:
-            logits += self.query_table.by_query(rows).gather(-1, self._index(rows).expand_as(logits))
+            logits += self.query_table.by_query(tile.rows).gather(-1, self._index(tile).expand_as(logits))
         if self.key_table is not None:
-            logits += self.key_table.by_key.gather(1, self._index(rows).expand_as(logits))
+            logits += self.key_table.by_key[..., tile.columns].gather(1, self._index(tile).expand_as(logits))
         if self.terms.bias is not None:
-            by_head += self._own(self.terms.bias)[:, :, rows, : self.block.length]
+            by_head += self._own(self.terms.bias)[:, :, tile.rows, tile.columns]
         if self.offset_bias is not None:
-            by_head += self.offset_bias.of_pairs(rows)
+            by_head += self.offset_bias.of_pairs(tile)
 
-    def collect(self, d_logits: Tensor, rows: slice, d_query: Tensor, d_tensors: Tensors) -> None:
+    def collect(self, d_logits: Tensor, tile: Tile, d_query: Tensor, d_tensors: Tensors) -> None:
         """The adjoint of `add`: add to `d_query` `[g, t, d]` and the biases' gradients; `finish` adds to the others."""
         _, _, d_bias, d_offset_bias = d_tensors
         if self.query_table is not None:
-            self.query_table.collect(d_logits, self._index(rows).expand_as(d_logits), rows, d_query)
+            self.query_table.collect(d_logits, self._index(tile).expand_as(d_logits), tile.rows, d_query)
         if self.key_table is not None:
-            self.key_table.d_by_key.scatter_add_(1, self._index(rows).expand_as(d_logits), d_logits)
-        by_head = d_logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+            d_by_key = self.key_table.d_by_key[..., tile.columns]
+            d_by_key.scatter_add_(1, self._index(tile).expand_as(d_logits), d_logits)
+        by_head = d_logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if d_bias is not None:
-            into = self._own(d_bias)[:, :, rows, : self.block.length]
+            into = self._own(d_bias)[:, :, tile.rows, tile.columns]
             into += by_head.sum_to_size(into.shape)
         if self.offset_bias is not None and d_offset_bias is not None:
-            self.offset_bias.collect(by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])[0], rows)
+            self.offset_bias.collect(by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])[0], tile)
 
     def finish(self, d_key: Tensor, d_tensors: Tensors) -> None:
         """Add to the tables' gradients and to `d_key` `[g, n, d]`, once all tiles are in."""
@@ -70,10 +71,9 @@ class BlockPositions:
         if self.offset_bias is not None and d_offset_bias is not None:
             self.offset_bias.add_gradient(d_offset_bias)
 
-    def _index(self, rows: slice) -> Tensor:
-        """Return the row of the tables for each pair of a tile: `[t, n]`."""
-        place = torch.arange(self.block.length)
-        row = _clipped(place[rows, None] - place, self.terms)
+    def _index(self, tile: Tile) -> Tensor:
+        """Return the row of the tables for each pair of a tile: `[t, c]`."""
+        row = _clipped(self.block.offsets(tile), self.terms)
         return row if self.terms.table_row is None else self.terms.table_row[row]
 
     def _own(self, bias: Tensor) -> Tensor:
@@ -83,6 +83,10 @@ class BlockPositions:
 def _clipped(offset: Tensor, terms: PositionTerms) -> Tensor:
     """Return r of offsets i − j."""
     return offset.clamp(terms.lowest, terms.highest) - terms.lowest
+
+
+def _length(places: slice) -> int:
+    return int(places.stop - places.start)
 
 
 def _for_all(table: Tensor, count: int) -> Tensor:
@@ -160,25 +164,27 @@ class OffsetBias:
         assert terms.offset_bias is not None
         self.by_offset = terms.offset_bias.index_select(1, self.index)  # [1 or h, 2n − 1]
 
-    def of_pairs(self, rows: slice) -> Tensor:
-        """Return v of a tile, `[1 or h, t, n]`."""
-        count, width = rows.stop - rows.start, self.by_offset.shape[1]
-        strides = (width, 1, 1)
-        upwards = self.by_offset.as_strided((len(self.by_offset), count, self.length), strides, self.length - rows.stop)
+    def of_pairs(self, tile: Tile) -> Tensor:
+        """Return v of a tile, `[1 or h, t, c]`."""
+        shape = (len(self.by_offset), _length(tile.rows), _length(tile.columns))
+        upwards = self.by_offset.as_strided(shape, (self.by_offset.shape[1], 1, 1), self._first(tile))
         return upwards.flip(1)
+
+    def _first(self, tile: Tile) -> int:
+        """Return the column of `by_offset` that the tile's last row has in its first column."""
+        return self.length - tile.rows.stop + tile.columns.start
 
     @cached_property
     def d_by_offset(self) -> Tensor:
         """The gradient of `by_offset`."""
         return _wide(torch.zeros_like(self.by_offset))
 
-    def collect(self, d_pairs: Tensor, rows: slice) -> None:
-        """Add the gradient of a tile, `[1 or h, t, n]`."""
-        heads, count, length = d_pairs.shape
-        width = length + count - 1
-        by_row = d_pairs.new_zeros(heads, count, width)
-        by_row.as_strided((heads, count, length), (count * width, width + 1, 1)).copy_(d_pairs.flip(1))
-        first = self.length - rows.stop
+    def collect(self, d_pairs: Tensor, tile: Tile) -> None:
+        """Add the gradient of a tile, `[1 or h, t, c]`."""
+        heads, rows, columns = d_pairs.shape
+        width, first = rows + columns - 1, self._first(tile)
+        by_row = d_pairs.new_zeros(heads, rows, width)
+        by_row.as_strided((heads, rows, columns), (rows * width, width + 1, 1)).copy_(d_pairs.flip(1))
         self.d_by_offset[:, first : first + width] += by_row.sum(1)
 
     def add_gradient(self, d_offset_bias: Tensor) -> None:

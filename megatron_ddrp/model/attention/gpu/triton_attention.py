@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
 from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
@@ -33,8 +33,9 @@ DROPOUT_STEPS = 65536
 """Steps of the dropout rate, which 16 bits per pair decide: 0.1 acts as 6554/65536, and kept values grow to match."""
 
 
-def why_not_triton(device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+def why_not_triton(demand: Demand) -> str | None:
     """Say in one line why this backend cannot serve; None where it can."""
+    device, dtype, dropout, head_dim, _ = demand
     if importlib.util.find_spec("triton") is None:
         return "triton attention needs the package triton, which torch brings along for CUDA: use another backend"
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -272,7 +273,7 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
     generator back, meets the same mask again.
     """
-    reason = why_not_triton(*attending.demand)
+    reason = why_not_triton(attending.demand)
     if reason:
         raise ValueError(reason)
     cosine = None
