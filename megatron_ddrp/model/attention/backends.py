@@ -54,6 +54,7 @@ def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     attending, cosine = tapped_cosine(attending)
     query, key, value, terms, document_ids, _, dropout, *_ = attending
     mask = position_logits(query, key, terms)
+    mask = None if mask is None else mask.to(query.dtype)
     if mask is not None and not attending.full:
         mask = mask.masked_fill(~allowed_pairs(document_ids, attending.window), torch.finfo(query.dtype).min)
     elif mask is None and not attending.full:
@@ -89,7 +90,7 @@ def attend_from(
     `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so offsets are gathered, m·s of them.
     """
     batch, num_heads, count, _ = query.shape
-    seq = key.shape[2]
+    seq, terms = key.shape[2], terms.by_offset
     logits = (query * terms.scale) @ key.transpose(-1, -2)  # [b, h, m, s]
     offset = places.unsqueeze(-1) - torch.arange(seq, device=places.device)  # i − j, [b, m, s]
     index = (offset.clamp(terms.lowest, terms.highest) - terms.lowest).unsqueeze(1).expand(-1, num_heads, -1, -1)
