@@ -34,13 +34,20 @@ PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
+    "numpy.ma",
+    "tokenizers",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.muon.original_muon",
     "megatron_ddrp.train",
     "megatron_ddrp.arguments",
+    "pytest",
     "tests.integration.launch",
+    "tests.integration.before_the_fork",
 ]
-"""What DeepSpeed and torch.optim import on first use as well: without these, 2 s a rank."""
+"""What DeepSpeed, torch.optim and a test's own functions import on first use as well: without these, 2 s a rank."""
 
 
 @dataclass(frozen=True)
