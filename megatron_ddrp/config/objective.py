@@ -18,6 +18,7 @@ class ObjectiveConfig:
         "mth",
         "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
         "detection by the model proper; rtd: DeBERTaV3's, whose detection leaves the generator's embedding alone; "
+        "head-disagreement: masked LM + the disagreement of all heads; "
         "token-contrast: masked LM + SimCTG's contrast of tokens",
         choices=OBJECTIVES,
     )

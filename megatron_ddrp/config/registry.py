@@ -36,6 +36,7 @@ OBJECTIVES = {
     "mth": "megatron_ddrp.objectives.mth:Mth",
     "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
     "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
+    "head-disagreement": "megatron_ddrp.objectives.head_disagreement:HeadDisagreement",
     "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
 }
 """Value of `--objective` → "module:Class"."""

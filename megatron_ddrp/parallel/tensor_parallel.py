@@ -61,6 +61,9 @@ class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
 
+    def mean_of_heads(self, x: Tensor) -> Tensor:
+        return sum_of_ranks(x.mean(1), self.ranks) / self.ranks.tensor_size
+
     def cosine_apart(self, attending: Attending) -> Tensor:
         has_parts_by_head = bool(self.encoding.by_head or self.encoding.layer_part.by_head)
         return CosineOfAllRanks(self.ranks, has_parts_by_head)(attending)
