@@ -13,9 +13,9 @@ for TCD and HCD. Pairs a = b are in the sum, so that D has a closed form over al
 HCD is another term: it takes the cosine of whole maps of logits, before the softmax, of a few sampled heads, without
 self-pairs, as a mean over layers. Options: `output`, `value` and `attention` are λ; a part of weight 0 is not computed.
 
-Open readings: the paper does not say how tokens, sequences and layers are averaged. Outputs are those that the model
-goes on with, dropout on the probabilities included; the maps are those before dropout. `attention` computes the maps
-apart from the attention backend and keeps h · n² probabilities per layer.
+Open readings: the paper's D is of one layer and input; how tokens, sequences and layers add up is ours. Outputs are
+those that the model goes on with, dropout on the probabilities included; the maps are those before dropout. `attention`
+computes the maps apart from the attention backend and keeps h · n² probabilities per layer.
 """
 
 from __future__ import annotations

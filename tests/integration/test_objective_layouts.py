@@ -89,7 +89,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """ZeRO 3 changes torch for good and comes last."""
 
 
-def test_every_layout_follows_one_process(flags: Flags) -> None:
+def test_every_layout_follows_one_process(flags: Flags, tmp_path: Path) -> None:
+    """Among them one that resumes what one process saved."""
+
     def command_line(name: str, **layout: Any) -> list[str]:
         settings = dict(OBJECTIVES[name])
         options = settings.pop("objective_options", ())
@@ -100,7 +102,10 @@ def test_every_layout_follows_one_process(flags: Flags) -> None:
         zip(OBJECTIVES, train_runs(1, [command_line(name, zero_stage=0) for name in OBJECTIVES]), strict=True)
     )
     cases = [(layout, name) for layout in LAYOUTS for name in OBJECTIVES]
-    runs = train_runs(2, [command_line(name, **LAYOUTS[layout]) for layout, name in cases])
+    train_runs(1, [command_line("rtd", zero_stage=0, exit_interval=1, save=tmp_path)])
+    resumed = command_line("rtd", **LAYOUTS["tensor 2"], load=tmp_path)
+    again, *runs = train_runs(2, [resumed, *(command_line(name, **LAYOUTS[layout]) for layout, name in cases)])
+    assert len(again) == 1 and max(largest_differences(again, expected["rtd"][1:]).values()) < 5e-5
     for (layout, name), rows in zip(cases, runs, strict=True):
         differences = largest_differences(rows, expected[name])
         assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm"} <= differences.keys() and len(differences) > 5

@@ -1,4 +1,4 @@
-"""Slow twins of head disagreement (Li et al., arXiv:1810.10183, section 3), of one layer and one document.
+"""Slow twins of head disagreement (Li et al., arXiv:1810.10183), of one layer and one document.
 
     D_subspace = −1/h² Σ_a Σ_b cos(V^a, V^b)
     D_output   = −1/h² Σ_a Σ_b cos(O^a, O^b)

@@ -1,12 +1,14 @@
 """Disagreement of heads against its loop twins: each part, all layers of a model, packing, and where it is off."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ddrp.config import ENCODINGS, ObjectiveConfig
+from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig, TrainingConfig
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import Part, activation_bytes
 from megatron_ddrp.model.attention.attending import Attended, Attending
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.stages import Draws, Inputs
@@ -14,7 +16,7 @@ from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.head_disagreement import PARTS, agreement, document_lengths
 from tests.reference import disagreement as twin
 from tests.unit.model.test_attention import assert_same
-from tests.unit.model.tiny import encode, named_sums, packed_batch, tiny_batch, tiny_model
+from tests.unit.model.tiny import encode, named_sums, packed_batch, tiny_batch, tiny_config, tiny_model
 
 ALL = ObjectiveConfig(objective="head-disagreement", objective_options=("value=0.5", "attention=2"))
 DOCUMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 2, 0, 0, 0]])
@@ -133,6 +135,14 @@ def test_weights_choose_the_parts_and_nothing_is_computed_without():
     assert without.layers[0].attention.judge is None
     batch = tiny_batch()
     assert torch.equal(without(batch, drawn(batch, none)).sums, plain(batch, Draws.none(3, 2)).sums)
+
+
+def test_the_dry_run_counts_the_maps_that_are_kept():
+    part = Part(((0,), (0,)), (12, 12), has_head=True, in_flight=1)
+    model, training = tiny_config(), TrainingConfig(micro_batch_size=4)
+    of_outputs = Config(model, ObjectiveConfig(objective="head-disagreement"), training=training)
+    less, more = (activation_bytes(part, c, 4) for c in (of_outputs, replace(of_outputs, objective=ALL)))
+    assert more - less == 2 * (4 * 3 * 7 * 7) * 4  # layers x maps x bytes
 
 
 def test_an_encoder_is_not_looked_into(monkeypatch):
