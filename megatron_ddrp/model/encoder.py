@@ -42,10 +42,9 @@ class SelfAttention(Projecting):
     `mean_of_heads`. `judge` is the objective if it looks inside.
     """
 
-    def __init__(self, config: ModelConfig, judge: Judge | None = None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None, judge: Judge | None = None) -> None:
         super().__init__(config)
-        self.judge = judge
-        self.head_dim = config.head_dim
+        self.head_dim, self.window, self.judge = config.head_dim, window, judge
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
@@ -82,14 +81,14 @@ class SelfAttention(Projecting):
         """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; HCD's cosine summed over the
         documents (None without HCD); and what is then the state's `own`."""
         inputs = state.inputs
-        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
+        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
         hidden, *projected = self.project(hidden, self.query, self.key, self.value)
         query, key, value = map(self.split, projected)
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
-        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout)
+        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout, self.window)
         attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
@@ -132,7 +131,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, number: int, judge: Judge | None = None) -> None:
         super().__init__()
         self.config, self.number = config, number
-        self.attention = SelfAttention(config, judge)
+        self.attention = SelfAttention(config, config.window(number), judge)
         self.norm_before = config.layernorm_position == "pre"
         has_norm = number > 0 or config.first_norm
         self.attention_norm = ResidualNorm(config) if has_norm else nn.Identity()
@@ -142,6 +141,7 @@ class EncoderLayer(nn.Module):
         encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
+        self.layer_position.is_local = self.attention.window is not None
         self.name_terms = encoding.terms
 
     def forward(self, state: State) -> State:
@@ -158,17 +158,17 @@ class EncoderLayer(nn.Module):
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
-        source = self._attention_input(state.hidden)
+        batch, source = state.inputs.batch, self._attention_input(state.hidden)
         _, *projected = attention.project(source, attention.key, attention.value)
         key, value = map(attention.split, projected)
-        rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
-        key = rotate(key, state.inputs.batch.position_ids)
+        rotate, own_places = self.layer_position.rotate, batch.position_ids.gather(1, places)
+        key = rotate(key, batch.position_ids)
         for _ in range(times):
             source, query = attention.project(self._attention_input(queries), attention.query)
             query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
-                context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
+                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, attention.window)
             queries = self._join(queries if self.norm_before else source, attention.merge(context))
         return queries
 
@@ -187,7 +187,8 @@ class EncoderLayer(nn.Module):
         inputs, position = state.inputs, state.position
         if self.position is not None:
             position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
-        return self.name_terms(self.config, self.layer_position(position))
+        tensors = self.layer_position.of_layer(position, self.attention.query, self.attention.key)
+        return self.name_terms(self.config, tensors)
 
     def runs_compiled(self, hidden: Tensor) -> bool:
         """Return whether dropout, residual sums and LayerNorms run as compiled regions."""

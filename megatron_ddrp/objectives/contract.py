@@ -109,7 +109,7 @@ class Objective:
     """Maps of attention, fp32 `[seq, seq]` per head, that `look_inside` keeps in each layer for the backward pass."""
 
     exported = "masked-lm"
-    """The head that an exported folder has, a key of `HEADS` in `conversion/to_huggingface.py`."""
+    """The head that an exported folder has, a key of `HEADS` in `conversion/families/contract.py`."""
 
     left_out: tuple[str, ...] = ("head.own.",)
     """Beginnings of the names of parameters that are not exported."""

@@ -41,6 +41,19 @@ def attend(scores: Tensor, value: Tensor, document_ids: list[int]) -> Tensor:
     return torch.stack(rows).reshape(heads, seq, head_dim)
 
 
+def within_window(scores: Tensor, window: int | None) -> Tensor:
+    """Local attention (Beltagy et al., Longformer, arXiv:2004.05150, section 3.1): a query i attends to j if
+    |i − j| <= window alone, to everything if window is None.
+
+    Other entries of scores `[heads, S, S]` become −inf, which `attend` gives the weight 0.
+    """
+    if window is None:
+        return scores
+    seq, far = scores.shape[-1], torch.tensor(-math.inf, dtype=torch.float64)
+    rows = [head[i, j] if abs(i - j) <= window else far for head in scores for i in range(seq) for j in range(seq)]
+    return torch.stack(rows).reshape(scores.shape)
+
+
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden `[S, in]`, weight `[out, in]`, bias `[out]` or none to `[S, out]`."""
     bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias

@@ -36,12 +36,15 @@ def of_maps(probabilities: Tensor, tokens: list[int]) -> Tensor:
     return -total / num_heads**2
 
 
-def probabilities(logits: Tensor, tokens: list[int]) -> Tensor:
-    """softmax over a document's keys: logits `[heads, S, S]` to the same, 0 outside of the document."""
-    rows = []
+def probabilities(logits: Tensor, tokens: list[int], window: int | None = None) -> Tensor:
+    """softmax over a document's keys, with a window those at most so far away: `[heads, S, S]` to the same.
+
+    0 outside of the document.
+    """
+    rows, zero = [], torch.zeros((), dtype=torch.float64)
     for head in logits:
         for i in range(len(head)):
-            zero = torch.zeros((), dtype=torch.float64)
-            weights = [torch.exp(head[i, j]) if i in tokens and j in tokens else zero for j in range(len(head))]
-            rows.append(torch.stack(weights) / (sum(weights) if i in tokens else 1))
+            keys = [j for j in tokens if i in tokens and (window is None or abs(i - j) <= window)]
+            weights = [torch.exp(head[i, j]) if j in keys else zero for j in range(len(head))]
+            rows.append(torch.stack(weights) / (sum(weights) if keys else 1))
     return torch.stack(rows).view_as(logits)

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.conversion.foreign_config import read_config_file
-from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS
+from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import importlib.util
 
 import torch
 
@@ -11,6 +12,8 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from tests.reference import attention, deberta, losses, mth, positions, tupe
 
 EPS = 1e-12
+WITH_LINES = ("absolute", "ddrp", "bert-r", "deberta", "tupe-a", "tupe-r")
+"""Encodings that `twin_scores` has lines for."""
 
 
 def layer_parameters(layer):
@@ -51,11 +54,21 @@ def deberta_parameters(table, projections):
     return {"table": table.relative, **parts, "query.bias": projections.query.bias}
 
 
-def twin_scores(name, table, projections, place):
+def encoding_module(name):
+    """The module with an encoding's `twin`: tests/reference/NAME.py, or its one test file, test_NAME.py beside this."""
+    slug = name.replace("-", "_")
+    for place in (f"tests.reference.{slug}", f"tests.unit.model.test_{slug}"):
+        if importlib.util.find_spec(place) is not None:
+            return importlib.import_module(place)
+    return None
+
+
+def twin_scores(name, table, projections, place, maps=()):
     """The twin of one encoding as a function of query and key `[heads, S, d]`.
 
-    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers.
-    An encoding without a line here has a module of its name in tests/reference, whose `twin` takes these three.
+    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers; maps: the
+    layer's linear maps of queries and keys, which a twin takes where the layer's part uses them.
+    An encoding without a line here has a module of its own, whose `twin` takes these.
     """
     if name == "absolute":
         return positions.absolute_scores
@@ -66,15 +79,17 @@ def twin_scores(name, table, projections, place):
     if name == "deberta":
         params = deberta_parameters(table, projections)
         return lambda query, key: deberta.deberta_scores(query, key, params, place)
-    if name not in ("tupe-a", "tupe-r"):
-        module = importlib.import_module(f"tests.reference.{name.replace('-', '_')}")
-        return module.twin(table, projections, place)
+    if name not in WITH_LINES:
+        own = (table, projections, place)
+        own += tuple(maps) if projections.uses_maps else ()
+        return encoding_module(name).twin(*own)
     params, distance = tupe_parameters(table), getattr(table, "largest_distance", tupe.MAX_DISTANCE)
     return lambda query, key: tupe.tupe_scores(query, key, params, place, distance)
 
 
-def twin_encode(model, batch, row):
-    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row."""
+def twin_encode(model, batch, row, compared=False):
+    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row,
+    with `compared` those that HCD compares."""
     config, embeddings = model.config, model.embeddings
     place, document_ids = batch.position_ids[row].tolist(), batch.document_ids[row].tolist()
     rows = []
@@ -89,12 +104,14 @@ def twin_encode(model, batch, row):
     if config.embedding_size is not None:
         hidden = attention.linear(hidden, embeddings.projection.weight, embeddings.projection.bias)
     logits = []
-    for layer in model.layers:
+    for number, layer in enumerate(model.layers):
         before = hidden
 
-        def scores(query, key, layer=layer):
-            logits.append(layer_scores(model, layer, place)(query, key))
-            return logits[-1]
+        def scores(query, key, number=number, layer=layer):
+            found = layer_scores(model, layer, place)(query, key)
+            others = compared_scores(model.config.position_encoding) if compared else None
+            logits.append(found if others is None else others(query, key))
+            return attention.within_window(found, config.window(number))
 
         order = config.layernorm_position
         hidden = attention.bert_layer(
@@ -106,7 +123,13 @@ def twin_encode(model, batch, row):
 def layer_scores(model, layer, place):
     """`twin_scores` of one layer of a model."""
     table = model.embeddings.position if layer.position is None else layer.position
-    return twin_scores(model.config.position_encoding, table, layer.layer_position, place)
+    maps = layer.attention.query, layer.attention.key
+    return twin_scores(model.config.position_encoding, table, layer.layer_position, place, maps)
+
+
+def compared_scores(name):
+    """The twin of the logits that HCD compares, where they are others: `compared` of the encoding's module, or None."""
+    return getattr(encoding_module(name), "compared", None)
 
 
 def twin_last_norm(model, hidden):
@@ -132,7 +155,9 @@ def twin_decode(model, batch, row, before):
         before,
         model.mask_decoder.absolute.weight,
         layer_parameters(layer),
-        layer_scores(model, layer, place),
+        lambda query, key: attention.within_window(
+            layer_scores(model, layer, place)(query, key), model.config.window(len(model.layers) - 1)
+        ),
         batch.document_ids[row].tolist(),
         place,
         predicted_places(batch.labels[row]),
@@ -158,8 +183,9 @@ def twin_lm(model, predicted_hidden, labels):
 def twin_sums(model, batch, draws):
     """`[3]`: the sums of the LM, TCD and HCD terms over the documents of a batch."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+    windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
-        before, hidden, logits = twin_encode(model, batch, row)
+        before, hidden, logits = twin_encode(model, batch, row, compared=True)
         hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
         predicted = hidden[wanted]
         if wanted and model.mask_decoder is not None:
@@ -173,5 +199,5 @@ def twin_sums(model, batch, draws):
                 chosen = draws.token_mask[row, number - 1].nonzero().flatten().tolist()
                 sums[1] = sums[1] + mth.tcd(hidden, chosen)
             if draws.heads.shape[1]:
-                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid)
+                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid, windows)
     return torch.stack(sums)

@@ -68,17 +68,18 @@ def test_heads_that_are_alike_give_1_per_document_and_zeros_no_nan():
     assert zeros.grad is not None and zeros.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "ddrp", "rope"])
-def test_a_model_sums_its_layers(encoding):
-    """From each layer's own logits and values, by loops."""
-    model, batch = tiny_model(objective=ALL, position_encoding=encoding), tiny_batch(lengths=(7, 4, 1))
+@pytest.mark.parametrize("encoding, local", [("absolute", None), ("ddrp", None), ("rope", 2)])
+def test_a_model_sums_its_layers(encoding, local):
+    """From each layer's own logits and values, by loops; with local attention, which the second layer has."""
+    settings = {"position_encoding": encoding, "local_attention": local}
+    model, batch = tiny_model(objective=ALL, **settings), tiny_batch(lengths=(7, 4, 1))
     ours = own_sums(model, batch)
     expected = dict.fromkeys(PARTS, torch.zeros((), dtype=torch.float64))
     state = model.embeddings(Inputs.of(batch, drawn(batch)))
     for layer in model.layers:
         logits, values = layer.logits(state), layer.attention.split(layer.attention.value(state.hidden))
         for row, tokens in enumerate((range(7), range(4))):
-            maps = twin.probabilities(logits[row], list(tokens))
+            maps = twin.probabilities(logits[row], list(tokens), model.config.window(layer.number))
             parts = {"value": values[row], "output": maps @ values[row]}
             for part, vectors in parts.items():
                 expected[part] = expected[part] - twin.of_vectors(vectors, list(tokens))
