@@ -40,9 +40,9 @@ class SelfAttention(Projecting):
     Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness` and `cosine_apart`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__(config)
-        self.head_dim = config.head_dim
+        self.head_dim, self.window = config.head_dim, window
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
@@ -75,14 +75,14 @@ class SelfAttention(Projecting):
         """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; and HCD's cosine summed over the
         documents (None without HCD)."""
         inputs = state.inputs
-        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim)
+        demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
         hidden, *projected = self.project(hidden, self.query, self.key, self.value)
         query, key, value = map(self.split, projected)
         batch, dropout = inputs.batch, self.dropout if self.training else 0.0
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
-        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout)
+        rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout, self.window)
         attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:
@@ -122,7 +122,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.config, self.number = config, number
-        self.attention = SelfAttention(config)
+        self.attention = SelfAttention(config, config.window(number))
         self.norm_before = config.layernorm_position == "pre"
         has_norm = number > 0 or config.first_norm
         self.attention_norm = ResidualNorm(config) if has_norm else nn.Identity()
@@ -132,6 +132,7 @@ class EncoderLayer(nn.Module):
         encoding = encoding_class(config.position_encoding)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
+        self.layer_position.is_local = self.attention.window is not None
         self.name_terms = encoding.terms
 
     def forward(self, state: State) -> State:
@@ -148,17 +149,17 @@ class EncoderLayer(nn.Module):
         `queries` `[batch, m, hidden]`, `places` int64 `[batch, m]` → `[batch, m, hidden]`.
         """
         attention, terms = self.attention, self.terms(state)
-        source = self._attention_input(state.hidden)
+        batch, source = state.inputs.batch, self._attention_input(state.hidden)
         _, *projected = attention.project(source, attention.key, attention.value)
         key, value = map(attention.split, projected)
-        rotate, own_places = self.layer_position.rotate, state.inputs.batch.position_ids.gather(1, places)
-        key = rotate(key, state.inputs.batch.position_ids)
+        rotate, own_places = self.layer_position.rotate, batch.position_ids.gather(1, places)
+        key = rotate(key, batch.position_ids)
         for _ in range(times):
             source, query = attention.project(self._attention_input(queries), attention.query)
             query = rotate(attention.split(query), own_places)
             dropout = attention.dropout if self.training else 0.0
             with attention.own_randomness():
-                context = attend_from(query, key, value, terms, places, state.inputs.batch.document_ids, dropout)
+                context = attend_from(query, key, value, terms, places, batch.document_ids, dropout, attention.window)
             queries = self._join(queries if self.norm_before else source, attention.merge(context))
         return queries
 

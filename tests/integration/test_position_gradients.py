@@ -1,8 +1,8 @@
 """Gradients of position parameters under tensor parallelism: each rank's are its part of those of one process.
 
 Losses say nothing here: after some steps a table whose gradient holds the other ranks' heads still gives equal losses.
-Three encodings of this file stand beside the registered ones: a table by head without a projection, as a bias of pairs
-and as one of offsets, and one that is fixed, as a buffer and as a frozen parameter.
+Four encodings of this file stand beside the registered ones: a table by head without a projection, as a bias of pairs
+as one of offsets, and as one that HCD does not compare, and one that is fixed, as a buffer and as a frozen parameter.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,15 @@ def clipped(position_ids: Tensor) -> Tensor:
     return (place[:, None] - place).clamp(-REACH, REACH) + REACH
 
 
-OWN = {"by-head": ByHead, "by-offset": ByOffset, "fixed": Fixed}
+class NotCompared(ByOffset):
+    """The same, and HCD compares the logits without it."""
+
+    @staticmethod
+    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+        return replace(ByOffset.terms(config, tensors), biases_compared=False)
+
+
+OWN = {"by-head": ByHead, "by-offset": ByOffset, "fixed": Fixed, "not-compared": NotCompared}
 
 
 def register_own() -> None:

@@ -91,6 +91,13 @@ class PositionTerms:
     def content_only(self) -> bool:
         return all(tensor is None for tensor in self.tensors)
 
+    @property
+    def compared(self) -> PositionTerms:
+        """The terms of the logits that HCD compares: these themselves, unless it leaves out the biases."""
+        if self.biases_compared or (self.bias is None and self.offset_bias is None):
+            return self
+        return replace(self, bias=None, offset_bias=None)
+
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> PositionTerms:
         """Return the terms with other tensor fields, given in the order of `HEAD_DIMENSIONS`."""
         return replace(self, **dict(zip(HEAD_DIMENSIONS, tensors, strict=True)))  # type: ignore[arg-type]

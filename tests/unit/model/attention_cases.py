@@ -64,6 +64,7 @@ def make_case(
     scale=0.3,
     seed=0,
     dtype=torch.float32,
+    biases_compared=True,
 ):
     """`tables`: letters out of q, Q, k, K, v, V (query and key table, offset bias; capital = one per head).
 
@@ -84,7 +85,8 @@ def make_case(
         chosen[names[letter.lower()]] = random(heads if letter.isupper() else 1, *shape)
     bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
     vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
-    return Case(*vectors, PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest), ids)
+    terms = PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest, biases_compared=biases_compared)
+    return Case(*vectors, terms, ids)
 
 
 def answer(case, backend, dropout=0.0):

@@ -95,8 +95,10 @@ def test_maps_of_one_input_have_the_gradients_of_maps_apart(with_bias, read):
             "layernorm_position": "pre",
             "ffn_hidden_size": 48,  # the generator's: one graph serves both
         },
+        {"layernorm_position": "pre", "ffn": "geglu", "bias": False, "norm": "rmsnorm", "first_norm": False},
+        {"layernorm_position": "post", "bias": False},
     ],
-    ids=lambda changes: changes["layernorm_position"],
+    ids=["post", "pre", "modern", "no bias"],
 )
 def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, traced):
     batch = tiny_batch()

@@ -14,7 +14,7 @@ EPS = 1e-12
 
 
 def layer_parameters(layer):
-    """The parameters of an `EncoderLayer` under the twin's names."""
+    """The parameters of an `EncoderLayer`, those that it has, under the twin's names."""
     modules = {
         "query": layer.attention.query,
         "key": layer.attention.key,
@@ -22,10 +22,19 @@ def layer_parameters(layer):
         "attention_output": layer.attention.output,
         "attention_norm": layer.attention_norm,
         "ffn_in": layer.feed_forward.input,
+        "ffn_gate": layer.feed_forward.gate,
         "ffn_out": layer.feed_forward.output,
         "ffn_norm": layer.feed_forward_norm,
     }
-    return {f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")}
+    parameters = {
+        f"{name}.{part}": getattr(module, part, None) for name, module in modules.items() for part in ("weight", "bias")
+    }
+    return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+
+
+def norm_of(model):
+    """The twin of the norm that a model has everywhere."""
+    return attention.rms_norm if model.config.norm == "rmsnorm" else attention.layer_norm
 
 
 def tupe_parameters(table):
@@ -71,20 +80,25 @@ def twin_encode(model, batch, row):
     rows = []
     tokens, segments = batch.input_ids[row].tolist(), batch.segment_ids[row].tolist()
     for token, segment, position in zip(tokens, segments, place, strict=True):
-        vector = embeddings.token.weight[token] + embeddings.segment.weight[segment]
+        vector = embeddings.token.weight[token]
+        if config.num_segments:
+            vector = vector + embeddings.segment.weight[segment if config.num_segments == 2 else 0]
         rows.append(vector if embeddings.absolute is None else vector + embeddings.absolute.weight[position])
-    hidden = attention.layer_norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, EPS)
+    norm = norm_of(model)
+    hidden = norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, EPS)
+    if config.embedding_size is not None:
+        hidden = attention.linear(hidden, embeddings.projection.weight, embeddings.projection.bias)
     logits = []
-    for layer in model.layers:
+    for number, layer in enumerate(model.layers):
         before = hidden
 
-        def scores(query, key, layer=layer):
+        def scores(query, key, number=number, layer=layer):
             logits.append(layer_scores(model, layer, place)(query, key))
-            return logits[-1]
+            return attention.within_window(logits[-1], config.window(number))
 
         order = config.layernorm_position
         hidden = attention.bert_layer(
-            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order
+            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order, norm=norm
         )
     return before, hidden, logits
 
@@ -99,7 +113,7 @@ def twin_last_norm(model, hidden):
     """The norm that ends a pre-norm model."""
     if model.config.layernorm_position == "post":
         return hidden
-    return attention.layer_norm(hidden, model.head.final_norm.weight, model.head.final_norm.bias, EPS)
+    return norm_of(model)(hidden, model.head.final_norm.weight, model.head.final_norm.bias, EPS)
 
 
 def twin_hidden(model, batch, row):
@@ -118,7 +132,9 @@ def twin_decode(model, batch, row, before):
         before,
         model.mask_decoder.absolute.weight,
         layer_parameters(layer),
-        layer_scores(model, layer, place),
+        lambda query, key: attention.within_window(
+            layer_scores(model, layer, place)(query, key), model.config.window(len(model.layers) - 1)
+        ),
         batch.document_ids[row].tolist(),
         place,
         predicted_places(batch.labels[row]),
@@ -135,7 +151,7 @@ def twin_lm(model, predicted_hidden, labels):
     if not wanted:
         return torch.zeros((), dtype=torch.float64)
     inner = attention.gelu(attention.linear(predicted_hidden, head.dense.weight, head.dense.bias))
-    inner = attention.layer_norm(inner, head.norm.weight, head.norm.bias, EPS)
+    inner = norm_of(model)(inner, head.norm.weight, head.norm.bias, EPS)
     vocab = model.config.vocab_size
     logits = attention.linear(inner, model.embeddings.token.weight[:vocab], head.decoder.bias[:vocab])
     return losses.masked_lm(logits, labels[wanted])
@@ -144,6 +160,7 @@ def twin_lm(model, predicted_hidden, labels):
 def twin_sums(model, batch, draws):
     """`[3]`: the sums of the LM, TCD and HCD terms over the documents of a batch."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+    windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
         before, hidden, logits = twin_encode(model, batch, row)
         hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
@@ -159,5 +176,5 @@ def twin_sums(model, batch, draws):
                 chosen = draws.token_mask[row, number - 1].nonzero().flatten().tolist()
                 sums[1] = sums[1] + mth.tcd(hidden, chosen)
             if draws.heads.shape[1]:
-                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid)
+                sums[2] = sums[2] + mth.hcd(logits, draws.heads.tolist(), valid, windows)
     return torch.stack(sums)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model.attention.cpu.blocks import Block
+from megatron_ddrp.model.attention.cpu.blocks import Block, Tile
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 Tensors = Sequence[Tensor | None]
@@ -30,32 +30,33 @@ class BlockPositions:
         self.query_table = None if terms.query_table is None else QueryTable(terms.query_table, query)
         self.key_table = None if terms.key_table is None else KeyTable(terms.key_table, key * terms.scale)
 
-    def add(self, logits: Tensor, rows: slice) -> None:
-        """Add everything but Q·K to a tile `[g, t, n]`."""
-        by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+    def add(self, logits: Tensor, tile: Tile) -> None:
+        """Add everything but Q·K to the logits `[g, t, c]` of a tile."""
+        by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if self.query_table is not None:
-            logits += self.query_table.by_query(rows).gather(-1, self._index(rows).expand_as(logits))
+            logits += self.query_table.by_query(tile.rows).gather(-1, self._index(tile).expand_as(logits))
         if self.key_table is not None:
-            logits += self.key_table.by_key.gather(1, self._index(rows).expand_as(logits))
+            logits += self.key_table.by_key[..., tile.columns].gather(1, self._index(tile).expand_as(logits))
         if self.terms.bias is not None:
-            by_head += self._own(self.terms.bias)[:, :, rows, : self.block.length]
+            by_head += self._own(self.terms.bias)[:, :, tile.rows, tile.columns]
         if self.terms.offset_bias is not None:
-            by_head += self.terms.offset_bias[:, self._index(rows)]  # [1 or h, t, n]
+            by_head += self.terms.offset_bias[:, self._index(tile)]  # [1 or h, t, c]
 
-    def collect(self, d_logits: Tensor, rows: slice, d_query: Tensor, d_tensors: Tensors) -> None:
+    def collect(self, d_logits: Tensor, tile: Tile, d_query: Tensor, d_tensors: Tensors) -> None:
         """The adjoint of `add`: add to `d_query` `[g, t, d]` and the biases' gradients; `finish` adds to the others."""
         _, _, d_bias, d_offset_bias = d_tensors
         if self.query_table is not None:
-            self.query_table.collect(d_logits, self._index(rows).expand_as(d_logits), rows, d_query)
+            self.query_table.collect(d_logits, self._index(tile).expand_as(d_logits), tile.rows, d_query)
         if self.key_table is not None:
-            self.key_table.d_by_key.scatter_add_(1, self._index(rows).expand_as(d_logits), d_logits)
-        by_head = d_logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+            d_by_key = self.key_table.d_by_key[..., tile.columns]
+            d_by_key.scatter_add_(1, self._index(tile).expand_as(d_logits), d_logits)
+        by_head = d_logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if d_bias is not None:
-            into = self._own(d_bias)[:, :, rows, : self.block.length]
+            into = self._own(d_bias)[:, :, tile.rows, tile.columns]
             into += by_head.sum_to_size(into.shape)
         if d_offset_bias is not None:
             part = by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])
-            d_offset_bias.index_add_(1, self._index(rows).flatten(), part[0].flatten(1))
+            d_offset_bias.index_add_(1, self._index(tile).flatten(), part[0].flatten(1))
 
     def finish(self, d_key: Tensor, d_tensors: Tensors) -> None:
         """Add to the tables' gradients and to `d_key` `[g, n, d]`, once all tiles are in."""
@@ -67,11 +68,9 @@ class BlockPositions:
             d_key_table += _of_table(of_table, d_key_table)
             d_key.add_(of_key, alpha=self.terms.scale)
 
-    def _index(self, rows: slice) -> Tensor:
-        """Return r(i,j), the row of the tables, for each pair of a tile: `[t, n]`."""
-        place = torch.arange(self.block.length)
-        offset = place[rows, None] - place
-        return offset.clamp(self.terms.lowest, self.terms.highest) - self.terms.lowest
+    def _index(self, tile: Tile) -> Tensor:
+        """Return r(i,j), the row of the tables, for each pair of a tile: `[t, c]`."""
+        return self.block.offsets(tile).clamp(self.terms.lowest, self.terms.highest) - self.terms.lowest
 
     def _own(self, bias: Tensor) -> Tensor:
         return bias if len(bias) == 1 else bias[self.block.rows]

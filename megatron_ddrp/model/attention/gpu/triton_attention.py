@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
+from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,8 +33,9 @@ DROPOUT_STEPS = 65536
 """Steps of the dropout rate, which 16 bits per pair decide: 0.1 acts as 6554/65536, and kept values grow to match."""
 
 
-def why_not_triton(device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int) -> str | None:
+def why_not_triton(demand: Demand) -> str | None:
     """Say in one line why this backend cannot serve; None where it can."""
+    device, dtype, dropout, head_dim, _ = demand
     if importlib.util.find_spec("triton") is None:
         return "triton attention needs the package triton, which torch brings along for CUDA: use another backend"
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -271,9 +273,13 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
     generator back, meets the same mask again.
     """
-    query, key, value, terms, _, _, dropout, *_ = attending
-    reason = why_not_triton(*attending.demand)
+    reason = why_not_triton(attending.demand)
     if reason:
         raise ValueError(reason)
+    cosine = None
+    if attending.terms.compared is not attending.terms:
+        attending, cosine = tapped_cosine(attending)
+    query, key, value, terms, _, _, dropout, *_ = attending
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
-    return _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
+    context, of_kernels = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
+    return context, of_kernels if cosine is None else cosine
