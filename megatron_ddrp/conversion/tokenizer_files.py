@@ -30,13 +30,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_seg
     tokenizer.save(folder)  # the vocabulary's own file
     (folder / DESCRIPTION_FILE).unlink()
     converted = _rust_tokenizer(tokenizer, folder)
-    if converted is None or not _agree(tokenizer, converted):
+    is_copied = tokenizer.tokenizer_type == "HuggingFace"
+    if converted is None or not (is_copied or _agree(tokenizer, converted)):
         return (
             f"{tokenizer.tokenizer_type}: {tokenizer.file_name} only; transformers has no equal of this model, "
             "so AutoTokenizer cannot load it"
         )
     names = {f"{role}_token": tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in SPECIAL_PIECES}
-    if not _is_ready(tokenizer, folder):
+    if not (is_copied and _is_ready(tokenizer, folder)):
         _add_specials(tokenizer, converted, names)
         converted.save(str(folder / "tokenizer.json"))
     is_wordpiece = tokenizer.tokenizer_type.startswith("BertWordPiece")
@@ -87,8 +88,6 @@ def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
 
 def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
     """Return whether the copied tokenizer.json does all by itself that an export's must do."""
-    if tokenizer.tokenizer_type != "HuggingFace":
-        return False
     copied = RustTokenizer.from_file(str(folder / tokenizer.file_name))
     known = {i for i, token in copied.get_added_tokens_decoder().items() if token.special}
     outer = copied.encode("").ids
