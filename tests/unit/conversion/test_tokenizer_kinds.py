@@ -95,9 +95,7 @@ def test_tokenizer_json_alone_is_enough(tmp_path, offline, make, mark, specials,
     )
     ids = tokenizer.encode(TEXT)
     words = [mark + word for word in TEXT.split()]
-    found = "".join(
-        f" {p}" if tokenizer.word_starts[i] else p for i, p in zip(ids, map(tokenizer.pieces.__getitem__, ids))
-    )
+    found = "".join(" " * int(tokenizer.word_starts[i]) + tokenizer.pieces[i] for i in ids)
     assert found.split() == ([words[0].removeprefix(mark)] if mark == "\u0120" else words[:1]) + words[1:]
     assert not set(tokenizer.encode(PROBES[2])) & {tokenizer.mask_id, tokenizer.cls_id}
     if beside != "settings":
