@@ -11,6 +11,7 @@ from megatron_ddrp.conversion.families.contract import HEADS, Family
 from megatron_ddrp.conversion.families.deberta import Deberta, refuse_later_layout
 from megatron_ddrp.conversion.families.electra import Electra
 from megatron_ddrp.conversion.families.own import Own
+from megatron_ddrp.conversion.families.roberta import Camembert, Roberta, XlmRoberta
 from megatron_ddrp.conversion.foreign_config import shown
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -20,6 +21,9 @@ __all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Camembert(),
+        XlmRoberta(),
+        Roberta(),
         Bert(),
         Electra(),
         Deberta(),
@@ -45,7 +49,7 @@ def leaving_family(config: ModelConfig, head: str, tokenizer: Tokenizer, name: s
     Raises `UserError` where the model is none of the named family.
     """
     if name is None:
-        return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(tokenizer))
+        return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(config, tokenizer))
     if reason := FAMILIES[name].refusal(config, head):
         raise UserError(f"--family {name}: {reason}; leave --family out", WRONG_ARGUMENTS)
     return FAMILIES[name]
