@@ -28,6 +28,9 @@ ENCODINGS = {
     "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
     "rope": f"{_POSITIONS}.rope:Rope",
     "t5": f"{_POSITIONS}.t5:T5",
+    "alibi": f"{_POSITIONS}.alibi:Alibi",
+    "alibi-asym": f"{_POSITIONS}.alibi_asym:AlibiAsym",
+    "deberta-v2": f"{_POSITIONS}.deberta_v2:DebertaV2",
 }
 """Value of `--position-encoding` → "module:Class"."""
 

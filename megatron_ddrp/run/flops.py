@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 
 import torch
+from torch import nn
 
 from megatron_ddrp.config import Config, ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import Batch
@@ -108,17 +109,18 @@ def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tup
 
 def _useful_rows(model: ModelConfig, length: int) -> tuple[int, int]:
     """Return the rows of T^q and of T^k that rows of `length` tokens can meet; 0 without such a table."""
-    of_queries, of_keys = _table_rows(model)
+    of_queries, of_keys = _table_rows(model, length)
     return min(of_queries, 2 * length - 1), min(of_keys, 2 * length - 1)
 
 
 @cache
-def _table_rows(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of rows of the encoding's T^q and T^k, 0 for one that it does not have."""
+def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
+    """Return the number of rows of the encoding's T^q and T^k for rows of `length`, 0 for one that it does not have."""
     encoding = encoding_class(model.position_encoding)
-    one_token = torch.zeros(1, 1, dtype=torch.long)
+    row = torch.zeros(1, length, dtype=torch.long)
     with torch.device("meta"):
-        tensors = encoding.layer_part(model)(encoding(model)(one_token))
+        maps = [nn.Linear(model.hidden_size, model.hidden_size) for _ in range(2)]
+        tensors = encoding.layer_part(model).of_layer(encoding(model)(row), *maps)
     terms = encoding.terms(model, tensors)
     rows_of_queries, rows_of_keys = (
         0 if table is None else table.shape[1] for table in (terms.query_table, terms.key_table)

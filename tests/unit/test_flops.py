@@ -13,11 +13,14 @@ from tests.unit.model.tiny import tiny_batch, tiny_config
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
 SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
+OF_ENCODING = {"deberta-v2": {"relative_distance": 2 * LENGTH}}
+"""With so many buckets each offset has its own; eager attention multiplies by each offset in any case."""
 
 
 def configuration(encoding, objective="mlm", **changes):
     settings = {"objective": objective, "mask_prob": PREDICTED / LENGTH, "generator_size": 0.5}
-    model = tiny_config(position_encoding=encoding, **SIZES, **changes)
+    sizes = SIZES | OF_ENCODING.get(encoding, {}) | changes
+    model = tiny_config(position_encoding=encoding, **sizes)
     return Config(model=model, objective=ObjectiveConfig(**settings))
 
 
@@ -33,8 +36,9 @@ def counted(config):
 
 
 def of_projected_tables(model, forward_only=0):
-    """FLOP of DeBERTa's W^{K,r} and W^{Q,r}, which no token pays for: trained once a layer."""
-    products = 2 * 2 * (2 * model.relative_distance) * model.hidden_size**2
+    """FLOP of the projections of DeBERTa's table, which no token pays for: trained once a layer."""
+    rows = 2 * LENGTH - 1 if model.position_encoding == "deberta-v2" else 2 * model.relative_distance
+    products = 2 * 2 * rows * model.hidden_size**2
     return products * (3 * model.num_layers + forward_only)
 
 
@@ -43,6 +47,8 @@ def once_per_batch(config):
     model, rows = config.model, LENGTH + 1
     if config.model.position_encoding.startswith("tupe"):
         return 6 * (2 * rows * model.hidden_size**2 + rows**2 * model.hidden_size)
+    if config.model.position_encoding == "deberta-v2":
+        return of_projected_tables(model)
     if config.model.position_encoding != "deberta":
         return 0
     if config.objective.generates:
@@ -59,6 +65,11 @@ CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [
 def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
     config = configuration(encoding, objective)
     assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
+
+
+def test_offsets_that_share_a_bucket_count_once():
+    few = flop_per_token(configuration("deberta-v2", relative_distance=4))
+    assert few.tables / flop_per_token(configuration("deberta-v2")).tables == 7 / 15
 
 
 def test_each_part_of_the_model_has_its_own_term():
