@@ -54,10 +54,11 @@ class TokenFlop:
 def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
     """Return the FLOP per token of rows of `length` tokens, by default `--seq-length`.
 
-    With the mask decoder the backward pass begins in the last layer's input where masked LM is the only term.
+    A masking rate that changes counts with its mean. With the mask decoder the backward pass begins in the last layer's
+    input where masked LM is the only term.
     """
     model, objective = config.model, config.objective
-    length, share, width = length or model.seq_length, objective.mask_prob, model.embedding_width
+    length, share, width = length or model.seq_length, objective.mask_rates.mean, model.embedding_width
     small = objective.generator_config(model)
     if small is not None:
         applied = small.num_layers - decodes_masks(small)  # the decoder alone applies the last one
