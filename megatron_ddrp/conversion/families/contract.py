@@ -158,8 +158,8 @@ class Family:
         if head not in self.head_modules:
             return f"its head is {head}, and {self.class_name} has {' or '.join(self.head_modules)}"
         default = ModelConfig(position_encoding=config.position_encoding)
-        free = {*NOT_COMPARED, *self.sizes.values()} - set(self.fields)
-        for name in [field.name for field in fields(ModelConfig) if field.name not in free]:
+        free = {*NOT_COMPARED, *self.sizes.values()}
+        for name in dict.fromkeys((*self.fields, *(f.name for f in fields(ModelConfig) if f.name not in free))):
             value, allowed = getattr(config, name), self.fields.get(name, (getattr(default, name),))
             if value not in allowed:
                 expected = " or ".join(map(str, allowed))

@@ -18,8 +18,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import BERT_FIELDS, BERT_MODULES
 from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
 from megatron_ddrp.conversion.foreign_config import whole_number
-from megatron_ddrp.data.tokenizers.sentencepiece import WORD_START
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import WORD_START, Tokenizer
 from megatron_ddrp.errors import UserError
 
 POSITIONS = "embeddings.position_embeddings.weight"
