@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_ddrp.config.model import ModelConfig
 from megatron_ddrp.config.option import COUNT, Number, check_range, check_ranges, flag, option, refuse
 from megatron_ddrp.config.registry import OBJECTIVES, objective_class
 from megatron_ddrp.config.schedules import MaskRates, read_rates
@@ -17,7 +18,9 @@ class ObjectiveConfig:
     objective: str = option(
         "mth",
         "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
-        "detection by the model proper; token-contrast: masked LM + SimCTG's contrast of tokens",
+        "detection by the model proper; token-contrast: masked LM + SimCTG's contrast of tokens; rtd: DeBERTaV3's "
+        "replaced-token detection, which leaves the generator's embedding alone; head-disagreement: masked LM + the "
+        "disagreement of all heads of a layer",
         choices=OBJECTIVES,
     )
     objective_options: tuple[str, ...] = option(
@@ -53,7 +56,9 @@ class ObjectiveConfig:
         "what is masked together: whole words, single tokens, or n-grams of up to three words, p(n) falling as 1/n",
         choices=("whole-word", "token", "ngram"),
     )
-    rtd_weight: float = option(50.0, "factor of replaced-token detection in ELECTRA's loss", within="[0, inf)")
+    rtd_weight: float | None = option(
+        None, "factor of replaced-token detection in the loss (default: 50, under rtd 10)", within="[0, inf)"
+    )
     generator_size: float = option(
         1 / 3, "ELECTRA's generator: its share of the heads, rounded, and so of the width", within="(0, 1]"
     )
@@ -78,7 +83,7 @@ class ObjectiveConfig:
         if isinstance(self.objective_options, str):
             object.__setattr__(self, "objective_options", (self.objective_options,))
         chosen = objective_class(self.objective)
-        for name in ("tcd_weight", "hcd_weight"):
+        for name in ("tcd_weight", "hcd_weight", "rtd_weight"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(chosen, name))
         numbers = self.numbers(chosen.options)  # stored whole, so that a default that changes is a change of settings
@@ -101,6 +106,10 @@ class ObjectiveConfig:
     def generates(self) -> bool:
         """Whether a generator replaces tokens and the model proper detects them (ELECTRA)."""
         return objective_class(self.objective).generates
+
+    def generator_config(self, model: ModelConfig) -> ModelConfig | None:
+        """Return the sizes of the generator trained beside a model; None without one."""
+        return objective_class(self.objective)(self).generator_config(model)
 
     def generator_heads(self, num_attention_heads: int) -> int:
         """Heads of ELECTRA's generator: its share of the model's, rounded, halves to even, and at least one."""

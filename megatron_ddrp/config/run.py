@@ -50,6 +50,11 @@ class Config:
         self._check_schedules()
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
             refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
+        if self.objective.notes and self.model.embedding_width != self.model.hidden_size:
+            refuse(
+                f"--notes with --embedding-size {self.model.embedding_size}: notes join the embeddings and are as "
+                "wide as the hidden states, so leave --embedding-size out"
+            )
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
             refuse(
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
@@ -77,10 +82,11 @@ class Config:
         """Refuse to cut what does not divide."""
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         model = self.model
-        generator_heads = (self.objective.generator_heads(model.num_attention_heads),) * self.objective.generates
+        generator = self.objective.generator_config(model)
+        generators_heads = f"the heads of --objective {self.objective.objective}'s generator (--generator-size),"
         for what, size in (
             ("--num-attention-heads", model.num_attention_heads),
-            *(("the heads of --objective electra's generator (--generator-size),", heads) for heads in generator_heads),
+            *(((generators_heads, generator.num_attention_heads),) if generator else ()),
             ("--ffn-hidden-size", model.ffn_size),
             (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
         ):

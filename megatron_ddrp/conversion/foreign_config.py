@@ -37,10 +37,17 @@ OWN_SETTINGS = (
     "relative_distance",
     "relative_table",
     "direction_init",
-    "absolute_embedding",
-    "deberta_emd",
     "rope_theta",
     "local_rope_theta",
+    "absolute_embedding",
+    "deberta_emd",
+    "ffn",
+    "norm",
+    "bias",
+    "key_bias",
+    "first_norm",
+    "embedding_size",
+    "num_segments",
 )
 """Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
 
@@ -84,7 +91,7 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
             settings[name] = None
         elif choices:
             settings[name] = one_of(path, values, key, tuple(choices))
-        elif kind != "float":
+        elif "float" not in kind:
             settings[name] = whole_number(path, values, key)
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
@@ -95,12 +102,12 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
 
 def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
     """Return settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
-    if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
-        settings = settings | {"ffn_hidden_size": None}
     try:
-        return ModelConfig(**settings)
+        config = ModelConfig(**settings)
+        usual = ModelConfig(**settings | {"ffn_hidden_size": None})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    return usual if usual.ffn_size == config.ffn_size else config
 
 
 def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:

@@ -35,27 +35,27 @@ class CosineOfAllRanks:
         return sum_of_counted(self._by_document(attending), attending)
 
     def _by_document(self, attending: Attending) -> Tensor:
-        query, key, _, terms, document_ids, heads, *_ = attending
-        documents = similarity.document_mask(document_ids, attending.num_documents)
+        query, key, heads, terms = attending.query, attending.key, attending.heads, attending.terms.compared
+        documents = similarity.document_mask(attending.document_ids, attending.num_documents)
         num_heads = query.shape[1] * self.ranks.tensor_size
         if len(heads) == num_heads:
-            total = sum_of_ranks(self._total(query, key, terms, document_ids, documents), self.ranks)
+            total = sum_of_ranks(self._total(attending, documents), self.ranks)
             return similarity.cosine_of_total(total, documents, num_heads)
         own = torch.stack([self._own(x, heads, 1) for x in (query, key)])  # [2, b, m′, s, d]
         query, key = _wide(sum_of_ranks(own, self.ranks))
-        if terms.content_only:
+        if attending.compares_content:
             return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
         terms = self._terms_of(heads, terms, query.dtype)
-        return similarity.logits_cosine(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
+        return similarity.logits_cosine(attention_logits(query, key, terms), _allowed(attending), documents)
 
     @staticmethod
-    def _total(query: Tensor, key: Tensor, terms: PositionTerms, document_ids: Tensor, documents: Tensor) -> Tensor:
+    def _total(attending: Attending, documents: Tensor) -> Tensor:
         """Σ_a A_a/‖A_a‖ over our own heads, `[b, s, s]`."""
-        query, key = _wide(query), _wide(key)
-        if terms.content_only:
+        query, key = _wide(attending.query), _wide(attending.key)
+        if attending.compares_content:
             return similarity.content_total(query, key, documents)
-        terms = terms.map(lambda x, _: x.to(query.dtype))
-        return similarity.logits_total(attention_logits(query, key, terms), allowed_pairs(document_ids), documents)
+        terms = attending.terms.compared.map(lambda x, _: x.to(query.dtype))
+        return similarity.logits_total(attention_logits(query, key, terms), _allowed(attending), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
         """Return the terms of `heads`: fetched if they are by head, else the shared ones, which learn on one rank."""
@@ -75,6 +75,11 @@ class CosineOfAllRanks:
         here = (own >= 0) & (own < tensor.shape[dimension])
         chosen = tensor.index_select(dimension, torch.where(here, own, 0))
         return chosen * here.view([-1 if d == dimension else 1 for d in range(chosen.dim())])
+
+
+def _allowed(attending: Attending) -> Tensor:
+    """Return `allowed_pairs` of a call of attention, bool `[b, 1, s, s]`."""
+    return allowed_pairs(attending.document_ids, attending.window)
 
 
 def _wide(x: Tensor) -> Tensor:

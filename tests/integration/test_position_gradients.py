@@ -1,8 +1,8 @@
 """Gradients of position parameters under tensor parallelism: each rank's are its part of those of one process.
 
 Losses say nothing here: after some steps a table whose gradient holds the other ranks' heads still gives equal losses.
-Three encodings of this file stand beside the registered ones: a table by head without a projection, as a bias of pairs
-and as one of offsets, and one that is fixed, as a buffer and as a frozen parameter.
+Four encodings of this file stand beside the registered ones: a table by head without a projection, as a bias of pairs
+as one of offsets, and as one that HCD does not compare, and one that is fixed, as a buffer and as a frozen parameter.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,15 @@ def clipped(position_ids: Tensor) -> Tensor:
     return (place[:, None] - place).clamp(-REACH, REACH) + REACH
 
 
-OWN = {"by-head": ByHead, "by-offset": ByOffset, "fixed": Fixed}
+class NotCompared(ByOffset):
+    """The same, and HCD compares the logits without it."""
+
+    @staticmethod
+    def terms(config: ModelConfig, tensors: tuple[Tensor, ...]) -> PositionTerms:
+        return replace(ByOffset.terms(config, tensors), biases_compared=False)
+
+
+OWN = {"by-head": ByHead, "by-offset": ByOffset, "fixed": Fixed, "not-compared": NotCompared}
 
 
 def register_own() -> None:
@@ -172,6 +181,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "by-offset": {"position_encoding": "by-offset"},
     "fixed": {"position_encoding": "fixed", "relative_table": "per-layer"},
     "deberta": {"position_encoding": "deberta"},
+    "deberta-v2": {"position_encoding": "deberta-v2", "deberta_emd": True},
     "tupe-r": {
         "position_encoding": "tupe-r",
         "absolute_embedding": True,
@@ -186,6 +196,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("fixed", {"zero_stage": 2, "sequence_parallel": True, "checkpoint_activations": True}),
         ("deberta", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
         ("tupe-r", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
+        ("deberta-v2", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
         ("fixed", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
         ("by-head", {"zero_stage": 3}),
     ],
@@ -220,7 +231,7 @@ def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path
         for number, (name, layout) in enumerate(layouts):
             _assert_equal(tmp_path / f"{size}-{number}", tmp_path / name, f"{name} {layout}")
     # A layout reads what another wrote, what is fixed included.
-    line = command_line("fixed", "again", zero_stage=1, tensor_model_parallel_size=2, load=tmp_path / "2-5")
+    line = command_line("fixed", "again", zero_stage=1, tensor_model_parallel_size=2, load=tmp_path / "2-6")
     run_ranks(2, _train, [line], TIMEOUT)
     _assert_equal(tmp_path / "again", tmp_path / "fixed", "loaded")
 

@@ -38,21 +38,30 @@ def tcd(hidden: Tensor, tokens: list[int]) -> Tensor:
     return mean_pairwise_cosine([hidden[token] for token in tokens])
 
 
-def flatten_head(scores: Tensor, valid: list[bool]) -> Tensor:
-    """The valid×valid entries of one head's logits `[S, S]`, row by row: `[n·n]` for n valid tokens."""
+def flatten_head(scores: Tensor, valid: list[bool], window: int | None = None) -> Tensor:
+    """The valid×valid entries of one head's logits `[S, S]`, row by row: `[n·n]` for n valid tokens.
+
+    With a window only those that the head attends to, |i − j| <= window.
+    """
     kept = [index for index, is_valid in enumerate(valid) if is_valid]
-    return torch.stack([scores[i, j] for i in kept for j in kept])
+    return torch.stack([scores[i, j] for i in kept for j in kept if window is None or abs(i - j) <= window])
 
 
-def hcd(scores_per_layer: list[Tensor], heads_per_layer: list[list[int]], valid: list[bool]) -> Tensor:
+def hcd(
+    scores_per_layer: list[Tensor],
+    heads_per_layer: list[list[int]],
+    valid: list[bool],
+    windows: list[int | None] | None = None,
+) -> Tensor:
     """Eq. 18 for one sequence, the mean over its layers; a scalar.
 
     scores_per_layer: L logits `[heads, S, S]`. heads_per_layer: each layer's own sample, at least 2 heads.
-    valid: S flags, False for padding.
+    valid: S flags, False for padding. windows: each layer's window, None for a layer without.
     """
+    windows = [None] * len(scores_per_layer) if windows is None else windows
     total = torch.zeros((), dtype=torch.float64)
-    for scores, heads in zip(scores_per_layer, heads_per_layer, strict=True):
-        total = total + mean_pairwise_cosine([flatten_head(scores[head], valid) for head in heads])
+    for scores, heads, window in zip(scores_per_layer, heads_per_layer, windows, strict=True):
+        total = total + mean_pairwise_cosine([flatten_head(scores[head], valid, window) for head in heads])
     return total / len(scores_per_layer)
 
 

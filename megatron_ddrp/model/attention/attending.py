@@ -20,6 +20,8 @@ class Demand(NamedTuple):
     dropout: float
     """Dropout on the probabilities in training."""
     head_dim: int
+    window: int | None = None
+    """As in `Attending`."""
 
 
 class Attending(NamedTuple):
@@ -52,13 +54,29 @@ class Attending(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Return whether every row is known to be one document without padding."""
-        return self.layout is not None and self.layout.full
+        """Return whether every token is known to attend to all of its row."""
+        return self.layout is not None and self.layout.full and self.window is None
+
+    @property
+    def compares_content(self) -> bool:
+        """Return whether HCD compares content alone over whole documents, for which there are closed forms."""
+        return self.terms.compared.content_only and self.window is None
 
     @property
     def demand(self) -> Demand:
         """Return what this call demands of a backend."""
-        return Demand(self.query.device, self.query.dtype, self.dropout, self.query.shape[-1])
+        return Demand(self.query.device, self.query.dtype, self.dropout, self.query.shape[-1], self.window)
+
+
+class Attended(NamedTuple):
+    """Attention of one layer, as an objective sees it that looks inside."""
+
+    attending: Attending
+    """Under tensor parallelism the heads here are those of this rank."""
+    context: Tensor
+    """`[b, h, s, d]`: what each head gives, before the output projection."""
+    mean_of_heads: Callable[[Tensor], Tensor]
+    """Mean over all heads of the layer, those of other ranks included: `[b, h, ..]` → `[b, ..]`."""
 
 
 Backend = Callable[[Attending], tuple[Tensor, Tensor | None]]

@@ -33,11 +33,12 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Compute the reference: A is materialised, masked with a finite value and normalised in fp32 at least."""
     query, key, value, terms, document_ids, heads, dropout, *_ = attending
     logits = attention_logits(query, key, terms)
-    allowed = allowed_pairs(document_ids)
+    allowed = allowed_pairs(document_ids, attending.window)
     weights = probabilities(logits, allowed, dropout).to(value.dtype)
     cosine = None
     if len(heads):
-        chosen = logits.index_select(1, heads)
+        compared = logits if terms.compared is terms else attention_logits(query, key, terms.compared)
+        chosen = compared.index_select(1, heads)
         chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
         documents = similarity.document_mask(document_ids, attending.num_documents)
         cosine = sum_of_counted(similarity.logits_cosine(chosen, allowed, documents), attending)
@@ -47,30 +48,31 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Call torch's fused attention with a dense bias `[b, h, s, s]`.
 
-    Where the encoding adds nothing, full rows take no mask, so that flash attention serves; others go to varlen
-    attention where it can serve, and take a mask `[b, 1, s, s]` where not.
+    Where the encoding adds nothing, full rows take no mask, so that flash attention serves; others, and any rows under
+    a window, go to varlen attention where it can serve, and take a mask `[b, 1, s, s]` where not.
     """
     attending, cosine = tapped_cosine(attending)
     query, key, value, terms, document_ids, _, dropout, *_ = attending
     mask = position_logits(query, key, terms)
+    mask = None if mask is None else mask.to(query.dtype)
     if mask is not None and not attending.full:
-        mask = mask.masked_fill(~allowed_pairs(document_ids), torch.finfo(query.dtype).min)
+        mask = mask.masked_fill(~allowed_pairs(document_ids, attending.window), torch.finfo(query.dtype).min)
     elif mask is None and not attending.full:
         if attending.layout is not None and why_not_varlen(attending.demand) is None:
             return varlen_attention(attending), cosine
         # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
-        allowed = allowed_pairs(document_ids)
+        allowed = allowed_pairs(document_ids, attending.window)
         mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
     return context, cosine
 
 
 def cpu_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Call `blocked_attention`, with HCD in closed form where the logits are content alone: this costs less."""
-    if not attending.terms.content_only:
+    """Call `blocked_attention`, with HCD apart where it compares other logits or has a cheaper closed form."""
+    if attending.terms.compared is attending.terms and not attending.compares_content:
         return blocked_attention(attending)
     attending, cosine = tapped_cosine(attending)
-    return blocked_attention(attending._replace(heads=attending.heads[:0]))[0], cosine
+    return blocked_attention(attending)[0], cosine
 
 
 def attend_from(
@@ -81,13 +83,14 @@ def attend_from(
     places: Tensor,
     document_ids: Tensor,
     dropout: float,
+    window: int | None = None,
 ) -> Tensor:
     """Compute attention of some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → the same.
 
     `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so offsets are gathered, m·s of them.
     """
     batch, num_heads, count, _ = query.shape
-    seq = key.shape[2]
+    seq, terms = key.shape[2], terms.by_offset
     logits = (query * terms.scale) @ key.transpose(-1, -2)  # [b, h, m, s]
     offset = places.unsqueeze(-1) - torch.arange(seq, device=places.device)  # i − j, [b, m, s]
     index = (offset.clamp(terms.lowest, terms.highest) - terms.lowest).unsqueeze(1).expand(-1, num_heads, -1, -1)
@@ -103,7 +106,10 @@ def attend_from(
     if terms.offset_bias is not None:
         logits = logits + terms.offset_bias[:, None].expand(batch, num_heads, count, -1).gather(-1, index)
     own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]
-    allowed = ((own == document_ids.unsqueeze(1)) & (own > 0)).unsqueeze(1)
+    allowed = (own == document_ids.unsqueeze(1)) & (own > 0)  # [b, m, s]
+    if window is not None:
+        allowed &= offset.abs() <= window
+    allowed = allowed.unsqueeze(1)
     return probabilities(logits, allowed, dropout).to(value.dtype) @ value
 
 
@@ -111,6 +117,12 @@ def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
     """Apply softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
     masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
+
+
+def attention_map(attending: Attending) -> Tensor:
+    """Return the probabilities of every head before dropout, fp32 (or fp64) `[b, h, s, s]`, whatever the backend."""
+    logits = attention_logits(attending.query, attending.key, attending.terms)
+    return probabilities(logits, allowed_pairs(attending.document_ids, attending.window), 0.0)
 
 
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
@@ -127,14 +139,14 @@ def backend_function(name: str) -> Backend:
 
 def refusal(name: str, demand: Demand) -> str | None:
     """Say in one line why a backend cannot serve here; None where it can."""
-    return GPU_BACKENDS[name][1](*demand) if name in GPU_BACKENDS else None
+    return GPU_BACKENDS[name][1](demand) if name in GPU_BACKENDS else None
 
 
 def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = True) -> tuple[str, str]:
     """Return the backend that `--attention-backend` means for an encoding, and the reason in a few words.
 
     `in_logits` says whether the encoding adds anything to the logits, `full` whether this micro-batch's rows are one
-    document each, without padding.
+    document each, without padding; under a window that makes no difference.
     """
     if name != "auto":
         return name, "as asked for"
@@ -142,6 +154,8 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
         return _auto_with_terms(demand) if in_logits else _auto_without_terms(demand, full)
     if in_logits:
         return "blocked", "fastest on CPUs with terms in the logits"
+    if demand.window is not None:
+        return "blocked", "fastest on CPUs for local layers"
     if demand.dropout:
         return "blocked", "fastest on CPUs with dropout"
     return "sdpa", "fastest on CPUs without terms in the logits and without dropout"
@@ -152,7 +166,7 @@ def _auto_with_terms(demand: Demand) -> tuple[str, str]:
 
     A bias that the whole batch shares is no exception: sdpa writes and sums its gradient as `[b, h, s, s]`.
     """
-    reason = why_not_triton(*demand)
+    reason = why_not_triton(demand)
     if reason is None:
         return "triton", "stores no logits; sdpa is for GPUs that Triton does not serve"
     return "sdpa", f"works on every GPU; {reason.rpartition(': ')[0]}"
@@ -162,12 +176,23 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     """Choose for an encoding that adds nothing to the logits.
 
     For rows with padding or several documents varlen attention needs no mask but has no dropout. Triton's kernels have
-    it, and leave other documents out as well.
+    it, and leave other documents out as well. Both leave out what lies outside of a window, which flash cannot.
     """
+    if demand.window is not None:
+        return _auto_in_window(demand)
     if why_not_flash(demand) is not None:
         return "sdpa", "works on every GPU"
     if why_not_varlen(demand) is None:
         return "sdpa", "flash for full rows, varlen for padded and packed ones"
-    if why_not_triton(*demand) is None:
+    if why_not_triton(demand) is None:
         return "sdpa" if full else "triton", "flash for full rows, triton for padded and packed ones"
     return "sdpa", "flash for full rows, a mask for padded and packed ones"
+
+
+def _auto_in_window(demand: Demand) -> tuple[str, str]:
+    """Choose for the local layers of an encoding that adds nothing to the logits."""
+    if why_not_varlen(demand) is None:
+        return "sdpa", "varlen for local layers"
+    if why_not_triton(demand) is None:
+        return "triton", "leaves out what lies outside of a window"
+    return "sdpa", "works on every GPU; a mask for local layers"

@@ -17,10 +17,17 @@ from megatron_ddrp.model.attention.relative import spread
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 
-def allowed_pairs(document_ids: Tensor) -> Tensor:
-    """Mark the pairs with the same non-zero document id: `document_ids` `[b, s]` → bool `[b, 1, s, s]`."""
+def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
+    """Mark the pairs with the same non-zero document id, with a window those at most so far apart.
+
+    `document_ids` `[b, s]` → bool `[b, 1, s, s]`.
+    """
     same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
-    return (same & (document_ids > 0).unsqueeze(-1)).unsqueeze(1)
+    allowed = (same & (document_ids > 0).unsqueeze(-1)).unsqueeze(1)
+    if window is None:
+        return allowed
+    place = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return allowed & ((place[:, None] - place).abs() <= window)
 
 
 def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor | None:
@@ -28,7 +35,7 @@ def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor 
 
     No `[s, s, d]` arises.
     """
-    parts = []
+    parts, terms = [], terms.by_offset
     if terms.query_table is not None:
         per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, s, num_relative]
         parts.append(spread(per_offset, terms.lowest, terms.highest) * terms.scale)
@@ -64,12 +71,13 @@ def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTer
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
     documents = similarity.document_mask(attending.document_ids, attending.num_documents)
-    if terms.content_only:
+    if attending.compares_content:
         if len(attending.heads) == attending.query.shape[1]:
             return similarity.content_cosine_of_all(query, key, documents)
         return similarity.cosine_of_gram(similarity.content_gram(query, key, documents, terms.scale))
     logits = attention_logits(query, key, terms.map(lambda x, _: x.to(query.dtype)))
-    return similarity.logits_cosine(logits, allowed_pairs(attending.document_ids), documents)
+    allowed = allowed_pairs(attending.document_ids, attending.window)
+    return similarity.logits_cosine(logits, allowed, documents)
 
 
 class _TapHeads(torch.autograd.Function):
@@ -92,15 +100,16 @@ class _TapHeads(torch.autograd.Function):
 
 
 def tapped_cosine(attending: Attending) -> tuple[Attending, Tensor | None]:
-    """Return what attention must go on with, and HCD's mean pairwise cosine summed over the counted documents."""
-    query, key, terms, heads = attending.query, attending.key, attending.terms, attending.heads
+    """Return a call of attention without HCD, and HCD's mean pairwise cosine summed over the counted documents."""
+    query, key, terms, heads = attending.query, attending.key, attending.terms.compared, attending.heads
     if not len(heads):
         return attending, None
+    alone = attending._replace(heads=heads[:0])
     if len(heads) == query.shape[1]:
-        return attending, sum_of_counted(_cosine(attending, query, key, terms), attending)
+        return alone, sum_of_counted(_cosine(attending, query, key, terms), attending)
     (query, some_queries), (key, some_keys) = _TapHeads.apply(query, heads), _TapHeads.apply(key, heads)
     cosine = _cosine(attending, some_queries, some_keys, choose_heads(terms, heads))
-    return attending._replace(query=query, key=key), sum_of_counted(cosine, attending)
+    return alone._replace(query=query, key=key), sum_of_counted(cosine, attending)
 
 
 def sum_of_counted(cosine: Tensor, attending: Attending) -> Tensor:

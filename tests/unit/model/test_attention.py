@@ -4,6 +4,8 @@ The synthetic terms use all that the contract allows (tables a head, key tables,
 encoding of today asks for it.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from megatron_ddrp.model.attention.logits import allowed_pairs, attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
 from tests.reference import mth
-from tests.reference.attention import attend
+from tests.reference.attention import attend, within_window
 from tests.reference.positions import clip, dot
 from tests.unit.model.tiny import tiny_config
 
@@ -35,6 +37,8 @@ TERMS = [
     "offset-shared",
     "offset-per-head",
     "all",
+    "offset-not-compared",
+    "all-biases-not-compared",
 ]
 
 
@@ -65,8 +69,10 @@ def make_terms(kind):
             "bias": random(BATCH, HEADS, SEQ, SEQ),
             "offset_bias": random(HEADS, rows),
         },
-    }[kind]
-    return PositionTerms(0.6, **tables, lowest=LOWEST, highest=HIGHEST)
+    }
+    kind, compared = kind.removesuffix("-not-compared"), not kind.endswith("-not-compared")
+    tables = tables[{"offset": "offset-per-head", "all-biases": "all"}.get(kind, kind)]
+    return PositionTerms(0.6, **tables, lowest=LOWEST, highest=HIGHEST, biases_compared=compared)
 
 
 def tensors_of(terms):
@@ -98,8 +104,10 @@ def assert_same(fast, slow, inputs, atol=1e-11):
     """Equal values and equal gradients of a random weighted sum, for each of `inputs`."""
     torch.testing.assert_close(fast, slow, rtol=0, atol=atol)
     weight = torch.randn_like(slow)
-    fast_gradients = torch.autograd.grad((fast * weight).sum(), inputs, retain_graph=True)
-    slow_gradients = torch.autograd.grad((slow * weight).sum(), inputs, retain_graph=True)
+    fast_gradients, slow_gradients = (
+        torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+        for x in (fast, slow)
+    )
     for got, expected in zip(fast_gradients, slow_gradients, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
@@ -110,12 +118,13 @@ def test_logits_equal_the_contract_formula(kind):
     assert_same(attention_logits(query, key, terms), loop_logits(query, key, terms), [query, key, *tensors_of(terms)])
 
 
-def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS):
+def run_backend(name, query, key, value, terms, heads, inputs, document_ids=DOCUMENT_IDS, window=None):
     """Context of the valid tokens, cosine of the documents that count, weighted, and the gradients of both together."""
     counts = document_mask(document_ids, int(document_ids.max())).sum(-1) > 1  # [batch, documents]
     generator = torch.Generator().manual_seed(1)
     counted = torch.randn(counts.shape, generator=generator, dtype=torch.float32) * counts
-    context, cosine = BACKENDS[name](Attending(query, key, value, terms, document_ids, heads, 0.0, counted))
+    attending = Attending(query, key, value, terms, document_ids, heads, 0.0, counted, window=window)
+    context, cosine = BACKENDS[name](attending)
     context = context * (document_ids > 0)[:, None, :, None]  # what stands at padding is nobody's business
     loss = (context * torch.randn(context.shape, generator=generator).to(context.dtype)).sum()
     if cosine is not None:
@@ -151,21 +160,45 @@ def test_backends_equal_eager(backend, block_elements, kind, heads, kept_length,
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("heads", [[], [0, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("kind", ["content", "query-shared", "key-per-head", "bias-1", "all-biases-not-compared"])
+@pytest.mark.parametrize("window", [0, 1, 3, SEQ - 1])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "eager"])
+def test_backends_equal_eager_under_a_window(backend, window, kind, heads, monkeypatch):
+    monkeypatch.setattr(blocks, "SMALLEST_TILE", 2)
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    query, key, value = (random(BATCH, SEQ, HEADS, DIM).transpose(1, 2) for _ in range(3))
+    terms = make_terms(kind)
+    inputs = [query, key, value, *tensors_of(terms)]
+    arguments = query, key, value, terms, torch.tensor(heads, dtype=torch.long), inputs, DOCUMENT_IDS, window
+    (*got, gradients), (*wanted, expected) = (run_backend(name, *arguments) for name in (backend, "eager"))
+    for x, y in zip((*got, *gradients), (*wanted, *expected), strict=True):
+        if x is not None or y is not None:
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["content", "all"])
-def test_context_and_cosine_equal_the_twins(backend, kind):
+@pytest.mark.parametrize(
+    "kind, window", [("content", None), ("all", None), ("all-biases-not-compared", None), ("content", 2), ("all", 1)]
+)
+def test_context_and_cosine_equal_the_twins(backend, kind, window):
     query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
     terms = make_terms(kind)
     heads = torch.tensor([0, 2])
     inputs = [query, key, value, *tensors_of(terms)]
-    attending = Attending(query, key, value, terms, DOCUMENT_IDS, heads)
+    attending = Attending(query, key, value, terms, DOCUMENT_IDS, heads, window=window)
     context, _ = BACKENDS[backend](attending)
     context = context * (DOCUMENT_IDS > 0)[:, None, :, None]
     logits = loop_logits(query, key, terms)
-    slow = torch.stack([attend(a, v, ids.tolist()) for a, v, ids in zip(logits, value, DOCUMENT_IDS, strict=True)])
+    rows = zip(logits, value, DOCUMENT_IDS, strict=True)
+    slow = torch.stack([attend(within_window(a, window), v, ids.tolist()) for a, v, ids in rows])
     assert_same(context, slow, inputs)
     documents = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]  # row and number
-    slow = torch.stack([mth.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist()) for row, n in documents])
+    if not terms.biases_compared:
+        logits = loop_logits(query, key, replace(terms, bias=None, offset_bias=None))
+    slow = torch.stack(
+        [mth.hcd([logits[row]], [[0, 2]], (DOCUMENT_IDS[row] == n).tolist(), [window]) for row, n in documents]
+    )
     fast = []
     for row, n in documents:
         counted = torch.zeros(BATCH, 2)
@@ -181,11 +214,12 @@ def test_packed_documents_attend_as_if_alone(backend, encoding_name):
     config = tiny_config(position_encoding=encoding_name)
     encoding = encoding_class(encoding_name)(config).double()
     layer_part = encoding.layer_part(config).double().eval()
+    maps = [torch.nn.Linear(12, 12).double() for _ in range(2)]
     query, key, value = (random(1, HEADS, 6, DIM) for _ in range(3))
     none = torch.empty(0, dtype=torch.long)
 
     def context(part, document_ids, position_ids):
-        terms = encoding.terms(config, layer_part(encoding(torch.tensor([position_ids]))))
+        terms = encoding.terms(config, layer_part.of_layer(encoding(torch.tensor([position_ids])), *maps))
         q, k, v = (x[:, :, part] for x in (query, key, value))
         q, k = (layer_part.rotate(x, torch.tensor([position_ids])) for x in (q, k))
         return BACKENDS[backend](Attending(q, k, v, terms, torch.tensor([document_ids]), none))[0]
@@ -248,6 +282,20 @@ def test_lower_precision_stays_near_float64(backend, kind, dtype, tolerance):
         assert (got.double() - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_window_holds_its_borders(backend):
+    """With equal logits a query's context is the mean of the values that it may attend to."""
+    seq, window = 200, 64
+    zeros, ids = torch.zeros(1, 1, seq, 1), torch.ones(1, seq, dtype=torch.long)
+    value = torch.arange(seq, dtype=torch.float32)[None, None, :, None]
+    none = torch.empty(0, dtype=torch.long)
+    attending = Attending(zeros, zeros, value, PositionTerms(1.0), ids, none, window=window)
+    context, _ = BACKENDS[backend](attending)
+    for place in (0, 1, 64, 65, 100, 135, 136, 199):
+        first, last = max(place - 64, 0), min(place + 64, seq - 1)
+        assert context[0, 0, place, 0].item() == pytest.approx((first + last) / 2, abs=1e-4)
+
+
 def test_extreme_logits_do_not_overflow():
     query, key, value = (random(BATCH, HEADS, SEQ, DIM) for _ in range(3))
     with torch.no_grad():
@@ -265,7 +313,7 @@ def test_blocks_cover_the_batch_in_order_within_the_budget(monkeypatch):
     parts = list(blocks.cut(document_ids, 2))
     assert [(b.rows.start, b.rows.stop, b.length) for b in parts] == [(0, 3, 4), (3, 4, 8), (4, 7, 3)]
     assert [block.unmasked for block in parts] == [False, True, False]  # one full document needs no mask
-    whole = slice(0, None)
+    whole = blocks.Tile(slice(0, None), slice(0, None))
     assert parts[1].forbidden(whole) is None
     for block in (parts[0], parts[2]):
         ids = document_ids[block.rows, : block.length]

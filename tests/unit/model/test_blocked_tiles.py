@@ -19,8 +19,16 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lowest, highest", [(-2, 2), (-4, 3), (0, 0), (-9, 9), (-20, 19)])
-@pytest.mark.parametrize("num_keys, tile_rows", [(1, 1), (7, 3), (7, 1), (16, 8), (16, 2), (16, 5), (40, 5), (40, 40)])
-def test_every_range_of_offsets_is_served_in_tiles_of_every_size(monkeypatch, lowest, highest, num_keys, tile_rows):
+@pytest.mark.parametrize(
+    "num_keys, tile_rows, window",
+    [
+        *((1, 1, None), (7, 3, None), (7, 1, None), (16, 8, None), (16, 2, None), (16, 5, None), (40, 5, None)),
+        *((40, 40, None), (40, 5, 7), (40, 16, 3)),
+    ],
+)
+def test_every_range_of_offsets_is_served_in_tiles_of_every_size(
+    monkeypatch, lowest, highest, num_keys, tile_rows, window
+):
     torch.manual_seed(0)
     monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
     monkeypatch.setattr(blocks, "SMALLEST_TILE", tile_rows)
@@ -33,7 +41,7 @@ def test_every_range_of_offsets_is_served_in_tiles_of_every_size(monkeypatch, lo
     learned = [*inputs, *(x for x in terms.tensors if x is not None)]
     answers = []
     for attend in (blocked_attention, eager_attention):
-        context, cosine = attend(Attending(*inputs, terms, document_ids, torch.arange(2)))
+        context, cosine = attend(Attending(*inputs, terms, document_ids, torch.arange(2), window=window))
         loss = (context * weight).sum() + (cosine.sum() if num_keys > 1 else 0)
         answers.append((context, cosine, *torch.autograd.grad(loss, learned)))
     for got, expected in zip(*answers, strict=True):
@@ -44,7 +52,8 @@ def test_every_range_of_offsets_is_served_in_tiles_of_every_size(monkeypatch, lo
 @pytest.mark.parametrize("numbers", [[], [1, 3], [0, 1, 3]], ids=str)
 @pytest.mark.parametrize("table_heads", [1, HEADS])
 @pytest.mark.parametrize("kept_length", [0, 9], ids=["computed again", "kept"])
-def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_heads, kept_length):
+@pytest.mark.parametrize("window", [None, 2])
+def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_heads, kept_length, window):
     torch.manual_seed(1)
     monkeypatch.setattr(blocks, "KEPT_LENGTH", kept_length)
     monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
@@ -60,7 +69,7 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_hea
 
     def run(attend):
         counted = torch.tensor([[1.0, 2.0], [3.0, 0.0]])  # row 1 has one document only
-        context, cosine = attend(Attending(query, key, value, terms, document_ids, heads, 0.0, counted))
+        context, cosine = attend(Attending(query, key, value, terms, document_ids, heads, 0.0, counted, window=window))
         loss = (context * (document_ids > 0)[:, None, :, None]).sin().sum()
         if cosine is not None:
             loss = loss + cosine

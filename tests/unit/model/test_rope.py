@@ -74,6 +74,24 @@ def test_only_offsets_count_far_beyond_any_trained_length():
     )
 
 
+def test_theta_is_the_configured_one_and_that_of_local_layers_where_the_layer_is_local():
+    """Training may set another after construction."""
+    config = tiny_config(position_encoding="rope", rope_theta=100.0, local_rope_theta=9.0)
+    rotation, vector = Rotation(config), random(1, 1, 1, 8)
+
+    def assert_turned_by(theta):
+        got = rotation.rotate(vector, torch.tensor([[3]])).flatten()
+        torch.testing.assert_close(got, turned(vector.flatten(), 3, theta), rtol=0, atol=1e-12)
+
+    assert_turned_by(100.0)
+    rotation.theta = 7.0
+    assert_turned_by(7.0)
+    rotation.is_local = True
+    assert_turned_by(9.0)
+    rotation.local_theta = None
+    assert_turned_by(7.0)
+
+
 def test_values_are_not_turned():
     """Attention to oneself alone gives the value as it is, wherever one stands."""
     model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(1,))

@@ -5,8 +5,10 @@ block, long sequences are cut into tiles of query rows, and padding at the end i
 for the backward pass, which computes those of long sequences again. HCD's inner products are taken from the logits of a
 tile before the softmax, and their gradient is added to that of the softmax, so HCD needs no second QKᵀ.
 
+Under a window a tile takes the keys within reach of its queries alone.
+
 Names: b = batch, h = heads, g = b·h, s = sequence, d = head size, n = longest sequence of a block, t = rows of a tile,
-R = rows of a relative table.
+c = its columns, n of them without a window, R = rows of a relative table.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from megatron_ddrp.model import similarity
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.cpu import blocks
+from megatron_ddrp.model.attention.cpu.blocks import Tile
 from megatron_ddrp.model.attention.cpu.heads import ComparedHeads, by_document, by_query
 from megatron_ddrp.model.attention.cpu.positions import BlockPositions
 from megatron_ddrp.model.attention.logits import sum_of_counted
@@ -29,7 +32,7 @@ def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ rightᵀ` in fp32 at least: `[g, t, d]`, `[g, n, d]` → `[g, t, n]`."""
+    """Return `left @ rightᵀ` in fp32 at least: `[g, t, d]`, `[g, c, d]` → `[g, t, c]`."""
     return torch.bmm(left, right.transpose(1, 2)).to(torch.promote_types(left.dtype, torch.float32))
 
 
@@ -41,25 +44,25 @@ def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
 def _attend(
     query: Tensor,
     keys: Tensor,
-    rows: slice,
+    tile: Tile,
     positions: BlockPositions,
     compared: ComparedHeads | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities `[g, t, n]` of a tile, and the compared heads' logits before the softmax.
+    """Return the probabilities `[g, t, c]` of a tile, and the compared heads' logits before the softmax.
 
-    `query` `[g, t, d]`, `keys` `[g, n, d]`.
+    `query` `[g, t, d]`, `keys` `[g, c, d]`.
     """
     logits = _product(query, keys)
-    positions.add(logits, rows)
-    chosen = None if compared is None else compared.logits(logits, rows)
-    forbidden = positions.block.forbidden(rows)
+    positions.add(logits, tile)
+    chosen = None if compared is None else compared.logits(logits, tile)
+    forbidden = positions.block.forbidden(tile)
     if forbidden is not None:
         logits.unflatten(0, (-1, positions.num_heads)).masked_fill_(forbidden, torch.finfo(logits.dtype).min)
     return torch.softmax(logits, -1, out=logits), chosen
 
 
 def _draw_kept(probabilities: Tensor, dropout: float) -> Tensor:
-    """Draw bool `[g, t, n]`, True with probability 1 − dropout up to 2⁻¹⁶: four decisions per number drawn."""
+    """Draw bool `[g, t, c]`, True with probability 1 − dropout up to 2⁻¹⁶: four decisions per number drawn."""
     count = probabilities.numel()
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=probabilities.device).random_(-(2**63), None)
     return (bits.view(torch.int16)[:count] >= round(dropout * 2**16) - 2**15).view_as(probabilities)
@@ -75,20 +78,21 @@ class _BlockedAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=wide)
         kept: list[Tensor] = []  # per tile: probabilities, with the logits of HCD's heads; dropout's choice
-        for block in blocks.cut(document_ids, num_heads):
+        for block in blocks.cut(document_ids, num_heads, attending.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)
             compared = ComparedHeads(heads, block, num_heads) if len(heads) else None
-            for rows in block.tiles(num_heads):
+            for tile in block.tiles(num_heads):
+                rows, columns = tile
                 keep = training and block.is_kept
-                probabilities, chosen = _attend(q[:, rows], k, rows, positions, compared)
+                probabilities, chosen = _attend(q[:, rows], k[:, columns], tile, positions, compared)
                 if keep:
                     kept.append(probabilities)
                 dropped = probabilities
                 if dropout:
                     kept.append(_draw_kept(probabilities, dropout))
                     dropped = probabilities * kept[-1]
-                part = torch.bmm(dropped.to(v.dtype), v)  # [g, t, d]
+                part = torch.bmm(dropped.to(v.dtype), v[:, columns])  # [g, t, d]
                 context[block.rows, :, rows] = part.unflatten(0, (-1, num_heads))
                 if compared is not None and chosen is not None:
                     products[block.rows, rows] = compared.products(chosen)
@@ -97,6 +101,7 @@ class _BlockedAttention(torch.autograd.Function):
             context[block.rows, :, block.length :] = 0
         ctx.save_for_backward(query, key, value, document_ids, heads, *tensors, *kept)
         ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), dropout
+        ctx.window = attending.window
         ctx.logits_are_kept = len(heads) > 0
         return context, by_document(products, similarity.document_mask(document_ids, attending.num_documents))
 
@@ -108,39 +113,42 @@ class _BlockedAttention(torch.autograd.Function):
         num_heads, keep = query.shape[1], iter(kept)
         whole = [torch.empty_like(x) for x in (query, key, value)]
         wide = torch.promote_types(query.dtype, torch.float32)  # long sums
-        d_tensors = [None if x is None else torch.zeros_like(x, dtype=wide) for x in tensors]
+        needed = ctx.needs_input_grad[-len(tensors) :]
+        d_tensors = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(tensors, needed, strict=True)]
         both_ways = gram_gradient + gram_gradient.transpose(-1, -2)
         d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # a second backward pass: the first restored all
         ctx.logits_are_kept = False
-        for block in blocks.cut(document_ids, num_heads):
+        for block in blocks.cut(document_ids, num_heads, ctx.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
             d_out = _kept_scale(block.take(context_gradient), ctx.dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)
             compared = ComparedHeads(heads, block, num_heads) if len(heads) else None
             d_key, d_value = torch.zeros_like(k), torch.zeros_like(v)
-            for rows in block.tiles(num_heads):
+            for tile in block.tiles(num_heads):
+                rows, columns = tile
                 probabilities, d_chosen = next(keep) if block.is_kept else None, None
                 if probabilities is None or again:
-                    probabilities, chosen = _attend(q[:, rows], k, rows, positions, compared)
+                    probabilities, chosen = _attend(q[:, rows], k[:, columns], tile, positions, compared)
                     if compared is not None and chosen is not None:
                         d_chosen = compared.gradient(chosen, d_products[block.rows, rows])
                 elif compared is not None:  # .data: autograd would refuse writing to a tensor that it saved
-                    d_chosen = compared.restore(probabilities.data, rows, d_products[block.rows, rows])
-                d_logits = _product(d_out[:, rows], v)  # until the softmax below, the gradient of the probabilities
+                    d_chosen = compared.restore(probabilities.data, tile, d_products[block.rows, rows])
+                # Until the softmax below, the gradient of the probabilities.
+                d_logits = _product(d_out[:, rows], v[:, columns])
                 dropped = probabilities
                 if ctx.dropout:
                     kept_here = next(keep)
                     dropped = probabilities * kept_here
                     d_logits.mul_(kept_here)
-                d_value.baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
+                d_value[:, columns].baddbmm_(dropped.to(v.dtype).transpose(1, 2), d_out[:, rows])
                 _softmax_backward_(d_logits, probabilities)
                 if compared is not None and d_chosen is not None:
                     compared.collect(d_chosen, d_logits)
                 narrow = d_logits.to(q.dtype)
-                d_tile = torch.bmm(narrow, k)
-                d_key.baddbmm_(narrow.transpose(1, 2), q[:, rows])
-                positions.collect(d_logits, rows, d_tile, d_tensors)
+                d_tile = torch.bmm(narrow, k[:, columns])
+                d_key[:, columns].baddbmm_(narrow.transpose(1, 2), q[:, rows])
+                positions.collect(d_logits, tile, d_tile, d_tensors)
                 whole[0][block.rows, :, rows] = d_tile.mul_(terms.scale).unflatten(0, (-1, num_heads))
             positions.finish(d_key, d_tensors)
             whole[1][block.rows, :, : block.length] = d_key.unflatten(0, (-1, num_heads))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ KEPT_LENGTH = 512
 them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/benchmarks.md`)."""
 
 
+class Tile(NamedTuple):
+    """Some queries of a block, and the keys among which they find all that they may attend to."""
+
+    rows: slice
+    columns: slice
+
+
 @dataclass(frozen=True)
 class Block:
     """Some rows of the batch, cut to their longest sequence."""
@@ -32,7 +40,9 @@ class Block:
     document_ids: Tensor
     """`[b, n]`."""
     unmasked: bool
-    """Whether every pair of the block is allowed."""
+    """Whether every pair of the block within the window is allowed."""
+    window: int | None
+    """As in `Attending`; None where it reaches over the whole block."""
 
     @property
     def is_kept(self) -> bool:
@@ -43,24 +53,46 @@ class Block:
         """Return the block's part of `[batch, h, s, d]`, `[g, n, d]`."""
         return tensor[self.rows, :, : self.length].flatten(0, 1)
 
-    def tiles(self, num_heads: int) -> Iterator[slice]:
-        """Cut the query rows into tiles of about `TILE_ELEMENTS` logits."""
-        per_row = len(self.document_ids) * num_heads * self.length
-        rows = max(SMALLEST_TILE, TILE_ELEMENTS // per_row)
-        count = -(-self.length // rows)
+    def tiles(self, num_heads: int) -> Iterator[Tile]:
+        """Cut the query rows into tiles of about `TILE_ELEMENTS` logits.
+
+        Under a window w a tile of t rows takes t + 2w columns. With t = w it has three logits for two that are
+        allowed.
+        """
+        width = self.length if self.window is None else min(self.length, 3 * self.window + 1)
+        rows = TILE_ELEMENTS // (len(self.document_ids) * num_heads * width)
+        if self.window is not None:
+            rows = min(rows, self.window)
+        count = -(-self.length // max(SMALLEST_TILE, rows))
         rows = -(-self.length // count)
         for start in range(0, self.length, rows):
-            yield slice(start, min(start + rows, self.length))
+            end = min(start + rows, self.length)
+            yield Tile(slice(start, end), self._columns(start, end))
 
-    def forbidden(self, tile: slice) -> Tensor | None:
-        """Mark the pairs of two documents or with padding, bool `[b, 1, t, n]`; None where there are none."""
+    def _columns(self, start: int, end: int) -> slice:
+        if self.window is None:
+            return slice(0, self.length)
+        return slice(max(start - self.window, 0), min(end + self.window, self.length))
+
+    def offsets(self, tile: Tile) -> Tensor:
+        """Return i − j of each pair of a tile, int64 `[t, c]`."""
+        place = torch.arange(self.length)
+        return place[tile.rows, None] - place[tile.columns]
+
+    def forbidden(self, tile: Tile) -> Tensor | None:
+        """Mark the pairs of two documents, with padding or outside of the window; None where there are none.
+
+        bool `[b, 1, t, c]`, or `[1, 1, t, c]` where all rows of the batch have the same.
+        """
+        far = None if self.window is None else (self.offsets(tile).abs() > self.window)[None, None]
         if self.unmasked:
-            return None
-        own = self.document_ids[:, tile].unsqueeze(-1)
-        return ((own != self.document_ids.unsqueeze(-2)) | (own == 0)).unsqueeze(1)
+            return far
+        own = self.document_ids[:, tile.rows].unsqueeze(-1)
+        apart = ((own != self.document_ids[:, tile.columns].unsqueeze(-2)) | (own == 0)).unsqueeze(1)
+        return apart if far is None else apart | far
 
 
-def cut(document_ids: Tensor, num_heads: int) -> Iterator[Block]:
+def cut(document_ids: Tensor, num_heads: int, window: int | None = None) -> Iterator[Block]:
     """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits, or of one row."""
     batch, seq = document_ids.shape
     place = torch.arange(1, seq + 1, device=document_ids.device)
@@ -74,5 +106,6 @@ def cut(document_ids: Tensor, num_heads: int) -> Iterator[Block]:
                 break
             end, longest = end + 1, longer
         ids = document_ids[start:end, :longest]
-        yield Block(slice(start, end), longest, ids, bool((ids == 1).all()))
+        reach = None if window is None or window >= longest - 1 else window
+        yield Block(slice(start, end), longest, ids, bool((ids == 1).all()), reach)
         start = end

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ddrp.model.attention.cpu.blocks import Block
+from megatron_ddrp.model.attention.cpu.blocks import Block, Tile
 
 
 class ComparedHeads:
@@ -20,15 +20,15 @@ class ComparedHeads:
     def __init__(self, heads: Tensor, block: Block, num_heads: int) -> None:
         self.heads, self.block, self.num_heads = heads, block, num_heads
 
-    def logits(self, logits: Tensor, rows: slice) -> Tensor:
-        """Copy the compared heads of `[g, t, n]`, with zeros for forbidden pairs: `[b, m′, t, n]`."""
+    def logits(self, logits: Tensor, tile: Tile) -> Tensor:
+        """Copy the compared heads of `[g, t, c]`, with zeros for forbidden pairs: `[b, m′, t, c]`."""
         chosen = self._by_head(logits).index_select(1, self.heads)
-        forbidden = self.block.forbidden(rows)
+        forbidden = self.block.forbidden(tile)
         return chosen if forbidden is None else chosen.masked_fill_(forbidden, 0.0)
 
     def products(self, chosen: Tensor) -> Tensor:
-        """Return the inner products of each query's logits, `[b, m′, t, n]` → `[b, t, m′, m′]`."""
-        by_query = chosen.transpose(1, 2)  # [b, t, m′, n]
+        """Return the inner products of each query's logits, `[b, m′, t, c]` → `[b, t, m′, m′]`."""
+        by_query = chosen.transpose(1, 2)  # [b, t, m′, c]
         return by_query @ by_query.transpose(-1, -2)
 
     def gradient(self, chosen: Tensor, d_products: Tensor) -> Tensor:
@@ -36,16 +36,16 @@ class ComparedHeads:
         return (d_products @ chosen.transpose(1, 2)).transpose(1, 2)
 
     def collect(self, d_chosen: Tensor, d_logits: Tensor) -> None:
-        """Add the gradient of the compared heads to that of all logits, `[g, t, n]`."""
+        """Add the gradient of the compared heads to that of all logits, `[g, t, c]`."""
         self._by_head(d_logits).index_add_(1, self.heads, d_chosen)
 
     def keep(self, chosen: Tensor, probabilities: Tensor) -> None:
-        """Write the compared heads' logits over their probabilities in `[g, t, n]`."""
+        """Write the compared heads' logits over their probabilities in `[g, t, c]`."""
         self._by_head(probabilities).index_copy_(1, self.heads, chosen)
 
-    def restore(self, kept: Tensor, rows: slice, d_products: Tensor) -> Tensor:
+    def restore(self, kept: Tensor, tile: Tile, d_products: Tensor) -> Tensor:
         """Undo `keep`, in place, and return the `gradient` of the logits that were kept."""
-        chosen, forbidden = self._by_head(kept).index_select(1, self.heads), self.block.forbidden(rows)
+        chosen, forbidden = self._by_head(kept).index_select(1, self.heads), self.block.forbidden(tile)
         d_chosen = self.gradient(chosen, d_products)
         if forbidden is not None:
             chosen.masked_fill_(forbidden, torch.finfo(chosen.dtype).min)
@@ -53,7 +53,7 @@ class ComparedHeads:
         return d_chosen
 
     def _by_head(self, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(0, (-1, self.num_heads))  # [b, h, t, n]
+        return tensor.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
 
 
 def by_document(products: Tensor, documents: Tensor) -> Tensor:
