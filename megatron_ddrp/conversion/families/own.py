@@ -6,10 +6,11 @@ Here that code is never run: the folder is read as settings and weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.config.older import model_as_meant
 from megatron_ddrp.conversion.families.contract import HEADS, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
@@ -21,7 +22,7 @@ from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
 """Settings of `OWN_SETTINGS` that folders of all versions have; the others came later and have their defaults then."""
-OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
 """Head of a folder → the objective that trains it, where the folder names none."""
 
 
@@ -29,7 +30,7 @@ class Own(Family):
     """Every model of ours; the family of what transformers has no equal for."""
 
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
-    heads = tuple(HEADS)
+    head_modules = {head: {} for head in HEADS}
     has_code = True
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -42,11 +43,13 @@ class Own(Family):
         return checked_config(path, model_as_meant(read_settings(path, values, keys)))
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
-        names = set(names)
-        head = "replaced-token" if "head.output.weight" in names else "masked-lm"
-        if head == "replaced-token" and "head.norm.weight" in names:
-            head = "contextual-replaced-token"
-        return ObjectiveConfig(OBJECTIVES[head])
+        if "objective" not in values:
+            return ObjectiveConfig(OBJECTIVES[_head(set(names))])
+        try:
+            stored = Config.from_dict({"objective": values["objective"]}).objective
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        return replace(stored, generator_embeddings="shared")  # a generator is drawn anew
 
     def our_name(self, name: str) -> str | None:
         if name == "head.bias":
@@ -83,3 +86,10 @@ class Own(Family):
 
     def write_code(self, folder: Path, config: ModelConfig) -> None:
         write_model_code(folder, config.position_encoding)
+
+
+def _head(names: set[str]) -> str:
+    """Return the key of `HEADS` of the head that is among a folder's weights."""
+    if "head.output.weight" not in names:
+        return "masked-lm"
+    return "contextual-replaced-token" if "head.norm.weight" in names else "replaced-token"
