@@ -25,7 +25,7 @@ from unittest import mock
 
 import measure  # noqa: F401  (puts the repository on the import path)
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
@@ -38,6 +38,9 @@ TRITON = "3.9.0"
 """The version that made the table: others allot registers in their own way."""
 CAPABILITIES = (80, 90)
 HEAD_SIZES = (64, 128)
+WINDOWED = ((64, "rope", 0), (64, "ddrp", 2))
+"""Head size, encoding and heads in HCD of the local layers in the table."""
+WINDOW = 64
 SEQ = 512
 MARKERS = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 
@@ -64,13 +67,17 @@ class Compiled:
     """The instruction that multiplies matrices: "wgmma" (Hopper), "mma.sync" (Ampere), or "none"."""
 
 
-def launches(encoding: str, head_dim: int, compared: int, capability: int) -> dict[str, Launch]:
+def launches(
+    encoding: str, head_dim: int, compared: int, capability: int, window: int | None = None
+) -> dict[str, Launch]:
     """Return the launches of one attention, forward and backward, by kernel; `compared` heads take part in HCD."""
     config = ModelConfig(
         position_encoding=encoding, hidden_size=4 * head_dim, num_attention_heads=4, num_layers=1, seq_length=SEQ
     )
     module = encoding_class(encoding)(config)
-    terms = module.terms(config, module.layer_part(config)(module(torch.arange(SEQ)[None])))
+    maps = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2)]
+    tensors = module.layer_part(config).of_layer(module(torch.arange(SEQ)[None]), *maps)
+    terms = module.terms(config, tensors).by_offset
     found: dict[str, Launch] = {}
 
     def catch(kernel: Any, _: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -94,6 +101,7 @@ def launches(encoding: str, head_dim: int, compared: int, capability: int) -> di
             torch.empty(compared, dtype=torch.long, device="meta"),
             0.1,
             torch.empty(3, 1, device="meta"),
+            window=window,
         )
         context, cosine = triton_attention.triton_attention(attending)
         (context.sum() + (0 if cosine is None else cosine)).backward()
@@ -158,13 +166,17 @@ def cases(
 ) -> Iterator[tuple[str, int, Launch]]:
     """Yield (name, capability, launch) of every kernel of some encodings, equal ones once."""
     seen = set()
-    for capability, head_dim, encoding, count in itertools.product(CAPABILITIES, head_sizes, encodings, compared):
-        for kernel, launch in launches(encoding, head_dim, count, capability).items():
+    whole = itertools.product(CAPABILITIES, head_sizes, encodings, compared, (None,))
+    local = [(c, *case, WINDOW) for case in WINDOWED for c in CAPABILITIES]
+    of_asked = [case for case in local if case[1] in head_sizes and case[2] in encodings and case[3] in compared]
+    for capability, head_dim, encoding, count, window in (*whole, *of_asked):
+        for kernel, launch in launches(encoding, head_dim, count, capability, window).items():
             kinds = [_type_of(value) if isinstance(value, Tensor) else value for value in launch.arguments]
             key = repr((capability, kernel, sorted(launch.constants.items()), kinds))
             if key not in seen:
                 seen.add(key)
-                yield f"{encoding}{' hcd' * (count > 0)}, {head_dim}, {kernel}, sm_{capability}", capability, launch
+                kind = f"{encoding}{' hcd' * (count > 0)}{' local' * (window is not None)}"
+                yield f"{kind}, {head_dim}, {kernel}, sm_{capability}", capability, launch
 
 
 def markdown(table: dict[str, Compiled]) -> str:

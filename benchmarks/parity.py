@@ -41,7 +41,7 @@ VOCABULARIES = (
 """Pieces of vocab.txt; a family gets the first by which its models are told from those of other families."""
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 24}
 LENGTHS = (24, 13, 2)
-OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -146,7 +146,7 @@ def compare(theirs: Any, ours: Any, pad_id: int) -> Differences:
     states[-1:] = [ours.encode(ids, segments, mask, place * mask)]
     for hook in hooks:
         hook.remove()
-    logits = ours.head.logits(states[-1])
+    logits = ours.head.logits_of_rows(states[-1])
     logits = logits if output.logits.dim() == 2 else logits[..., : config.vocab_size]
     pairs = zip(output.hidden_states, states, strict=True)
     return Differences(max(_gap(*pair, mask.bool()) for pair in pairs), _gap(output.logits, logits, mask.bool()))

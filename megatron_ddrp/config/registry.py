@@ -28,6 +28,9 @@ ENCODINGS = {
     "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
     "rope": f"{_POSITIONS}.rope:Rope",
     "t5": f"{_POSITIONS}.t5:T5",
+    "alibi": f"{_POSITIONS}.alibi:Alibi",
+    "alibi-asym": f"{_POSITIONS}.alibi_asym:AlibiAsym",
+    "deberta-v2": f"{_POSITIONS}.deberta_v2:DebertaV2",
 }
 """Value of `--position-encoding` → "module:Class"."""
 
@@ -35,6 +38,7 @@ OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
     "mth": "megatron_ddrp.objectives.mth:Mth",
     "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
+    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
     "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
 }
 """Value of `--objective` → "module:Class"."""

@@ -21,6 +21,8 @@ DEFAULTS: dict[str, Any] = {
     "relative_distance": 64,
     "relative_table": "shared",
     "direction_init": "spread",
+    "rope_theta": 10_000.0,
+    "local_rope_theta": None,
     "deberta_emd": False,
     "ffn": "gelu",
     "norm": "layernorm",

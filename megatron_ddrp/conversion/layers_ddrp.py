@@ -74,7 +74,7 @@ def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor
 
     Training computes the same by strided views, which `torch.export` cannot follow; here r(i,j) is an index.
     """
-    logits = query @ key.transpose(-1, -2)
+    logits, terms = query @ key.transpose(-1, -2), terms.by_offset
     place = torch.arange(key.shape[2], device=key.device)
     row = (place[:, None] - place).clamp(terms.lowest, terms.highest) - terms.lowest  # r, [seq, seq]
     if terms.query_table is not None:
@@ -154,7 +154,8 @@ class EncoderLayer(nn.Module):
     def forward(self, hidden: Tensor, inputs: PassInputs, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the next hidden states and the attention probabilities; keys are of `source`, or of `hidden`."""
         position = inputs.position if self.position is None else self.position(inputs.position_ids)
-        terms = self.name_terms(self.config, self.layer_position(position))
+        tensors = self.layer_position.of_layer(position, self.attention.query, self.attention.key)
+        terms = self.name_terms(self.config, tensors)
         rotate = partial(self.layer_position.rotate, position_ids=inputs.position_ids)
         sides = (hidden, hidden if source is None else source)
         queries, keys = (self.attention_norm(states) if self.norm_before else states for states in sides)

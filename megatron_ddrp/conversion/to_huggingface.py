@@ -44,7 +44,7 @@ class Export:
 
     def summary(self) -> str:
         """Return a few lines: what was loaded, written, left out and not there."""
-        model, name, family = self.config, HEADS[self.head], self.family
+        model, name, family = self.config, HEADS[self.head].auto, self.family
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
         table = "" if model.position_encoding == "absolute" else f", {model.relative_table} table"
@@ -87,6 +87,7 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
     model, tokenizer, whole = checkpoint.read_model(source)
     objective = objective_class(whole.objective.objective)
     head = objective.exported
+    model.merge_embeddings()
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
     family = leaving_family(config, head, tokenizer, family_name)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)

@@ -178,7 +178,8 @@ class EncoderLayer(nn.Module):
         inputs, position = state.inputs, state.position
         if self.position is not None:
             position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
-        return self.name_terms(self.config, self.layer_position(position))
+        tensors = self.layer_position.of_layer(position, self.attention.query, self.attention.key)
+        return self.name_terms(self.config, tensors)
 
     def runs_compiled(self, hidden: Tensor) -> bool:
         """Return whether dropout, residual sums and LayerNorms run as compiled regions."""

@@ -11,7 +11,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.norm import Norm
-from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.replacing import first_of_run, gumbel_argmax
 from megatron_ddrp.model.stages import End, Judge, Output, State
 
 
@@ -37,6 +37,14 @@ class Head(nn.Module):
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """Return the encoder's output, `[.., hidden]`: normalised once more in a pre-LN model."""
         return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits of what it reads, `[.., hidden]`."""
+        raise AssertionError(f"{type(self).__name__} has no logits")
+
+    def logits_of_rows(self, hidden: Tensor) -> Tensor:
+        """Return the logits of last hidden states `[batch, seq, hidden]` whose rows hold one document each."""
+        return self.logits(hidden)
 
     def forward(self, state: State) -> Output:
         return self.objective.output(End(state, self.last_hidden(state.hidden), self))
@@ -103,6 +111,31 @@ class ReplacedTokenHead(Head):
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
         return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
+
+    def judge(self, end: End) -> Tensor:
+        """Return the logits of "replaced" of a micro-batch, `[batch, seq]`."""
+        return self.logits(end.hidden)
+
+
+class ContextualReplacedTokenHead(ReplacedTokenHead):
+    """DeBERTaV3's judge (arXiv:2111.09543, released code): y_t = W₂ · GELU(W₁ · LN(h_[CLS] + h_t)).
+
+    [CLS] is the first token of the document that t belongs to.
+    """
+
+    def __init__(self, config: ModelConfig, objective: Judge) -> None:
+        super().__init__(config, objective)
+        self.norm = Norm(config.hidden_size, config)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Sums h_[CLS] + h_t `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
+        return super().logits(self.norm(hidden))
+
+    def logits_of_rows(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden + hidden[:, :1])
+
+    def judge(self, end: End) -> Tensor:
+        return self.logits(end.hidden + first_of_run(end.hidden, end.state.inputs.layout.runs))
 
 
 class EnhancedMaskDecoder(nn.Module):

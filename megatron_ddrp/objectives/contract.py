@@ -81,8 +81,8 @@ def count_tokens(batch: Batch) -> int:
 class Objective:
     """Masked LM with TCD and HCD beside it (eq. 19). Holds settings and no tensor."""
 
-    tcd_weight, hcd_weight = 0.0, 0.0
-    """`--tcd-weight` and `--hcd-weight` where none is given."""
+    tcd_weight, hcd_weight, rtd_weight = 0.0, 0.0, 50.0
+    """`--tcd-weight`, `--hcd-weight` and `--rtd-weight` where none is given."""
 
     options: Mapping[str, Number] = MappingProxyType({})
     """Names of the objective's own numbers in `--objective-options`, with their defaults and ranges."""
@@ -102,7 +102,7 @@ class Objective:
     """Whether a generator replaces tokens and the model proper detects them."""
 
     exported = "masked-lm"
-    """The head that an exported folder has: "masked-lm" or "replaced-token"."""
+    """The head that an exported folder has, a key of `HEADS` in `conversion/families/contract.py`."""
 
     left_out: tuple[str, ...] = ("head.own.",)
     """Beginnings of the names of parameters that are not exported."""
@@ -146,6 +146,10 @@ class Objective:
     def build(self, config: ModelConfig, checkpoint_activations: bool = False) -> Encoder:
         """Return a freshly initialised model for this objective."""
         return Bert(config, self, checkpoint_activations)
+
+    def generator_config(self, config: ModelConfig) -> ModelConfig | None:
+        """Return the sizes of the generator that is trained beside a model of `config`, or None."""
+        return None
 
     def modules(self, hidden_size: int) -> nn.Module | None:
         """Return modules of the last stage that are trained with the model, `head.own` there, or None."""

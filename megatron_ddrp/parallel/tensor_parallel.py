@@ -62,7 +62,8 @@ class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
         return own_randomness(self.ranks)
 
     def cosine_apart(self, attending: Attending) -> Tensor:
-        has_parts_by_head = bool(self.encoding.by_head or self.encoding.layer_part.by_head)
+        part = self.encoding.layer_part
+        has_parts_by_head = part.uses_maps or bool(self.encoding.by_head or part.by_head)
         return CosineOfAllRanks(self.ranks, has_parts_by_head)(attending)
 
 
@@ -108,7 +109,7 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"feed_forward", FeedForwardOfRanks),
     (r"feed_forward\.input", ColumnParallelGeluLinear),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
-    (r"embeddings\.token", VocabularyParallelEmbedding),
+    (r"embeddings\.(token|difference)", VocabularyParallelEmbedding),
     (r"head", MaskedLMHeadOfRanks),
     (r"head\.decoder", ColumnParallelLinear),
 )

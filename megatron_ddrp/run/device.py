@@ -35,7 +35,10 @@ def attention_demand(config: Config, device: torch.device) -> Demand:
 
 def choices(config: Config, device: torch.device) -> str:
     """Return the attention backend with the reason for it, whether layers are compiled, and the precision."""
-    in_logits = encoding_class(config.model.position_encoding).in_logits
-    backend, why = resolve_backend(config.model.attention_backend, attention_demand(config, device), in_logits)
-    layers = "compiled layers, " if compiles(config.model.compile, device) else ""
-    return f"{backend} attention ({why}), {layers}{config.training.precision}"
+    model, demand = config.model, attention_demand(config, device)
+    windows = {model.window(layer) for layer in range(model.num_layers)} - {None}
+    in_logits = encoding_class(model.position_encoding).in_logits
+    chosen = (resolve_backend(model.attention_backend, demand._replace(window=w), in_logits) for w in (None, *windows))
+    attention = ", in local layers ".join(dict.fromkeys(f"{backend} attention ({why})" for backend, why in chosen))
+    layers = "compiled layers, " if compiles(model.compile, device) else ""
+    return f"{attention}, {layers}{config.training.precision}"

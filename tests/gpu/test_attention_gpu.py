@@ -43,7 +43,7 @@ CASES = {
 
 def skip_unless_served(name, case, dropout=0.0):
     if name in REASONS:
-        reason = REASONS[name](torch.device("cuda"), case.query.dtype, dropout, case.query.shape[-1])
+        reason = REASONS[name](case.attending(dropout).demand)
         if reason:
             pytest.skip(reason)
 

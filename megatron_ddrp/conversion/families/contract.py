@@ -19,7 +19,7 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,8 +28,22 @@ from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_se
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
-HEADS = {"masked-lm": "MaskedLM", "replaced-token": "PreTraining"}
-"""`exported` of an objective → end of a class name in transformers (BertFor…, AutoModelFor…)."""
+
+class Head(NamedTuple):
+    """A head that a model is exported with."""
+
+    name: str
+    """End of the names of the classes that have it, BertFor… or our own DdrpFor…"""
+    auto: str
+    """End of the class of transformers that loads it, AutoModelFor…"""
+
+
+HEADS = {
+    "masked-lm": Head("MaskedLM", "MaskedLM"),
+    "replaced-token": Head("PreTraining", "PreTraining"),
+    "contextual-replaced-token": Head("ContextualPreTraining", "PreTraining"),
+}
+"""`exported` of an objective → the head of its models."""
 
 NOT_COMPARED = {
     *("attention_backend", "compile", "direction_init"),
@@ -160,7 +174,7 @@ class Family:
         """Return the content of config.json, with every key that decides what the model computes."""
         return {
             "model_type": self.model_type,
-            "architectures": [f"{self.class_name}For{HEADS[head]}"],
+            "architectures": [f"{self.class_name}For{HEADS[head].name}"],
             **{key: getattr(config, name) for key, name in self.sizes.items()},
             "intermediate_size": config.ffn_size,
             "hidden_act": "gelu",

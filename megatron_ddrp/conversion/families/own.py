@@ -22,7 +22,7 @@ from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
 """Settings of `OWN_SETTINGS` that folders of all versions have; the others came later and have their defaults then."""
-OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
 """Head of a folder → the objective that trains it, where the folder names none."""
 
 
@@ -44,7 +44,11 @@ class Own(Family):
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
         if "objective" not in values:
-            return ObjectiveConfig(OBJECTIVES["replaced-token" if "head.output.weight" in names else "masked-lm"])
+            names = set(names)
+            head = "replaced-token" if "head.output.weight" in names else "masked-lm"
+            if head == "replaced-token" and "head.norm.weight" in names:
+                head = "contextual-replaced-token"
+            return ObjectiveConfig(OBJECTIVES[head])
         try:
             stored = Config.from_dict({"objective": values["objective"]}).objective
         except UserError as error:
@@ -63,14 +67,14 @@ class Own(Family):
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
         settings = super().folder_settings(config, head, tokenizer)
-        kinds = (f"For{HEADS[head]}", "ForSequenceClassification")
         return {
             "model_type": settings["model_type"],
             "architectures": settings["architectures"],
             "auto_map": {
                 "AutoConfig": "configuration_ddrp.DdrpConfig",
                 "AutoModel": "modeling_ddrp.DdrpModel",
-                **{f"AutoModel{kind}": f"modeling_ddrp.Ddrp{kind}" for kind in kinds},
+                f"AutoModelFor{HEADS[head].auto}": f"modeling_ddrp.DdrpFor{HEADS[head].name}",
+                "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
             },
             **settings,
             **{name: getattr(config, name) for name in OWN_SETTINGS},

@@ -54,6 +54,7 @@ def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     attending, cosine = tapped_cosine(attending)
     query, key, value, terms, document_ids, _, dropout, *_ = attending
     mask = position_logits(query, key, terms)
+    mask = None if mask is None else mask.to(query.dtype)
     if mask is not None and not attending.full:
         mask = mask.masked_fill(~allowed_pairs(document_ids, attending.window), torch.finfo(query.dtype).min)
     elif mask is None and not attending.full:
@@ -89,7 +90,7 @@ def attend_from(
     `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so offsets are gathered, m·s of them.
     """
     batch, num_heads, count, _ = query.shape
-    seq = key.shape[2]
+    seq, terms = key.shape[2], terms.by_offset
     logits = (query * terms.scale) @ key.transpose(-1, -2)  # [b, h, m, s]
     offset = places.unsqueeze(-1) - torch.arange(seq, device=places.device)  # i − j, [b, m, s]
     index = (offset.clamp(terms.lowest, terms.highest) - terms.lowest).unsqueeze(1).expand(-1, num_heads, -1, -1)
@@ -139,7 +140,7 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
     """Return the backend that `--attention-backend` means for an encoding, and the reason in a few words.
 
     `in_logits` says whether the encoding adds anything to the logits, `full` whether this micro-batch's rows are one
-    document each, without padding.
+    document each, without padding; under a window that makes no difference.
     """
     if name != "auto":
         return name, "as asked for"
@@ -147,6 +148,8 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
         return _auto_with_terms(demand) if in_logits else _auto_without_terms(demand, full)
     if in_logits:
         return "blocked", "fastest on CPUs with terms in the logits"
+    if demand.window is not None:
+        return "blocked", "fastest on CPUs for local layers"
     if demand.dropout:
         return "blocked", "fastest on CPUs with dropout"
     return "sdpa", "fastest on CPUs without terms in the logits and without dropout"
@@ -167,8 +170,10 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     """Choose for an encoding that adds nothing to the logits.
 
     For rows with padding or several documents varlen attention needs no mask but has no dropout. Triton's kernels have
-    it, and leave other documents out as well.
+    it, and leave other documents out as well. Both leave out what lies outside of a window, which flash cannot.
     """
+    if demand.window is not None:
+        return _auto_in_window(demand)
     if why_not_flash(demand) is not None:
         return "sdpa", "works on every GPU"
     if why_not_varlen(demand) is None:
@@ -176,3 +181,12 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
     if why_not_triton(demand) is None:
         return "sdpa" if full else "triton", "flash for full rows, triton for padded and packed ones"
     return "sdpa", "flash for full rows, a mask for padded and packed ones"
+
+
+def _auto_in_window(demand: Demand) -> tuple[str, str]:
+    """Choose for the local layers of an encoding that adds nothing to the logits."""
+    if why_not_varlen(demand) is None:
+        return "sdpa", "varlen for local layers"
+    if why_not_triton(demand) is None:
+        return "triton", "leaves out what lies outside of a window"
+    return "sdpa", "works on every GPU; a mask for local layers"

@@ -18,11 +18,11 @@ LENGTHS = (7, 4, 2)
 
 
 @torch.no_grad()
-def twin_sentences(model, batch):
+def twin_sentences(model, batch, compared=False):
     """Of each sentence the last hidden states `[n, D]` and the logits of each layer `[heads, n, n]`, from loops."""
     hidden, logits = [], []
     for row, n in enumerate((batch.document_ids > 0).sum(1).tolist()):
-        _, states, scores = twin_encode(model, batch, row)
+        _, states, scores = twin_encode(model, batch, row, compared)
         hidden.append(twin_last_norm(model, states)[:n])
         logits.append([layer[:, :n, :n] for layer in scores])
     return hidden, logits
@@ -36,7 +36,7 @@ def model(request):
 def test_self_similarity_is_that_of_the_loops(model):
     batches = [tiny_batch(LENGTHS), tiny_batch((5, 3), seed=1)]
     found = measure_similarity(model, batches)
-    pairs = [twin_sentences(model, batch) for batch in batches]
+    pairs = [twin_sentences(model, batch, compared=True) for batch in batches]
     hidden, logits = sum((h for h, _ in pairs), []), sum((s for _, s in pairs), [])
     by_layer = analyses.head_similarity(logits)
     assert found.sentences == 5

@@ -19,6 +19,7 @@ class Case:
     value: torch.Tensor
     terms: PositionTerms
     document_ids: torch.Tensor
+    window: int | None = None
 
     @property
     def inputs(self):
@@ -28,8 +29,9 @@ class Case:
     def attending(self, dropout=0.0, heads=NO_HEADS):
         device = self.query.device
         counted = torch.ones(len(self.query), int(self.document_ids.max()), device=device)
-        ids = self.document_ids
-        return Attending(self.query, self.key, self.value, self.terms, ids, heads.to(device), dropout, counted)
+        vectors = self.query, self.key, self.value
+        rest = heads.to(device), dropout, counted
+        return Attending(*vectors, self.terms, self.document_ids, *rest, window=self.window)
 
     @property
     def valid(self):
@@ -45,7 +47,7 @@ class Case:
         moved = self.terms.map(lambda x, _: move(x))
         # Heads side by side in memory, as the projections leave them.
         query, key, value = (move(x.transpose(1, 2)).transpose(1, 2) for x in (self.query, self.key, self.value))
-        return Case(query, key, value, moved, self.document_ids.to(query.device))
+        return Case(query, key, value, moved, self.document_ids.to(query.device), self.window)
 
     def weight(self):
         """A fixed random weight for each entry of the context of valid tokens."""
@@ -65,6 +67,7 @@ def make_case(
     seed=0,
     dtype=torch.float32,
     biases_compared=True,
+    window=None,
 ):
     """`tables`: letters out of q, Q, k, K, v, V (query and key table, offset bias; capital = one per head).
 
@@ -86,7 +89,7 @@ def make_case(
     bias = None if bias_batch is None else random(bias_batch, heads, seq, seq)
     vectors = (random(batch, seq, heads, head_dim).transpose(1, 2) for _ in range(3))
     terms = PositionTerms(scale, **chosen, bias=bias, lowest=lowest, highest=highest, biases_compared=biases_compared)
-    return Case(*vectors, terms, ids)
+    return Case(*vectors, terms, ids, window)
 
 
 def answer(case, backend, dropout=0.0):

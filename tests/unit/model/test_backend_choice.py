@@ -19,17 +19,18 @@ from megatron_ddrp.model.stages import layout_of
 from tests.unit.model.attention_cases import make_case
 
 
-def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64):
-    return Demand(torch.device(device), dtype, dropout, head_dim)
+def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64, window=None):
+    return Demand(torch.device(device), dtype, dropout, head_dim, window)
 
 
 def test_auto_chooses_on_cpus_by_encoding_and_dropout():
-    for in_logits, dropout, expected in (
-        (True, 0.0, "blocked"),
-        (False, 0.1, "blocked"),
-        (False, 0.0, "sdpa"),
+    for in_logits, dropout, window, expected in (
+        (True, 0.0, None, "blocked"),
+        (False, 0.1, None, "blocked"),
+        (False, 0.0, None, "sdpa"),
+        (False, 0.0, 64, "blocked"),
     ):
-        assert resolve_backend("auto", demand("cpu", dropout=dropout), in_logits)[0] == expected
+        assert resolve_backend("auto", demand("cpu", dropout=dropout, window=window), in_logits)[0] == expected
     assert resolve_backend("eager", demand("cpu"), True) == ("eager", "as asked for")
 
 
@@ -47,6 +48,11 @@ def test_auto_chooses_on_cpus_by_encoding_and_dropout():
         ((9, 0), {"head_dim": 160}, False, False, "sdpa", "flash for full rows, a mask for padded and packed ones"),
         ((9, 0), {"dtype": torch.float32}, False, False, "sdpa", "works on every GPU"),
         ((7, 0), {"dtype": torch.float16}, False, False, "sdpa", "works on every GPU"),
+        ((9, 0), {"window": 64}, True, True, "triton", "stores no logits"),
+        ((9, 0), {"window": 64}, False, True, "triton", "leaves out what lies outside of a window"),
+        ((9, 0), {"window": 64, "dropout": 0.0}, False, True, "sdpa", "varlen for local layers"),
+        ((8, 0), {"window": 64, "dtype": torch.float32}, False, True, "triton", "leaves out"),
+        ((7, 0), {"window": 64, "dtype": torch.float16}, False, True, "sdpa", "a mask for local layers"),
     ],
 )
 def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why, monkeypatch):
@@ -54,6 +60,7 @@ def test_auto_chooses_on_gpus(capability, changes, in_logits, full, backend, why
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(varlen, "_has_varlen", lambda: True)
+    monkeypatch.setattr(varlen, "_has_windows", lambda: True)
     chosen, reason = resolve_backend("auto", demand(**changes), in_logits, full)
     assert chosen == backend and why in reason
 
@@ -67,21 +74,28 @@ def test_auto_takes_sdpa_without_triton_and_a_mask_with_an_older_torch(monkeypat
         "works on every GPU; triton attention needs the package triton, which torch brings along for CUDA",
     )
     assert "a mask for padded" in resolve_backend("auto", demand(dropout=0.0), False, full=False)[1]
+    monkeypatch.setattr(varlen, "_has_varlen", lambda: True)
+    monkeypatch.setattr(varlen, "_has_windows", lambda: False)
+    assert "varlen for padded" in resolve_backend("auto", demand(dropout=0.0), False, full=False)[1]
+    assert "a mask for local" in resolve_backend("auto", demand(dropout=0.0, window=64), False)[1]
 
 
-def attention_of_runs(query, key, value, begins, _, longest, __):
-    """What `varlen_attn` computes: each run of `[tokens, heads, d]` attends to itself."""
-    borders = begins.tolist()
+def attention_of_runs(query, key, value, begins, _, longest, __, *, window_size=(-1, -1)):
+    """What `varlen_attn` computes: each run of `[tokens, heads, d]` attends to itself, within the window."""
+    borders, (left, right) = begins.tolist(), window_size
     assert borders[-1] == len(query) and longest == max(b - a for a, b in pairwise(borders))
-    runs = [
-        F.scaled_dot_product_attention(*(x[begin:end].transpose(0, 1) for x in (query, key, value))).transpose(0, 1)
-        for begin, end in pairwise(borders)
-    ]
+    runs = []
+    for begin, end in pairwise(borders):
+        offset = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        mask = ((offset <= left) | (left < 0)) & ((-offset <= right) | (right < 0))
+        vectors = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        runs.append(F.scaled_dot_product_attention(*vectors, attn_mask=mask).transpose(0, 1))
     return torch.cat(runs)
 
 
 @pytest.mark.parametrize("document_ids", [[[1] * 7, [1] * 4 + [0] * 3, [0] * 7], [[1, 1, 2, 2, 2, 3, 0]]], ids=len)
-def test_varlen_attention_is_that_of_the_mask(document_ids, monkeypatch):
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_varlen_attention_is_that_of_the_mask(document_ids, window, monkeypatch):
     module = SimpleNamespace(varlen_attn=attention_of_runs)
     monkeypatch.setattr(attention, "varlen", module, raising=False)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
@@ -89,7 +103,7 @@ def test_varlen_attention_is_that_of_the_mask(document_ids, monkeypatch):
     ids = torch.tensor(document_ids)
     nothing = torch.zeros_like(ids)
     layout = layout_of(Batch(ids, nothing - 100, ids, nothing, nothing, nothing))
-    attending = make_case(document_ids, 0, 0).attending()._replace(layout=layout)
+    attending = make_case(document_ids, 0, 0).attending()._replace(layout=layout, window=window)
     (context, _), (expected, _) = sdpa_attention(attending), eager_attention(attending)
     valid = (ids > 0)[:, None, :, None]
     torch.testing.assert_close(context * valid, expected * valid)

@@ -78,7 +78,7 @@ class Turned(PositionEncoding):
         return PositionTerms(0.5, lowest=-2, highest=1, offset_bias=tensors[0])
 
 
-def turned_twin(name, encoding, layer_part, places):
+def turned_twin(name, encoding, layer_part, places, maps):
     """The logits of `Turned`, pair by pair."""
 
     def turned(vector, place):
@@ -218,3 +218,37 @@ def test_terms_that_are_switched_off_are_zero():
     sums = model(batch, Draws.none(3, 2)).sums
     assert sums[0] > 0 and sums[1] == 0 and sums[2] == 0
     torch.testing.assert_close(sums, twin_sums(model, batch, Draws.none(3, 2)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("encoding", ["absolute", "deberta"])
+def test_model_with_local_layers_equals_the_twin(encoding):
+    """In the last of two layers a token attends to two others on either side; the mask decoder applies it too."""
+    model = tiny_model(position_encoding=encoding, local_attention=5, global_every=2, deberta_emd=True)
+    assert [layer.attention.window for layer in model.layers] == [None, 2]
+    assert [layer.layer_position.is_local for layer in model.layers] == [False, True]
+    batch = packed_batch(tiny_batch(lengths=(6, 1, 4)), [[0, 1], [2]])
+    draws = some_draws(batch)
+    expected = twin_sums(model, batch, draws)
+    expected_gradients = gradients(model, expected)
+    for backend in BACKENDS:
+        for layer in model.layers:
+            layer.attention.backend = backend
+        sums = model(batch, draws).sums
+        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
+        assert_same(gradients(model, sums), expected_gradients)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_local_layer_acts_and_reaches_as_far_as_its_window(backend):
+    model = tiny_model(num_layers=3, local_attention=4, attention_backend=backend)
+    batch = tiny_batch(lengths=(7,))
+    before = encode(model, batch)
+    for layer in model.layers[1:]:
+        window, layer.attention.window = layer.attention.window, None
+        assert window == 2 and not torch.allclose(encode(model, batch), before)
+        layer.attention.window = window
+    # The first layer looks everywhere; without it, two local ones reach four places.
+    model.layers[0].attention.window = 0
+    changed = batch._replace(input_ids=batch.input_ids.index_add(1, torch.tensor([0]), torch.tensor([[1]])))
+    differs = (encode(model, batch) - encode(model, changed)).abs().amax(-1)[0] > 1e-9
+    assert differs.tolist() == [True] * 5 + [False] * 2

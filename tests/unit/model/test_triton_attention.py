@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_ddrp.config.registry import ENCODINGS
+from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.triton_attention import triton_attention, why_not_triton
 from tests.unit.model.attention_cases import make_case
@@ -59,7 +60,7 @@ def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, mon
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = why_not_triton(torch.device(device), dtype, 0.1, head_dim)
+    reason = why_not_triton(Demand(torch.device(device), dtype, 0.1, head_dim))
     if expected is None:
         assert reason is None
     else:
@@ -69,10 +70,10 @@ def test_reasons_not_to_serve(device, capability, dtype, head_dim, expected, mon
 def test_missing_triton_and_full_dropout_are_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
-    reason = why_not_triton(torch.device("cpu"), torch.float32, 1.0, 64)
+    reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 1.0, 64))
     assert reason is not None and "dropout below 1, got 1.0" in reason
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    reason = why_not_triton(torch.device("cpu"), torch.float32, 0.0, 64)
+    reason = why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.0, 64))
     assert reason is not None and "needs the package triton" in reason
 
 

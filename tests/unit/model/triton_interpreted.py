@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
-from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
@@ -69,6 +69,12 @@ CASES = {
     "whole tiles in each bin": ([[1] * 130], (-4, 3), {"tables": "qk"}),
     "lopsided band": ([[1] * 130], (-40, 70), {"tables": "qk"}),
     "long packed": ([[1] * 70 + [2] * 60], (-4, 3), {"tables": "qk", "bias_batch": 1}),
+    "window, content": (PADDED, (0, 0), {"heads": 2, "window": 3}),
+    "window, itself alone": (PACKED, (-4, 3), {"tables": "qk", "window": 0}),
+    "window beside the band": (PACKED, (-2, 1), {"tables": "qKV", "heads": 2, "window": 4}),
+    "window over more than the row": (PADDED, (-4, 3), {"tables": "q", "window": 40}),
+    "window of tiles": ([[1] * 50 + [2] * 80], (-40, 70), {"tables": "qk", "window": 33}),
+    "window of tiles, bins": ([[1] * 130], (-4, 3), {"tables": "qk", "bias_batch": 1, "window": 20}),
 }
 
 
@@ -76,6 +82,15 @@ CASES = {
 def test_equals_eager_in_float64(document_ids, bounds, options):
     case = make_case(document_ids, *bounds, **options)
     assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
+
+
+def test_keys_out_of_reach_are_not_read():
+    case = make_case([[1] * 130], -4, 3, tables="q", window=20)
+    with torch.no_grad():
+        for x in (case.key, case.value):
+            x[:, :, 64:] = torch.nan
+    context, _ = triton_attention(case.attending())
+    assert context[:, :, :32].isfinite().all() and context[:, :, 64:].isnan().all()
 
 
 LENGTHS = (1, 17, 511, 512, 513, 1025)
@@ -111,7 +126,9 @@ def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeyp
         position_encoding=encoding, num_layers=1, hidden_size=head_dim, num_attention_heads=1, seq_length=max(3, seq)
     )
     positions = encoding_class(encoding)(config)
-    terms = positions.terms(config, positions.layer_part(config)(positions(torch.arange(seq)[None])))
+    maps = [torch.nn.Linear(head_dim, head_dim) for _ in range(2)]
+    tensors = positions.layer_part(config).of_layer(positions(torch.arange(seq)[None]), *maps)
+    terms = positions.terms(config, tensors)
     case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
     generator = torch.Generator().manual_seed(seq)
     case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())
@@ -225,6 +242,7 @@ COMPARED = {
     "bias": (PADDED, (0, 0), {"bias_batch": 1, "heads": 2}, [0, 1]),
     "bias a sequence": (PADDED, (-4, 3), {"tables": "QV", "bias_batch": 2, "heads": 3}, [1, 2]),
     "documents in any order": (UNORDERED, (-4, 3), {"tables": "qk", "heads": 2}, [0, 1]),
+    "window, packed": ([[1] * 24 + [2] * 16], (-2, 1), {"tables": "q", "heads": 2, "window": 5}, [0, 1]),
     "without offset bias": (PACKED, (-4, 3), {"tables": "V", "heads": 3, "biases_compared": False}, [0, 2]),
 }
 
@@ -276,4 +294,4 @@ def test_serves_no_float64_and_says_so():
     case = make_case(PADDED, -4, 3).to(torch.float64)
     with pytest.raises(ValueError, match="takes bfloat16, float16 or float32, got float64"):
         answer(case, triton_attention)
-    assert why_not_triton(torch.device("cpu"), torch.float32, 0.1, 16) is None
+    assert why_not_triton(Demand(torch.device("cpu"), torch.float32, 0.1, 16)) is None

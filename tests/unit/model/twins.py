@@ -4,6 +4,7 @@
 """
 
 import importlib
+import importlib.util
 
 import torch
 
@@ -11,6 +12,8 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from tests.reference import attention, deberta, losses, mth, positions, tupe
 
 EPS = 1e-12
+WITH_LINES = ("absolute", "ddrp", "bert-r", "deberta", "tupe-a", "tupe-r")
+"""Encodings that `twin_scores` has lines for."""
 
 
 def layer_parameters(layer):
@@ -51,11 +54,21 @@ def deberta_parameters(table, projections):
     return {"table": table.relative, **parts, "query.bias": projections.query.bias}
 
 
-def twin_scores(name, table, projections, place):
+def encoding_module(name):
+    """The module with an encoding's `twin`: tests/reference/NAME.py, or its one test file, test_NAME.py beside this."""
+    slug = name.replace("-", "_")
+    for place in (f"tests.reference.{slug}", f"tests.unit.model.test_{slug}"):
+        if importlib.util.find_spec(place) is not None:
+            return importlib.import_module(place)
+    return None
+
+
+def twin_scores(name, table, projections, place, maps=()):
     """The twin of one encoding as a function of query and key `[heads, S, d]`.
 
-    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers.
-    An encoding without a line here has a module of its name in tests/reference, whose `twin` takes these three.
+    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers; maps: the
+    layer's linear maps of queries and keys, which a twin takes where the layer's part uses them.
+    An encoding without a line here has a module of its own, whose `twin` takes these.
     """
     if name == "absolute":
         return positions.absolute_scores
@@ -66,15 +79,17 @@ def twin_scores(name, table, projections, place):
     if name == "deberta":
         params = deberta_parameters(table, projections)
         return lambda query, key: deberta.deberta_scores(query, key, params, place)
-    if name not in ("tupe-a", "tupe-r"):
-        module = importlib.import_module(f"tests.reference.{name.replace('-', '_')}")
-        return module.twin(table, projections, place)
+    if name not in WITH_LINES:
+        own = (table, projections, place)
+        own += tuple(maps) if projections.uses_maps else ()
+        return encoding_module(name).twin(*own)
     params, distance = tupe_parameters(table), getattr(table, "largest_distance", tupe.MAX_DISTANCE)
     return lambda query, key: tupe.tupe_scores(query, key, params, place, distance)
 
 
-def twin_encode(model, batch, row):
-    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row."""
+def twin_encode(model, batch, row, compared=False):
+    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row,
+    with `compared` those that HCD compares."""
     config, embeddings = model.config, model.embeddings
     place, document_ids = batch.position_ids[row].tolist(), batch.document_ids[row].tolist()
     rows = []
@@ -93,8 +108,10 @@ def twin_encode(model, batch, row):
         before = hidden
 
         def scores(query, key, number=number, layer=layer):
-            logits.append(layer_scores(model, layer, place)(query, key))
-            return attention.within_window(logits[-1], config.window(number))
+            found = layer_scores(model, layer, place)(query, key)
+            others = compared_scores(model.config.position_encoding) if compared else None
+            logits.append(found if others is None else others(query, key))
+            return attention.within_window(found, config.window(number))
 
         order = config.layernorm_position
         hidden = attention.bert_layer(
@@ -106,7 +123,13 @@ def twin_encode(model, batch, row):
 def layer_scores(model, layer, place):
     """`twin_scores` of one layer of a model."""
     table = model.embeddings.position if layer.position is None else layer.position
-    return twin_scores(model.config.position_encoding, table, layer.layer_position, place)
+    maps = layer.attention.query, layer.attention.key
+    return twin_scores(model.config.position_encoding, table, layer.layer_position, place, maps)
+
+
+def compared_scores(name):
+    """The twin of the logits that HCD compares, where they are others: `compared` of the encoding's module, or None."""
+    return getattr(encoding_module(name), "compared", None)
 
 
 def twin_last_norm(model, hidden):
@@ -162,7 +185,7 @@ def twin_sums(model, batch, draws):
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
     windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
-        before, hidden, logits = twin_encode(model, batch, row)
+        before, hidden, logits = twin_encode(model, batch, row, compared=True)
         hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
         predicted = hidden[wanted]
         if wanted and model.mask_decoder is not None:

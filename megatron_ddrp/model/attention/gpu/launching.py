@@ -38,6 +38,11 @@ class Tiles(NamedTuple):
     heads: Tile
     """Of HCD's kernels."""
 
+    @property
+    def largest(self) -> int:
+        """Most queries or keys of a tile."""
+        return max(max(tile.queries, tile.keys) for tile in self)
+
 
 IN_FP32 = {
     64: Tiles(*(Tile(32, 32, 4, 1),) * 4),

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
 from megatron_ddrp.model.attention.logits import tapped_cosine
-from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS, PositionTerms
+from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
@@ -73,19 +73,13 @@ def _next_power_of_2(number: int) -> int:
 class _Problem:
     """The arguments that all kernels share, and the launch of a kernel."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        terms: PositionTerms,
-        document_ids: Tensor,
-        seed: Tensor | None,
-        dropout: float,
-        heads: Tensor,
-    ) -> None:
-        """`query`, `key`, `value` `[b, s, h, d]`, contiguous; `heads` int64 `[m′]`, those that HCD compares."""
+    def __init__(self, attending: Attending, seed: Tensor | None) -> None:
+        """Unlike elsewhere, queries, keys and values are `[b, s, h, d]` here, and contiguous."""
+        query, key, value, terms, document_ids, heads, dropout, *_ = attending
         batch, seq, num_heads, head_dim = query.shape
+        window = None if attending.window is None or attending.window >= seq - 1 else attending.window
+        self.tiles = tiles(query, terms)
+        reach = seq if window is None else self.tiles.largest + 2 * window
         self.query, self.key, self.value, self.terms = query, key, value, terms
         self.heads = heads if len(heads) else None
         self.query_table, self.key_table = self._table(terms.query_table), self._table(terms.key_table)
@@ -93,6 +87,8 @@ class _Problem:
         if terms.offset_bias is not None:
             self.by_query = self._with_offset_bias(terms.offset_bias / terms.scale, self.by_query)
         self.bias = None if terms.bias is None else terms.bias.contiguous()
+        has_tables = self.by_query is not None or self.by_key is not None
+        in_band = window is not None and terms.lowest <= -window and window <= terms.highest
         drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
         self.inputs = (query, key, value, self.by_query, self.by_key, self.bias, document_ids.contiguous(), seed)
         self.numbers = (terms.scale, drop_below)
@@ -100,18 +96,18 @@ class _Problem:
         self.constants: dict[str, Any] = {
             "D": head_dim,
             "D_PAD": max(16, _next_power_of_2(head_dim)),
-            "S_PAD": max(512, _next_power_of_2(seq)),
+            "S_PAD": max(512, _next_power_of_2(min(seq, reach))),
             "TABLE_ROWS": -(-(terms.highest - terms.lowest + 1) // 8) * 8,
             "LOWEST": terms.lowest,
             "HIGHEST": terms.highest,
-            "RUNS": 1 if self.by_query is None and self.by_key is None else 3,
+            "WINDOW": window,
+            "RUNS": 3 if has_tables and not in_band else 1,
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
             "COUNT": len(heads),
             "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
             # fp32 as three products of tensor-core numbers: as good as fp32, where one alone keeps 10 bits.
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
         }
-        self.tiles = tiles(query, terms)
 
     def _table(self, table: Tensor | None) -> Tensor | None:
         """Pad `[1 | h, rows, d]` to `[h, rows′, d]`, rows′ a multiple of 8: rows of P then begin at 16-byte borders."""
@@ -242,7 +238,7 @@ class _TritonAttention(torch.autograd.Function):
     def forward(ctx, attending: Attending, seed: Tensor | None, query, key, value, *tensors):  # type: ignore[override]
         terms, document_ids, heads = attending.terms.with_tensors(tensors), attending.document_ids, attending.heads
         query, key, value = _by_token(query), _by_token(key), _by_token(value)
-        problem = _Problem(query, key, value, terms, document_ids, seed, attending.dropout, heads)
+        problem = _Problem(attending._replace(query=query, key=key, value=value, terms=terms), seed)
         context, lse, squares = problem.forward()
         cosine = None
         of_heads: tuple[Tensor, ...] = ()
@@ -252,6 +248,7 @@ class _TritonAttention(torch.autograd.Function):
             of_heads = (counted, *rest)
         ctx.save_for_backward(document_ids, seed, heads, context, lse, query, key, value, *tensors, *of_heads)
         ctx.terms, ctx.dropout = terms.with_tensors([None] * len(tensors)), attending.dropout
+        ctx.window = attending.window
         return context.transpose(1, 2), cosine
 
     @staticmethod
@@ -260,7 +257,8 @@ class _TritonAttention(torch.autograd.Function):
         document_ids, seed, heads, context, lse, query, key, value, *rest = ctx.saved_tensors
         tensors, of_heads = rest[: len(HEAD_DIMENSIONS)], rest[len(HEAD_DIMENSIONS) :]
         terms = ctx.terms.with_tensors(tensors)
-        problem = _Problem(query, key, value, terms, document_ids, seed, ctx.dropout, heads)
+        attending = Attending(query, key, value, terms, document_ids, heads, ctx.dropout, window=ctx.window)
+        problem = _Problem(attending, seed)
         pulls = problem.pull(of_heads, d_cosine) if of_heads else (None, None)
         wants_bias = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))["bias"]
         gradients = problem.backward(context, _by_token(d_context), lse, wants_bias, pulls)
@@ -279,6 +277,7 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     cosine = None
     if attending.terms.compared is not attending.terms:
         attending, cosine = tapped_cosine(attending)
+    attending = attending._replace(terms=attending.terms.by_offset)
     query, key, value, terms, _, _, dropout, *_ = attending
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
     context, of_kernels = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)

@@ -49,7 +49,8 @@ def column_of(matrix, a, COUNT_PAD: tl.constexpr):
 def logits_of(
     a, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, BIAS_BATCHED: tl.constexpr, WHERE: tl.constexpr, PRECISION: tl.constexpr,
+    HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, WHERE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of the compared head number `a`'s logits in base 2, 0 for forbidden pairs."""
     h = tl.load(heads + a)
@@ -60,7 +61,7 @@ def logits_of(
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     logits = logits_tile(
         q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, (h * B + b) * S, bias, scale, S,
-        TABLE_ROWS, LOWEST, HIGHEST, WHERE, PRECISION,
+        TABLE_ROWS, LOWEST, HIGHEST, WINDOW, WHERE, PRECISION,
     )  # fmt: skip
     return tl.where(logits == float("-inf"), 0.0, logits)
 
@@ -69,15 +70,15 @@ def logits_of(
 def sum_tile(
     inverse, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHERE: tl.constexpr, PRECISION: tl.constexpr,
+    HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr,
+    COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of T; `inverse`: 1/‖A_a‖ of each query's document, `[BLOCK_M, COUNT_PAD]`."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for a in range(COUNT):
         logits = logits_of(
             a, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
-            B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, BIAS_BATCHED, WHERE, PRECISION,
+            B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, WHERE, PRECISION,
         )  # fmt: skip
         total += column_of(inverse, a, COUNT_PAD)[:, None] * logits
     return total
@@ -88,7 +89,7 @@ def compare_kernel(
     query, key, by_query, by_key, bias, ids, scale, heads, squares, counted,
     inverse, inner, shares,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, DOCUMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,22 +111,22 @@ def compare_kernel(
         own += tl.where(slots == a, part[:, None], 0.0)
     products = tl.zeros((BLOCK_M, COUNT_PAD), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
-    start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
+    start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
     for where in tl.static_range(RUNS):
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
         for first_column in range(low, high, BLOCK_N):
             columns = first_column + tl.arange(0, BLOCK_N)
             total = sum_tile(
                 inverses, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
-                B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M, BLOCK_N,
-                where, PRECISION,
+                B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M,
+                BLOCK_N, where, PRECISION,
             )  # fmt: skip
             norm += tl.sum(total * total, 1)
             if COUNT > 2:
                 for a in range(COUNT):
                     logits = logits_of(
                         a, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
-                        B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, BIAS_BATCHED, where, PRECISION,
+                        B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, where, PRECISION,
                     )  # fmt: skip
                     product = column_of(inverses, a, COUNT_PAD) * tl.sum(logits * total, 1)
                     products += tl.where(slots == a, product[:, None], 0.0)
@@ -145,7 +146,7 @@ def pull_kernel(
     query, key, by_query, by_key, bias, ids, scale, heads, counted, inverse, inner, d_sum,
     total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, DOCUMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -166,15 +167,15 @@ def pull_kernel(
         tl.store(pulls + COUNT * B * S + of_head + rows, weight * root * away, mask=rows < S)
     cells = (slots * B + b) * S + rows[:, None]
     inverses = tl.load(inverse + cells, mask=(rows < S)[:, None] & (slots < COUNT), other=0.0)
-    start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
+    start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
     for where in tl.static_range(RUNS):
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
         for first_column in range(low, high, BLOCK_N):
             columns = first_column + tl.arange(0, BLOCK_N)
             tile = sum_tile(
                 inverses, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
-                B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M, BLOCK_N,
-                where, PRECISION,
+                B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M,
+                BLOCK_N, where, PRECISION,
             )  # fmt: skip
             inside = (rows < S)[:, None] & (columns < S)[None, :]
             into = total + b * S * S + (rows[:, None] * S + columns[None, :])

@@ -3,8 +3,9 @@
 Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; the tiles, and how
 position terms and dropout are made, are in `triton_tiles.py`. Each kernel owns a block of queries (or
 of keys) of one head of one sequence and walks over the tiles of its row (or column) of A, in three runs: the band, and
-what lies in either clipped bin. Tiles of other documents are left out where they lie outside of the block's reach.
-Every result has one writer and sums run in a fixed order, so that a run repeats to the last bit.
+what lies in either clipped bin. Tiles out of the block's reach are left out: those of other documents that lie before
+or behind its own, and those outside of the window. Every result has one writer and sums run in a fixed order, so that a
+run repeats to the last bit.
 """
 
 # mypy: ignore-errors
@@ -37,7 +38,7 @@ def forward_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
     context, lse, squares, heads,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Context and base-2 log-sum-exp of BLOCK_M queries; both 0 for queries that may attend to nothing.
@@ -58,7 +59,7 @@ def forward_kernel(
     row_squares = tl.zeros((BLOCK_M,), tl.float32)
     if squares is not None:
         slot = slot_of(heads, h, COUNT, COUNT_PAD)
-    start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
+    start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
     for where in tl.static_range(RUNS):
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
         for first_column in range(low, high, BLOCK_N):
@@ -67,7 +68,7 @@ def forward_kernel(
             k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
             logits = logits_tile(
                 q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
-                TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
+                TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
             )  # fmt: skip
             if squares is not None:  # noqa: SIM102
                 if slot >= 0:
@@ -97,7 +98,7 @@ def query_gradient_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
     context, d_context, lse, delta, d_query, d_by_query, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_M queries and of their P^q; writes delta = Σ_j p·dp of each row for the other kernels too."""
@@ -120,7 +121,7 @@ def query_gradient_kernel(
     below = tl.zeros((BLOCK_M,), tl.float32)
     if total is not None:
         slot = slot_of(heads, h, COUNT, COUNT_PAD)
-    start, end = partners(ids, row_ids, S, S_PAD, BLOCK_N)
+    start, end = partners(ids, row_ids, first_row, S, S_PAD, BLOCK_M, BLOCK_N, WINDOW)
     for where in tl.static_range(RUNS):
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, where)
         for first_column in range(low, high, BLOCK_N):
@@ -130,7 +131,7 @@ def query_gradient_kernel(
             v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
             logits = logits_tile(
                 q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
-                TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
+                TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
             )  # fmt: skip
             _, gradient = gradient_tile(
                 logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
@@ -159,7 +160,7 @@ def key_gradient_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
     d_context, lse, delta, d_key, d_value, d_by_key, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_N keys, of their values and of their P^k."""
@@ -179,7 +180,7 @@ def key_gradient_kernel(
     d_v = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     above = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
-    start, end = partners(ids, column_ids, S, S_PAD, BLOCK_M)
+    start, end = partners(ids, column_ids, first_column, S, S_PAD, BLOCK_N, BLOCK_M, WINDOW)
     for where in tl.static_range(RUNS):
         # Small offsets come first here: the rows before a key have i − j below.
         low, high = run_of_tiles(first_column, start, end, -LOWEST, HIGHEST, BLOCK_N, BLOCK_M, RUNS, (3 - where) % 3)
@@ -192,7 +193,7 @@ def key_gradient_kernel(
             row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
             logits = logits_tile(
                 q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
-                TABLE_ROWS, LOWEST, HIGHEST, where, PRECISION,
+                TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
             )  # fmt: skip
             kept, gradient = gradient_tile(
                 logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,
@@ -223,19 +224,22 @@ def bias_gradient_kernel(
     query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
     d_context, lse, delta, d_bias, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of the bias: summed over the sequences, one after the other, unless each has its own."""
     column_blocks = tl.cdiv(S, BLOCK_N)
     tile = tl.program_id(0) % (column_blocks * tl.cdiv(S, BLOCK_M))
     matrix = tl.program_id(0) // (column_blocks * tl.cdiv(S, BLOCK_M))
-    first_column = tile % column_blocks * BLOCK_N
-    rows = tile // column_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row, first_column = tile // column_blocks * BLOCK_M, tile % column_blocks * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_M)
     columns = first_column + tl.arange(0, BLOCK_N)
     h = matrix % H
     first_sequence = matrix // H
     last_sequence = first_sequence + 1 if BIAS_BATCHED else B
+    if WINDOW is not None:
+        near = (first_row < first_column + BLOCK_N + WINDOW) & (first_column < first_row + BLOCK_M + WINDOW)
+        last_sequence = tl.where(near, last_sequence, first_sequence)
     bias += matrix.to(tl.int64) * S * S
     enlarge = enlargement(seed, drop_below)
     if total is not None:
@@ -256,7 +260,7 @@ def bias_gradient_kernel(
         row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
         logits = logits_tile(
             q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
-            TABLE_ROWS, LOWEST, HIGHEST, 0, PRECISION,
+            TABLE_ROWS, LOWEST, HIGHEST, WINDOW, 0, PRECISION,
         )  # fmt: skip
         _, gradient = gradient_tile(
             logits, v, d_out, row_lse, row_delta, seed, pair, rows, first_column, drop_below,

@@ -57,9 +57,13 @@ def load_ids(ids, places, S):
 
 
 @triton.jit
-def partners(ids, own_ids, S, S_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    """From which tile border up to which place documents of `own_ids` can reach; an empty range for padding alone."""
+def partners(ids, own_ids, first, S, S_PAD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """From which tile border up to which place the block of OWN places from `first` can reach, whose documents are
+    `own_ids`; an empty range for padding alone."""
     places = tl.arange(0, S_PAD)
+    if WINDOW is not None:  # S_PAD holds the block and its window on both sides
+        places += first - WINDOW
+        places = tl.where((places >= 0) & (places < first + OWN + WINDOW), places, S)
     all_ids = load_ids(ids, places, S)
     first_id = tl.min(tl.where(own_ids > 0, own_ids, 2147483647), 0)
     shared = (all_ids >= first_id) & (all_ids <= tl.max(own_ids, 0))
@@ -69,16 +73,9 @@ def partners(ids, own_ids, S, S_PAD: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def run_of_tiles(
-    first,
-    start,
-    end,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    WHICH: tl.constexpr,
-):
+    first, start, end, LEFT: tl.constexpr, RIGHT: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    RUNS: tl.constexpr, WHICH: tl.constexpr,
+):  # fmt: skip
     """The part of [start, end) whose tiles hold the band (WHICH = 0), or lie before it (1) or after it (2).
 
     For a block of OWN places from `first`. Before the band: LEFT or more places before each of the block; after it:
@@ -117,6 +114,7 @@ def logits_tile(
     TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
+    WINDOW: tl.constexpr,
     WHERE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -149,6 +147,8 @@ def logits_tile(
         of_pair = tl.load(bias + (rows[:, None] * S + columns[None, :]), mask=inside, other=0.0)
         logits += of_pair.to(tl.float32) * LOG2_E
     allowed = (row_ids[:, None] == column_ids[None, :]) & (row_ids > 0)[:, None]
+    if WINDOW is not None:
+        allowed &= tl.abs(rows[:, None] - columns[None, :]) <= WINDOW
     return tl.where(allowed, logits, float("-inf"))
 
 

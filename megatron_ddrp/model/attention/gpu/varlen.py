@@ -1,15 +1,18 @@
 """Attention without position terms over rows that hold several documents or padding: torch's varlen flash attention.
 
 `torch.nn.attention.varlen` (torch 2.10 and newer) takes runs of tokens laid end to end and lets each attend to itself,
-so no mask is stored and no pair of two documents is computed. Padding is a run of its own: nothing has to be gathered,
-and nobody reads what it gives. Limits: no dropout, no bias, half precision, GPUs from A100 on.
+so no mask is stored and no pair of two documents, or outside of a window, is computed. Padding is a run of its own:
+nothing has to be gathered, and nobody reads what it gives. Limits: no dropout, no bias, half precision, GPUs from A100
+on.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +43,21 @@ def why_not_varlen(demand: Demand) -> str | None:
         return f"varlen attention needs torch 2.10 or newer, got {torch.__version__}"
     if demand.dropout:
         return f"varlen attention has no dropout, got {demand.dropout}"
+    if demand.window is not None and not _has_windows():
+        return f"varlen attention has no window in torch {torch.__version__}, got {demand.window}"
     return why_not_flash(demand)
 
 
 @cache
 def _has_varlen() -> bool:
     return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+@cache
+def _has_windows() -> bool:
+    from torch.nn.attention import varlen
+
+    return "window_size" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def varlen_attention(attending: Attending) -> Tensor:
@@ -57,6 +69,8 @@ def varlen_attention(attending: Attending) -> Tensor:
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in attending[:3])  # [b·s, h, d]
     if not math.isclose(attending.terms.scale, head_dim**-0.5):  # torch 2.10 knows no other scale
         query = query * (attending.terms.scale * head_dim**0.5)
-    context = varlen.varlen_attn(query, key, value, layout.runs, layout.runs, layout.longest, layout.longest)
+    runs, window = (layout.runs, layout.runs, layout.longest, layout.longest), attending.window
+    options: dict[str, Any] = {} if window is None else {"window_size": (window, window)}  # the borders belong to it
+    context = varlen.varlen_attn(query, key, value, *runs, **options)
     assert isinstance(context, Tensor)
     return context.unflatten(0, (batch, seq)).transpose(1, 2)
