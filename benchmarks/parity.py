@@ -41,7 +41,7 @@ VOCABULARIES = (
 """Pieces of vocab.txt; a family gets the first by which its models are told from those of other families."""
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 24}
 LENGTHS = (24, 13, 2)
-OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 

@@ -156,7 +156,7 @@ def test_a_generator_that_does_not_belong_is_refused(tmp_path, offline, folders)
     ):
         with pytest.raises(UserError, match=f"{words}.*leave --generator out"):
             import_folder(tmp_path / "d", tmp_path / "start", generator=tmp_path / name)
-    with pytest.raises(UserError, match="is a masked LM: give the discriminator's"):
+    with pytest.raises(UserError, match="is a masked LM: give the discriminator's there"):
         import_folder(tmp_path / "wide", tmp_path / "start", generator=tmp_path / "wide")
     alone = import_folder(tmp_path / "d", tmp_path / "start")
     assert alone.weights.initialised == ["generator (drawn anew; the folder has none)"]
