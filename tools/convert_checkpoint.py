@@ -1,18 +1,21 @@
 #!/usr/bin/env python
 """Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits.
 
-To Hugging Face (--load): BERT with absolute positions and LayerNorm after each block becomes a plain transformers BERT.
-Every other model brings its own small model files, which transformers runs only when asked to by
+From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin) and tokenizer
+becomes a folder that pretrain_bert.py --load resumes from, with the command that this one prints. Families: BERT,
+RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa, and our own exports. A name on the hub serves
+where huggingface_hub and a network are there. Code in a folder is never run.
+
+    python tools/convert_checkpoint.py --from-hf FacebookAI/roberta-base --output start
+    python tools/convert_checkpoint.py --from-hf electra-base-discriminator --generator electra-base-generator \\
+        --output start
+
+To Hugging Face (--load): a model that transformers has an equal for leaves as that one, by default as the family that
+it came from. Every other model brings its own small model files, which transformers runs only when asked to by
 trust_remote_code=True. DeBERTa's enhanced mask decoder goes into the masked-LM model alone.
 
     python tools/convert_checkpoint.py --load checkpoints/base --output hf/base
     python tools/convert_checkpoint.py --load checkpoints/base/iter_0100000 --output hf/base-100k
-
-From Hugging Face (--from-hf): the folder of a BERT or of a DeBERTa in its v1 layout, with model.safetensors or
-pytorch_model.bin, becomes a folder that pretrain_bert.py --load goes on from, with the flags that this command prints.
-
-    python tools/convert_checkpoint.py --from-hf bert-base-uncased --output start
-    deepspeed pretrain_bert.py --load start --save run --data-path corpus_text_document …
 
 Both say what was loaded, left out and initialised.
 """
@@ -27,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
-from megatron_ddrp.errors import run_command
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
 
 TERMINATED = 143
 
@@ -38,8 +41,13 @@ def build_parser() -> ArgumentParser:
     source = parser.add_argument_group("input, one of").add_mutually_exclusive_group(required=True)
     saved = "a folder that pretrain_bert.py --save wrote (its newest checkpoint), or one DIR/iter_N in it"
     source.add_argument("--load", type=Path, metavar="DIR", help=saved)
-    foreign = "a local Hugging Face folder of a BERT or DeBERTa (v1): config.json, weights and tokenizer"
+    foreign = "a Hugging Face folder, or a name on the hub: config.json, weights and tokenizer"
     source.add_argument("--from-hf", type=Path, metavar="HF_DIR", help=foreign)
+    more = parser.add_argument_group("beside the input")
+    joined = "with --from-hf of an ELECTRA discriminator: the folder of its generator (default: a new one is drawn)"
+    more.add_argument("--generator", type=Path, metavar="HF_DIR", help=joined)
+    leaving = "with --load: the kind of folder, such as roberta, or megatron_ddrp, ours (default: as the model is)"
+    more.add_argument("--family", metavar="MODEL_TYPE", help=leaving)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output",
@@ -58,17 +66,22 @@ def build_parser() -> ArgumentParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
+    for name, other in (("generator", "from_hf"), ("family", "load")):
+        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+            message = f"--{name} needs --{other.replace('_', '-')}: leave it out"
+            raise UserError(message, WRONG_ARGUMENTS)
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
 
-        imported = import_folder(arguments.from_hf, arguments.output, arguments.overwrite)
+        imported = import_folder(arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator)
         print(imported.summary(), flush=True)
         if imported.warning:
             print(f"convert_checkpoint.py: warning: {imported.warning}", file=sys.stderr)
     else:
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
-        print(export_checkpoint(arguments.load, arguments.output, arguments.overwrite).summary())
+        exported = export_checkpoint(arguments.load, arguments.output, arguments.overwrite, arguments.family)
+        print(exported.summary())
 
 
 if __name__ == "__main__":

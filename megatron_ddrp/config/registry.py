@@ -39,6 +39,8 @@ OBJECTIVES = {
     "mth": "megatron_ddrp.objectives.mth:Mth",
     "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
     "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
+    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
+    "head-disagreement": "megatron_ddrp.objectives.head_disagreement:HeadDisagreement",
 }
 """Value of `--objective` → "module:Class"."""
 

@@ -47,24 +47,36 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     inputs |= {"token_type_ids": segments} if config.num_segments > 1 else {}
     try:
         with torch.no_grad():
-            loaded, report = _classes(folder, class_name).from_pretrained(folder, output_loading_info=True)
-            states = loaded.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
+            loaded, report = exported_class(folder, class_name).from_pretrained(folder, output_loading_info=True)
+            output = loaded.eval()(**inputs, output_hidden_states=True)
     except Exception as error:  # the code of a plug-in may raise anything
         raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
     if strange := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
         raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
+    valid = mask.bool()
     with torch.no_grad():
-        expected = model.encode(ids, segments, mask, place * mask)[mask.bool()]
-    gap = (states[mask.bool()] - expected).abs().max() / expected.abs().max()
-    if not gap <= TOLERANCE:
-        raise UserError(
-            f"the exported model computes other hidden states than the checkpoint's, by {gap:.1e} of the largest: an "
-            "encoding may depend on nothing but its settings, its weights and the positions"
-        )
-    return f"loaded by {class_name}; its hidden states differ by {gap:.1e} of the largest"
+        hidden = model.encode(ids, segments, mask, place * mask)
+        gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
+        if model.mask_decoder is None:
+            head: Any = model.head
+            logits = head.logits(hidden)[valid]  # with the vocabulary's padding, or one per token
+            gaps["logits"] = _gap(output.logits[valid], logits if logits.dim() == 1 else logits[:, : config.vocab_size])
+    for what, gap in gaps.items():
+        if not gap <= TOLERANCE:
+            raise UserError(
+                f"the exported model computes other {what} than the checkpoint's, by {gap:.1e} of the largest: an "
+                "encoding may depend on nothing but its settings, its weights and the positions"
+            )
+    found = " and ".join(f"its {what} differ by {gap:.1e}" for what, gap in gaps.items())
+    return f"loaded by {class_name}; {found} of the largest"
 
 
-def _classes(folder: Path, class_name: str) -> Any:
+def _gap(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """Return the largest difference, relative to the largest of our values."""
+    return (theirs - ours).abs().max() / ours.abs().max()
+
+
+def exported_class(folder: Path, class_name: str) -> Any:
     """Return a class of a folder's own code, else of transformers."""
     code = folder / "modeling_ddrp.py"
     if not code.exists():

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, save_config
+from megatron_ddrp.conversion.hub import local_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.errors import UserError
@@ -65,20 +66,25 @@ class Import(ReadFolder):
     def _tokenizer_flags(self) -> list[str]:
         if self.tokenizer is None:
             return []
-        flags = ["--tokenizer-type", self.tokenizer.tokenizer_type]
-        if self.tokenizer.tokenizer_type == "HuggingFace":
-            return [*flags, "--tokenizer-model", str(self.source)]  # its settings beside it name the special pieces
-        return [*flags, "--vocab-file", str(self.output / checkpoint.TOKENIZER / self.tokenizer.file_name)]
+        kind, copied = self.tokenizer.tokenizer_type, self.output / checkpoint.TOKENIZER
+        if kind == "HuggingFace":
+            has_rules = (self.source / self.tokenizer.file_name).is_file()
+            return ["--tokenizer-type", kind, "--tokenizer-model", str(self.source if has_rules else copied)]
+        flag_name = "--tokenizer-model" if kind == "SentencePiece" else "--vocab-file"
+        return ["--tokenizer-type", kind, flag_name, str(copied / self.tokenizer.file_name)]
 
 
-def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import:
+def import_folder(source: Path, output: Path, overwrite: bool = False, generator: Path | None = None) -> Import:
     """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
+
+    `generator` is the folder of the generator of an ELECTRA whose discriminator's is `source`; without it one is drawn.
+    Both may be names on the hub.
 
     `output` appears whole or not at all. Raises `UserError` where the model is of no family in the registry, where a
     weight is missing or does not fit, or where `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
-    read = read_folder(source)
+    read = read_folder(local_folder(source), None if generator is None else local_folder(generator))
     with whole_folder(output) as folder:
         whole = Config(model=read.config, objective=read.objective)
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)

@@ -16,6 +16,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families import Family, family_of
 from megatron_ddrp.conversion.foreign_config import read_config_file
+from megatron_ddrp.conversion.generator import join_generator, refuse_generator, sized_objective
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.conversion.huggingface_weights import (
     SEGMENT_EMBEDDING,
@@ -52,12 +53,33 @@ class ReadFolder:
     tokenizer: Tokenizer | None
 
 
-def read_folder(source: Path) -> ReadFolder:
-    """Read a folder of a family in the registry.
+def read_folder(source: Path, generator: Path | None = None) -> ReadFolder:
+    """Read a folder of a family in the registry, for an ELECTRA maybe with the folder of its generator.
 
     Raises `UserError` where its model is none of them, and where a weight is missing or does not fit.
     """
-    # Every size is held against the weights before anything of that size is allocated.
+    config, objective, family, weights = _settings_and_weights(source)
+    if generator is not None:
+        refuse_generator(objective, source)
+        other_config, _, _, other = _settings_and_weights(generator)
+        objective = sized_objective(objective, config, other_config)
+        join_generator(weights, config, objective, other, other_config)
+    tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
+    pieces = tokenizer.vocab_size if tokenizer else rows
+    if pieces > rows:
+        raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
+    config = dataclasses.replace(config, vocab_size=pieces)
+    torch.manual_seed(SEED)
+    model = build_model(config, objective=objective)
+    fill(model, weights, pieces, source)
+    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer)
+
+
+def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, Family, Weights]:
+    """Return a folder's model and its weights, under our names.
+
+    Every size is held against the weights before anything of that size is allocated.
+    """
     path, values = source / "config.json", read_config_file(source)
     family = family_of(path, values)
     values = family.complete(path, values)
@@ -68,15 +90,7 @@ def read_folder(source: Path) -> ReadFolder:
     wanted = dict(shapes.named_parameters()) | checkpoint.persistent_buffers(shapes)
     weights = rename(family.from_folder(tensors, values), family.our_name, wanted, source)
     _refuse_other_tables(config, weights, source)
-    tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
-    pieces = tokenizer.vocab_size if tokenizer else rows
-    if pieces > rows:
-        raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
-    config = dataclasses.replace(config, vocab_size=pieces)
-    torch.manual_seed(SEED)
-    model = build_model(config, objective=objective)
-    fill(model, weights, pieces, source)
-    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer)
+    return config, objective, family, weights
 
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:

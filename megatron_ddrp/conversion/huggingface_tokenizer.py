@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.conversion.foreign_config import one_of, refuse_code
+from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
+
+OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
+"""Vocabularies that transformers alone makes a tokenizer.json of: it numbers pieces and treats text in its own way."""
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return a folder's tokenizer, None where it has none.
 
-    It comes from an export's SentencePiece model, from vocab.txt if BERT's usual rules apply, else from tokenizer.json.
+    It comes from the SentencePiece model that an export keeps beside its tokenizer.json, from vocab.txt if BERT's usual
+    rules apply, from tokenizer.json, or from what transformers makes of another vocabulary. Raises `UserError` where a
+    file cannot be read or transformers is needed and cannot do it.
     """
-    model = folder / SentencePieceTokenizer.file_name
-    if model.is_file():
+    settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
+    model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
+    if model.is_file() and (not rules.is_file() or _same_pieces(model, folder)):
         return build_tokenizer("SentencePiece", tokenizer_model=model)
-    vocab, settings = folder / "vocab.txt", tokenizer_settings(folder)
     lower = settings["do_lower_case"]
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    has_rules = (folder / "tokenizer.json").is_file()
-    if vocab.is_file() and (usual or not has_rules):
+    if vocab.is_file() and (usual or not rules.is_file()):
         return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
-    return build_tokenizer("HuggingFace", tokenizer_model=folder) if has_rules else None
+    if rules.is_file():
+        return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    for name in OTHER_VOCABULARIES:
+        if (folder / name).is_file():
+            return _convert(folder, name)
+    return None
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -38,3 +50,28 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     refuse_code(path, settings)
     one_of(path, settings, "do_lower_case", (True, False))
     return settings
+
+
+def _same_pieces(model: Path, folder: Path) -> bool:
+    """Return whether a SentencePiece model numbers its pieces as the tokenizer.json beside it does."""
+    ours = build_tokenizer("SentencePiece", tokenizer_model=model)
+    return ours.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces
+
+
+def _convert(folder: Path, vocabulary: str) -> Tokenizer:
+    """Return the tokenizer that transformers makes of a folder without tokenizer.json."""
+    try:
+        from transformers import AutoTokenizer, logging
+
+        logging.set_verbosity_error()
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with tempfile.TemporaryDirectory() as written:
+            loaded.save_pretrained(written)
+            return build_tokenizer("HuggingFace", tokenizer_model=written)
+    except Exception as error:  # the library raises whatever a damaged file leads it to
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        raise UserError(
+            f"{folder} has {vocabulary} and no tokenizer.json, and it could not be converted ({reason}): where "
+            f'transformers and sentencepiece are installed run python -c "from transformers import AutoTokenizer as T; '
+            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        ) from None

@@ -5,6 +5,7 @@ Every family ties the output matrix to the word embedding, as ours does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,12 @@ SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
 """The reason told for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
-FINAL_NORM = "head.final_norm."
-"""Part of the encoder that stands among the head's weights here."""
+DRAWN = {
+    r"head\.own\.": "modules of the objective",
+    r"head\.(?!own\.|final_norm\.)": "head",
+    r"generator\.": "generator",
+}
+"""Weights that a folder may lack as a whole, since they are drawn anew → their name for people."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +126,11 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
 def _complete(parameters: Mapping[str, Tensor], weights: Weights, source: Path) -> None:
     """Note the parts that a folder lacks and that are drawn anew; refuse what it may not lack."""
     missing = {name for name in parameters if name not in weights.ours}
-    head = "masked-LM head" if OUTPUT_BIAS in parameters else "replaced-token head"
-    for start, part in (("head.", head), ("generator.", "generator")):
-        whole = {name for name in parameters if name.startswith(start) and not name.startswith(FINAL_NORM)}
+    kind = "masked-LM " if OUTPUT_BIAS in parameters else "replaced-token "
+    for pattern, part in DRAWN.items():
+        whole = {name for name in parameters if re.match(pattern, name)}
         if whole and whole <= missing:
             missing -= whole
-            weights.initialised.append(f"{part} (drawn anew; the folder has none)")
+            weights.initialised.append(f"{kind * (part == 'head')}{part} (drawn anew; the folder has none)")
     if missing:
         raise UserError(f"{source}: no weight for {min(missing)}, and {len(missing) - 1} more; the folder is not whole")

@@ -240,6 +240,20 @@ class DdrpForPreTraining(DdrpHeadModel):
         return F.binary_cross_entropy_with_logits(logits[valid], labels[valid].to(logits.dtype))
 
 
+class DdrpForContextualPreTraining(DdrpForPreTraining):
+    """DeBERTaV3's discriminator, whose head reads LN(h_[CLS] + h_t) at token t."""
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__(config)
+        self.head = nn.Sequential(OrderedDict([("norm", norm(config)), *self.head.named_children()]))
+        self.post_init()
+
+    def score(self, encoded: Any, _: Tensor | None) -> Tensor:
+        """Return logits `[batch, seq]`, positive where a token looks replaced."""
+        hidden = encoded.last_hidden_state
+        return self.head(hidden[:, :1] + hidden).squeeze(-1)
+
+
 class DdrpForSequenceClassification(DdrpHeadModel):
     """The encoder with a pooler over [CLS] and a classifier, both to be trained.
 

@@ -15,7 +15,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import Metaspace
 
-from megatron_ddrp.data.tokenizers.sentencepiece import WORD_START
+from megatron_ddrp.data.tokenizers.tokenizer import WORD_START
 
 _UNIGRAM = 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class Export:
 
     def summary(self) -> str:
         """Return a few lines: what was loaded, written, left out and not there."""
-        model, name, family = self.config, HEADS[self.head], self.family
+        model, name, family = self.config, HEADS[self.head].auto, self.family
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
         table = "" if model.position_encoding == "absolute" else f", {model.relative_table} table"
@@ -87,6 +87,7 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
     model, tokenizer, whole = checkpoint.read_model(source)
     objective = objective_class(whole.objective.objective)
     head = objective.exported
+    model.merge_embeddings()
     config = replace(whole.model, deberta_emd=model.mask_decoder is not None)
     family = leaving_family(config, head, tokenizer, family_name)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
@@ -101,9 +102,10 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
         settings = family.folder_settings(config, head, tokenizer)
+        settings |= {"objective": asdict(whole.objective)} if family.has_code else {}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         family.write_code(folder, config)
-        tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length)
+        tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)
         check_line = check_export(folder, settings["architectures"][0], model, tokenizer)
         write_sums(folder)
     return Export(source, output, config, weights, head, family, left_out, tokenizer_line, check_line)

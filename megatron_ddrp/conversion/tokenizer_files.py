@@ -14,38 +14,43 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
-from megatron_ddrp.data.tokenizers.sentencepiece import WORD_START
-from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, Tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PIECES, WORD_START, Tokenizer
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 PROBED_PIECES = 2000
 """Pieces whose text both tokenizers must cut up alike before the files count as equal."""
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> str:
-    """Write the files and return one line that says which, or why none were written."""
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_segments: int = 2) -> str:
+    """Write the files and return one line that says which, or why none were written.
+
+    A copied tokenizer.json stays as it is, to the byte, if it already puts the special pieces around texts: data that
+    were made with it know its sum.
+    """
     tokenizer.save(folder)  # the vocabulary's own file
     (folder / DESCRIPTION_FILE).unlink()
     converted = _rust_tokenizer(tokenizer, folder)
-    if converted is None or not _agree(tokenizer, converted):
+    is_copied = tokenizer.tokenizer_type == "HuggingFace"
+    if converted is None or not (is_copied or _agree(tokenizer, converted)):
         return (
             f"{tokenizer.tokenizer_type}: {tokenizer.file_name} only; transformers has no equal of this model, "
             "so AutoTokenizer cannot load it"
         )
     names = {f"{role}_token": tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in SPECIAL_PIECES}
-    _add_specials(tokenizer, converted, names)
+    if not (is_copied and _is_ready(tokenizer, folder)):
+        _add_specials(tokenizer, converted, names)
+        converted.save(str(folder / "tokenizer.json"))
     is_wordpiece = tokenizer.tokenizer_type.startswith("BertWordPiece")
     settings = {
         "tokenizer_class": "BertTokenizer" if is_wordpiece else "PreTrainedTokenizerFast",
         "model_max_length": max_length,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_input_names": ["input_ids", *["token_type_ids"] * (num_segments > 1), "attention_mask"],
         "clean_up_tokenization_spaces": False,
         **names,
     }
     if is_wordpiece:
         lower = tokenizer.tokenizer_type == "BertWordPieceLowerCase"
         settings |= {"do_lower_case": lower, "strip_accents": lower, "tokenize_chinese_chars": True}
-    converted.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "special_tokens_map.json", names)
     written = dict.fromkeys([tokenizer.file_name, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
@@ -79,6 +84,15 @@ def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
     texts = [" ".join(words[start : start + 50]) for start in range(0, len(words), 50)]
     ours = tokenizer.encode_batch(texts)
     return ours == [encoding.ids for encoding in converted.encode_batch(texts, add_special_tokens=False)]
+
+
+def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Return whether the copied tokenizer.json does all by itself that an export's must do."""
+    copied = RustTokenizer.from_file(str(folder / tokenizer.file_name))
+    known = {i for i, token in copied.get_added_tokens_decoder().items() if token.special}
+    outer = copied.encode("").ids
+    cuts = copied.truncation is not None or copied.padding is not None
+    return not cuts and set(tokenizer.special_ids.tolist()) <= known and outer == [tokenizer.cls_id, tokenizer.sep_id]
 
 
 def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer, names: dict[str, str]) -> None:

@@ -38,6 +38,9 @@ class Embeddings(nn.Module):
     result is projected to this one's hidden size.
     """
 
+    tables: tuple[str, ...] = ("token",)
+    """Names of the embeddings with one row per piece of the vocabulary."""
+
     def __init__(self, config: ModelConfig, notes_share: float = 0.0, shared: Embeddings | None = None) -> None:
         super().__init__()
         self.config, self.notes_share = config, notes_share
@@ -71,6 +74,10 @@ class Embeddings(nn.Module):
         lengths = document_mask(inputs.batch.document_ids, inputs.draws.num_documents).sum(-1)  # [batch, documents]
         return State(inputs, hidden, position, inputs.draws.heads, (lengths >= 2).float(), nothing)
 
+    def look_up(self, input_ids: Tensor) -> Tensor:
+        """Return the token embeddings: int64 `[batch, seq]` → `[batch, seq, hidden]`."""
+        return self.token(input_ids)
+
     def embed(self, inputs: Inputs) -> Tensor:
         """Return `[batch, seq, hidden]`: the sum of the embeddings, with notes blended in, normalised."""
         batch, notes = inputs.batch, inputs.notes
@@ -86,7 +93,7 @@ class Embeddings(nn.Module):
 
     def tokens(self, batch: Batch) -> Tensor:
         """Return the token embeddings with those of their segments, `[batch, seq, width]`."""
-        tokens = self.token(batch.input_ids)
+        tokens = self.look_up(batch.input_ids)
         if self.segment is None:
             return tokens
         segments = batch.segment_ids if self.segment.num_embeddings > 1 else torch.zeros_like(batch.segment_ids)

@@ -11,7 +11,7 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.norm import Norm
-from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.replacing import first_of_run, gumbel_argmax
 from megatron_ddrp.model.stages import End, Judge, Output, State
 
 
@@ -103,6 +103,28 @@ class ReplacedTokenHead(Head):
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
         return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
+
+    def judge(self, end: End) -> Tensor:
+        """Return the logits of "replaced" of a micro-batch, `[batch, seq]`."""
+        return self.logits(end.hidden)
+
+
+class ContextualReplacedTokenHead(ReplacedTokenHead):
+    """DeBERTaV3's judge (arXiv:2111.09543, released code): y_t = W₂ · GELU(W₁ · LN(h_[CLS] + h_t)).
+
+    [CLS] is the first token of the document that t belongs to.
+    """
+
+    def __init__(self, config: ModelConfig, objective: Judge) -> None:
+        super().__init__(config, objective)
+        self.norm = Norm(config.hidden_size, config)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Sums h_[CLS] + h_t `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
+        return super().logits(self.norm(hidden))
+
+    def judge(self, end: End) -> Tensor:
+        return self.logits(end.hidden + first_of_run(end.hidden, end.state.inputs.layout.runs))
 
 
 class EnhancedMaskDecoder(nn.Module):

@@ -24,7 +24,7 @@ ROWS, COLUMNS = 0, 1
 its input."""
 
 SPLIT = (
-    (r"embeddings\.token\.weight", ROWS),
+    (r"embeddings\.(token|difference)\.weight", ROWS),
     (r"head\.decoder\.(weight|bias)", ROWS),
     (r"attention\.(query|key|value)\.(weight|bias)", ROWS),
     (r"attention\.output\.weight", COLUMNS),

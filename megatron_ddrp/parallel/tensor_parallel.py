@@ -61,6 +61,9 @@ class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
 
+    def mean_of_heads(self, x: Tensor) -> Tensor:
+        return sum_of_ranks(x.mean(1), self.ranks) / self.ranks.tensor_size
+
     def cosine_apart(self, attending: Attending) -> Tensor:
         part = self.encoding.layer_part
         has_parts_by_head = part.uses_maps or bool(self.encoding.by_head or part.by_head)
@@ -109,7 +112,7 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"feed_forward", FeedForwardOfRanks),
     (r"feed_forward\.input", ColumnParallelGeluLinear),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
-    (r"embeddings\.token", VocabularyParallelEmbedding),
+    (r"embeddings\.(token|difference)", VocabularyParallelEmbedding),
     (r"head", MaskedLMHeadOfRanks),
     (r"head\.decoder", ColumnParallelLinear),
 )

@@ -24,7 +24,6 @@ from torch import nn
 from megatron_ddrp.config import Config, ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.bert import decodes_masks
-from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
@@ -45,7 +44,7 @@ class TokenFlop:
     mask_decoder: float = 0.0
     """DeBERTa's enhanced mask decoder."""
     generator: float = 0.0
-    """All of ELECTRA's generator, its head included."""
+    """All of a generator, its head included."""
 
     @property
     def total(self) -> float:
@@ -55,15 +54,16 @@ class TokenFlop:
 def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
     """Return the FLOP per token of rows of `length` tokens, by default `--seq-length`.
 
-    With the mask decoder the backward pass begins in the last layer's input where masked LM is the only term.
+    A masking rate that changes counts with its mean. With the mask decoder the backward pass begins in the last layer's
+    input where masked LM is the only term.
     """
     model, objective = config.model, config.objective
-    length, share, width = length or model.seq_length, objective.mask_prob, model.embedding_width
-    if objective.generates:
-        small = generator_config(model, objective)
+    length, share, width = length or model.seq_length, objective.mask_rates.mean, model.embedding_width
+    small = objective.generator_config(model)
+    if small is not None:
         applied = small.num_layers - decodes_masks(small)  # the decoder alone applies the last one
         generator = sum(_layers(small, length, applied)) + sum(_masked_lm(small, width, share, length))
-        generator += TRAINING * width * small.hidden_size
+        generator += TRAINING * width * small.hidden_size * (small.embedding_size is not None)  # the projection
         head = TRAINING * (model.hidden_size**2 + model.hidden_size)
         return TokenFlop(*_layers(model, length, model.num_layers), head, generator=generator)
     alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")

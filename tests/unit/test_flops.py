@@ -6,7 +6,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.stages import Draws
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, peak_tflops
@@ -53,11 +52,13 @@ def once_per_batch(config):
     if config.model.position_encoding != "deberta":
         return 0
     if config.objective.generates:
-        return of_projected_tables(model) + of_projected_tables(generator_config(model, config.objective))
+        return of_projected_tables(model) + of_projected_tables(config.objective.generator_config(model))
     return of_projected_tables(model, forward_only=1)  # the last layer's, whose ordinary output nobody reads
 
 
-CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [("ddrp", "electra"), ("deberta", "electra")]
+CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [
+    (encoding, name) for encoding in ("ddrp", "deberta") for name in ("electra", "rtd")
+]
 
 
 @pytest.mark.parametrize(("encoding", "objective"), CASES)

@@ -10,7 +10,9 @@ from megatron_ddrp.conversion.families.bert import Bert
 from megatron_ddrp.conversion.families.contract import HEADS, Family
 from megatron_ddrp.conversion.families.deberta import Deberta, refuse_later_layout
 from megatron_ddrp.conversion.families.electra import Electra
+from megatron_ddrp.conversion.families.modernbert import ModernBert
 from megatron_ddrp.conversion.families.own import Own
+from megatron_ddrp.conversion.families.roberta import Camembert, Roberta, XlmRoberta
 from megatron_ddrp.conversion.foreign_config import shown
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -20,13 +22,25 @@ __all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Camembert(),
+        XlmRoberta(),
+        Roberta(),
         Bert(),
         Electra(),
         Deberta(),
+        ModernBert(),
         Own(),
     )
 }
 """`model_type` of config.json → its family. A trained model leaves as the first that it is one of and fits."""
+
+
+NEAR = {
+    "distilbert": "it has BERT's layers: its teacher or another small BERT serves",
+    "albert": "its layers share one set of weights, and here each has its own",
+    "mpnet": "its relative positions have no equal here",
+}
+"""`model_type` of models that are often asked for → why they do not come in, or what does instead."""
 
 
 def family_of(path: Path, values: dict[str, Any]) -> Family:
@@ -35,17 +49,20 @@ def family_of(path: Path, values: dict[str, Any]) -> Family:
     if kind == "deberta-v2":
         refuse_later_layout(path, values)
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError(f"{path}: model_type is {shown(kind)}; expected {' or '.join(FAMILIES)}")
+        near = f"; {NEAR[kind]}" if isinstance(kind, str) and kind in NEAR else ""
+        raise UserError(f"{path}: model_type is {shown(kind)}{near}; supported are {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
 
 def leaving_family(config: ModelConfig, head: str, tokenizer: Tokenizer, name: str | None = None) -> Family:
     """Return the family as which a model of ours leaves: the named one, else the first that it is one of and fits.
 
-    Raises `UserError` where the model is none of the named family.
+    Raises `UserError` where there is no such family, or the model is none of it.
     """
     if name is None:
-        return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(tokenizer))
+        return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(config, tokenizer))
+    if name not in FAMILIES:
+        raise UserError(f"--family {name} is not known: expected one of {', '.join(FAMILIES)}", WRONG_ARGUMENTS)
     if reason := FAMILIES[name].refusal(config, head):
         raise UserError(f"--family {name}: {reason}; leave --family out", WRONG_ARGUMENTS)
     return FAMILIES[name]

@@ -58,7 +58,7 @@ class Bert(Family):
     }
     fields = BERT_FIELDS
     modules = BERT_MODULES
-    head_modules = BERT_HEAD
+    head_modules = {"masked-lm": BERT_HEAD}
     more_modules = {"cls.predictions.decoder": "head.decoder"}
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:

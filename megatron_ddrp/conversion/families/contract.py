@@ -19,7 +19,7 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,17 +28,30 @@ from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_se
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
-HEADS = {"masked-lm": "MaskedLM", "replaced-token": "PreTraining"}
-"""`exported` of an objective → end of a class name in transformers (BertFor…, AutoModelFor…)."""
+
+class Head(NamedTuple):
+    """A head that a model is exported with."""
+
+    name: str
+    """End of the names of the classes that have it, BertFor… or our own DdrpFor…"""
+    auto: str
+    """End of the class of transformers that loads it, AutoModelFor…"""
+
+
+HEADS = {
+    "masked-lm": Head("MaskedLM", "MaskedLM"),
+    "replaced-token": Head("PreTraining", "PreTraining"),
+    "contextual-replaced-token": Head("ContextualPreTraining", "PreTraining"),
+}
+"""`exported` of an objective → the head of its models."""
 
 NOT_COMPARED = {
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length", "vocab_size"),
-    *("hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_method_std"),
     *("attention_backend", "compile", "direction_init"),
     *("global_every", "first_norm", "relative_distance", "rope_theta", "local_rope_theta"),
 }
-"""Fields of `ModelConfig` with which every family agrees: sizes, how it is computed, and what acts only beside a field
-that is compared (`global_every` beside `local_attention`). Of a field that is new, the default alone is a family's."""
+"""Fields of `ModelConfig` with which every family agrees, beside those in its `sizes`: how a model is computed, and
+what acts only beside a field that is compared (`global_every` beside `local_attention`). Of a field that is new, the
+default alone is a family's."""
 
 SHARED_DEFAULTS = {
     "hidden_size": 768,
@@ -65,18 +78,16 @@ class Family:
     model_type: str
     class_name: str
     """Beginning of its class names in transformers, and its name for people."""
-    heads: tuple[str, ...] = ("masked-lm",)
-    """Keys of `HEADS`: the heads that its folders have."""
 
     sizes: Mapping[str, str] = MappingProxyType(SIZES)
-    """Key of config.json → field of `ModelConfig`."""
+    """Key of config.json → field of `ModelConfig`, of which the family has every value."""
     defaults: Table = NOTHING
     """What transformers takes for an absent key, as far as it is not in `SHARED_DEFAULTS`."""
     followed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     """Keys that change what a model computes → the values that we can follow, transformers' default first."""
     fields: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     """Fields of `ModelConfig` → the values with which a model of ours is one of this family, the usual one first. A
-    field that is neither here nor in `NOT_COMPARED` must have its default."""
+    field that is neither here nor in `sizes` nor in `NOT_COMPARED` must have its default."""
     training: Table = NOTHING
     """Settings of `ObjectiveConfig` under which the family's models were trained."""
     has_code = False
@@ -88,8 +99,8 @@ class Family:
     """Name of the list of layers, after `prefix`."""
     modules: Mapping[str, str]
     """Module of ours → of theirs, under `prefix`; those of a layer without `layers` and number."""
-    head_modules: Mapping[str, str] = MappingProxyType({})
-    """The same for modules whose names do not begin with `prefix`."""
+    head_modules: Mapping[str, Mapping[str, str]]
+    """Key of `HEADS`, for each head that its folders may have → the same for the head's modules, without `prefix`."""
     parameters: Mapping[str, str] = MappingProxyType({})
     """Whole names of ours → of theirs under `prefix`, where a module's on one side is a bare parameter on the other."""
     more_modules: Mapping[str, str] = MappingProxyType({})
@@ -144,26 +155,26 @@ class Family:
 
     def refusal(self, config: ModelConfig, head: str) -> str | None:
         """Return why a model of ours is none of this family, None where it is one."""
-        if head not in self.heads:
-            return f"its head is {head}, and {self.class_name} has {' or '.join(self.heads)}"
+        if head not in self.head_modules:
+            return f"its head is {head}, and {self.class_name} has {' or '.join(self.head_modules)}"
         default = ModelConfig(position_encoding=config.position_encoding)
-        for field in fields(ModelConfig):
-            value = getattr(config, field.name)
-            allowed = self.fields.get(field.name, (getattr(default, field.name),))
-            if (field.name in self.fields or field.name not in NOT_COMPARED) and value not in allowed:
+        free = {*NOT_COMPARED, *self.sizes.values()}
+        for name in dict.fromkeys((*self.fields, *(f.name for f in fields(ModelConfig) if f.name not in free))):
+            value, allowed = getattr(config, name), self.fields.get(name, (getattr(default, name),))
+            if value not in allowed:
                 expected = " or ".join(map(str, allowed))
-                return f"{flag(field.name)} is {value}, and {self.class_name} has {expected}"
+                return f"{flag(name)} is {value}, and {self.class_name} has {expected}"
         return None
 
-    def fits(self, tokenizer: Tokenizer) -> bool:
-        """Return whether models with such a tokenizer belong to this family rather than to one that is equal."""
+    def fits(self, config: ModelConfig, tokenizer: Tokenizer) -> bool:
+        """Return whether a model that is one of this family leaves as one, unless another family is named."""
         return True
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the content of config.json, with every key that decides what the model computes."""
         return {
             "model_type": self.model_type,
-            "architectures": [f"{self.class_name}For{HEADS[head]}"],
+            "architectures": [f"{self.class_name}For{HEADS[head].name}"],
             **{key: getattr(config, name) for key, name in self.sizes.items()},
             "intermediate_size": config.ffn_size,
             "hidden_act": "gelu",
@@ -182,8 +193,8 @@ class Family:
             _, number, inside = name.split(".", 2)
             layer = f"{self.layers}.{number}."
         module, _, kind = inside.rpartition(".")
-        if module in self.head_modules:
-            return f"{self.head_modules[module]}.{kind}"
+        if module in self.head_modules[head]:
+            return f"{self.head_modules[head][module]}.{kind}"
         return f"{self.prefix}{layer}{self.modules[module]}.{kind}"
 
     def to_folder(self, tensors: dict[str, Tensor], config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:
@@ -195,5 +206,5 @@ class Family:
 
     @cached_property
     def _ours(self) -> dict[str, str]:
-        both = {**self.modules, **self.head_modules}
-        return {theirs: ours for ours, theirs in both.items()} | dict(self.more_modules)
+        tables = (self.modules, *self.head_modules.values())
+        return {theirs: ours for table in tables for ours, theirs in table.items()} | dict(self.more_modules)

@@ -58,7 +58,7 @@ class Deberta(Family):
         "layer_position.key": "attention.self.pos_proj",
         "layer_position.query": "attention.self.pos_q_proj",
     }
-    head_modules = BERT_HEAD
+    head_modules = {"masked-lm": BERT_HEAD}
     parameters = {"embeddings.position.relative": "encoder.rel_embeddings.weight"}
     more_modules = {
         "lm_predictions.lm_head.dense": "head.dense",

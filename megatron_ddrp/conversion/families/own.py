@@ -6,10 +6,11 @@ Here that code is never run: the folder is read as settings and weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.config.older import model_as_meant
 from megatron_ddrp.conversion.families.contract import HEADS, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
@@ -29,7 +30,7 @@ class Own(Family):
     """Every model of ours; the family of what transformers has no equal for."""
 
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
-    heads = tuple(HEADS)
+    head_modules = {head: {} for head in HEADS}
     has_code = True
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -42,8 +43,13 @@ class Own(Family):
         return checked_config(path, model_as_meant(read_settings(path, values, keys)))
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
-        head = "replaced-token" if "head.output.weight" in names else "masked-lm"
-        return ObjectiveConfig(OBJECTIVES[head])
+        if "objective" not in values:
+            return ObjectiveConfig(OBJECTIVES[_head(set(names))])
+        try:
+            stored = Config.from_dict({"objective": values["objective"]}).objective
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        return replace(stored, generator_embeddings="shared")  # a generator is drawn anew
 
     def our_name(self, name: str) -> str | None:
         if name == "head.bias":
@@ -57,14 +63,14 @@ class Own(Family):
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
         settings = super().folder_settings(config, head, tokenizer)
-        kinds = (f"For{HEADS[head]}", "ForSequenceClassification")
         return {
             "model_type": settings["model_type"],
             "architectures": settings["architectures"],
             "auto_map": {
                 "AutoConfig": "configuration_ddrp.DdrpConfig",
                 "AutoModel": "modeling_ddrp.DdrpModel",
-                **{f"AutoModel{kind}": f"modeling_ddrp.Ddrp{kind}" for kind in kinds},
+                f"AutoModelFor{HEADS[head].auto}": f"modeling_ddrp.DdrpFor{HEADS[head].name}",
+                "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
             },
             **settings,
             **{name: getattr(config, name) for name in OWN_SETTINGS},
@@ -80,3 +86,10 @@ class Own(Family):
 
     def write_code(self, folder: Path, config: ModelConfig) -> None:
         write_model_code(folder, config.position_encoding)
+
+
+def _head(names: set[str]) -> str:
+    """Return the key of `HEADS` of the head that is among a folder's weights."""
+    if "head.output.weight" not in names:
+        return "masked-lm"
+    return "contextual-replaced-token" if "head.norm.weight" in names else "replaced-token"

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.tokenizers.tokenizer import (
+    DESCRIPTION_FILE,
     SPECIAL_PIECES,
+    WORD_START,
     Tokenizer,
     find_specials,
     read_bytes,
@@ -27,8 +29,8 @@ SPARE_IDS = 2**16
 class HuggingFaceTokenizer(Tokenizer):
     """`HuggingFace` from a folder with tokenizer.json, or that file itself.
 
-    The special roles come from `named` (role → piece), the folder's tokenizer_config.json or special_tokens_map.json,
-    or the usual names.
+    The special roles come from `named` (role → piece), else from the settings beside the file, else from the pieces
+    that it puts around a text, else from the usual names.
     """
 
     library = "tokenizers"
@@ -50,7 +52,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if getattr(self._backend.model, "dropout", None):
             self._backend.model.dropout = None  # the same text must always give the same ids
         ids = self._backend.get_vocab(with_added_tokens=True)
-        specials = find_specials(ids, named or _named_specials(file.parent))
+        specials = find_specials(ids, named or self._outer_pieces() | _named_specials(file.parent))
         require_specials(specials, file, "add them to the tokenizer or use another one")
         if max(ids.values()) >= len(ids) + SPARE_IDS:
             raise UserError(f"{file}: {len(ids)} pieces have ids up to {max(ids.values())}; use another tokenizer")
@@ -62,7 +64,7 @@ class HuggingFaceTokenizer(Tokenizer):
             "HuggingFace",
             pieces,
             specials,
-            _word_start_rule(layout),
+            _word_start_rule(layout, pieces),
             content,
             more_special_ids=[i for i, token in added.items() if token.special],
         )
@@ -79,6 +81,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def _read_specials_as_text(self) -> None:
         self._backend.encode_special_tokens = True  # "[MASK]" in a text is text
 
+    def _outer_pieces(self) -> dict[str, str]:
+        """Return the pieces before and after every text as roles, if they are two."""
+        pieces = self._backend.encode("").tokens
+        return dict(zip(("cls", "sep"), pieces, strict=True)) if len(pieces) == 2 else {}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._read_specials_as_text()  # which the library forgets when pickled
@@ -87,29 +94,33 @@ class HuggingFaceTokenizer(Tokenizer):
 def _named_specials(folder: Path) -> dict[str, str]:
     """Return role → piece from the folder's configuration files; empty without them."""
     named = {}
-    paths = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    paths = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json", DESCRIPTION_FILE)]
     for config in [read_object(path) for path in paths if path.exists()]:
+        own = config.get("special_tokens")  # of `Tokenizer.save`
         for role in SPECIAL_PIECES:
-            token = config.get(f"{role}_token")
+            token = own.get(role) if isinstance(own, dict) else config.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 named[role] = token
     return named
 
 
-def _word_start_rule(layout: dict[str, Any]) -> Callable[[str], bool]:
-    """Return a function that tells which pieces begin a word, from the parts of a tokenizer.json.
+def _word_start_rule(layout: dict[str, Any], pieces: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that tells which pieces begin a word, from a tokenizer.json and its pieces.
 
-    WordPiece-like: without the continuation prefix. Metaspace: with its ▁. Byte-level: with Ġ (space), Ċ (newline)
-    or ĉ (tab). A vocabulary that marks word ends, or nothing, gives every piece as a word of its own.
+    Metaspace, and vocabularies of SentencePiece: with ▁. Byte-level: with Ġ (space), Ċ (newline) or ĉ (tab).
+    WordPiece-like: without the continuation prefix. A vocabulary that marks word ends, or nothing, gives every piece as
+    a word of its own.
     """
     for part in (*_parts(layout.get("pre_tokenizer")), *_parts(layout.get("decoder"))):
         if part.get("type") == "Metaspace":
-            mark = part.get("replacement", "\u2581")
+            mark = part.get("replacement", WORD_START)
             return lambda piece: piece.startswith(mark)
         if part.get("type") == "ByteLevel":
             return lambda piece: piece.startswith(("\u0120", "\u010a", "\u0109"))
     prefix = layout["model"].get("continuing_subword_prefix")
+    if not prefix and any(piece.startswith(WORD_START) for piece in pieces):
+        return lambda piece: piece.startswith(WORD_START)
     return lambda piece: not (prefix and piece.startswith(prefix))
 
 

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import sentencepiece
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer, find_specials, read_bytes
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, WORD_START, Tokenizer, find_specials, read_bytes
 from megatron_ddrp.errors import UserError
-
-WORD_START = "\u2581"  # ▁, which SentencePiece writes for a space
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -38,6 +38,8 @@ SPECIAL_PIECES = {
 """Role → names under which vocabularies carry it, the first being BERT's."""
 
 DESCRIPTION_FILE = "megatron_tokenizer.json"
+WORD_START = "\u2581"
+"""▁, which SentencePiece writes for a space."""
 
 
 class Tokenizer(ABC):

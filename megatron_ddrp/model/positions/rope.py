@@ -12,7 +12,7 @@ in transformers. The rows of W^Q and W^K in the order 0, 2, 4, …, 1, 3, 5, …
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding, Sizes
 
@@ -42,6 +42,13 @@ class Rotation(LayerPositions):
         cos, sin = angle.cos(), angle.sin()
         first, second = states.to(wide).chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(states.dtype)
+
+
+def set_theta(model: nn.Module, theta: float) -> None:
+    """Give every rotation of a model another θ, from the next pass on; local layers with a θ of their own keep it."""
+    for module in model.modules():
+        if isinstance(module, Rotation):
+            module.theta = theta
 
 
 class Rope(PositionEncoding):

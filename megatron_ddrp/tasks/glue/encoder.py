@@ -88,6 +88,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
     remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
     model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
+    model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
     unused = [name for name in names if name.startswith("head.")]
     return Encoder(

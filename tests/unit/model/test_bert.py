@@ -25,8 +25,12 @@ VARIANTS |= {
 VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
 IN_TEST_FILES = {variant for variant in VARIANTS if not (GOLDEN / f"{variant}_params.json").is_file()}
 """Variants whose position parameters stand in the encoding's test file."""
-GENERATORS = {"electra": "shared", "electra_former": "own"}
-"""Golden file of a model with a generator → the layout of its embeddings."""
+GENERATORS = {
+    "electra": ObjectiveConfig(objective="electra"),
+    "electra_former": ObjectiveConfig(objective="electra", generator_embeddings="own"),
+    "rtd": ObjectiveConfig(objective="rtd"),
+}
+"""Golden file of a model with a generator → its objective."""
 RELATIVE = [name for name in ENCODINGS if name != "absolute"]
 
 
@@ -35,8 +39,7 @@ def test_names_and_shapes_are_the_golden_ones(variant):
     """Of an encoding without a golden file, `PARAMETERS` of its test file stands beside the parameters of a BERT."""
     model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
     if variant in GENERATORS:
-        objective = ObjectiveConfig(objective="electra", generator_embeddings=GENERATORS[variant])
-        model = build_model(model.config, objective=objective)
+        model = build_model(model.config, objective=GENERATORS[variant])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == golden(variant)
 

@@ -11,7 +11,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.positions.rope import Rope, Rotation
+from megatron_ddrp.model.positions.rope import Rope, Rotation, set_theta
 from tests.reference.rope import turned
 from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
 
@@ -41,6 +41,28 @@ def test_one_pair_by_hand():
     slow = torch.tensor(torch.pi / 2 / 10000 ** (4 / 6), dtype=torch.float64)
     expected = torch.stack([x.double() for x in (*torch.zeros(2), -2 * slow.sin(), *torch.eye(2)[0], 2 * slow.cos())])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_another_base_turns_as_a_model_of_that_base():
+    model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(9,))
+    wide = tiny_model(position_encoding="rope", rope_theta=160_000.0)
+    wide.load_state_dict(model.state_dict())
+    set_theta(model, 160_000.0)
+    before = encode(tiny_model(position_encoding="rope"), batch)
+    torch.testing.assert_close(encode(model, batch), encode(wide, batch), rtol=0, atol=0)
+    assert (encode(model, batch) - before).abs().max() > 1e-6
+
+
+def test_a_local_layer_keeps_a_base_of_its_own():
+    rotation = Rotation(tiny_config(position_encoding="rope", rope_theta=99.0))
+    states, places = random(1, 1, 5, 4), torch.arange(5)[None]
+    rotation.local_theta, rotation.is_local = 7.0, True
+    local = rotation.rotate(states, places)
+    set_theta(rotation, 5.0)
+    assert torch.equal(rotation.rotate(states, places), local)
+    rotation.is_local = False
+    expected = torch.stack([turned(vector, place, 5.0) for place, vector in enumerate(states[0, 0])])
+    torch.testing.assert_close(rotation.rotate(states, places)[0, 0], expected, rtol=0, atol=1e-12)
 
 
 def test_only_offsets_count_far_beyond_any_trained_length():

@@ -1,0 +1,44 @@
+"""A name on the Hugging Face hub, such as `FacebookAI/roberta-base`, in place of a folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_ddrp.conversion.huggingface_weights import PICKLED_WEIGHTS, SAFE_WEIGHTS
+from megatron_ddrp.errors import UserError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What may be a name there: one or two parts, and no path such as ./x, /x or a/b/c."""
+SETTINGS = ("*.json", "*.txt", "*.model")
+"""Files of settings and tokenizers. Code is not downloaded."""
+
+
+def local_folder(given: Path) -> Path:
+    """Return a folder as it was given, or the copy of what the hub has under that name.
+
+    safetensors are preferred to a pickle. Raises `UserError` with the line that downloads the folder where it cannot be
+    downloaded from here.
+    """
+    if given.exists() or not HUB_NAME.fullmatch(str(given)):
+        return given
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, SAFE_WEIGHTS]))
+        if not (folder / SAFE_WEIGHTS).is_file():
+            folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, PICKLED_WEIGHTS]))
+    except ImportError:
+        raise _advice(given, "huggingface_hub is not installed") from None
+    except Exception as error:  # its own errors, and those of the network's libraries beneath it
+        raise _advice(given, str(error).strip().split("\n")[0][:200] or type(error).__name__) from None
+    return folder
+
+
+def _advice(name: Path, reason: str) -> UserError:
+    return UserError(
+        f"no folder {name} here, and as a name on the hub it cannot be downloaded ({reason}): on a machine with a "
+        f"network run `hf download {name} --local-dir DIR`, then give DIR"
+    )

@@ -1,0 +1,161 @@
+"""Tokenizers of every kind come in with their special ids and word starts, and leave as AutoTokenizer reads them."""
+
+import json
+import shutil
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
+from megatron_ddrp.errors import UserError
+from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
+
+TEXT = "red green blue cats and dogs, singing the red birds; runs at both ends"
+PROBES = [TEXT, "  the cats\n\nsing ", "unknown \u4e2d\u6587 \U0001f600 [MASK] <mask>", ""]
+ROLES = ("cls", "sep", "pad", "mask", "unk")
+FAIRSEQ = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+BERT = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
+
+
+def byte_level(folder, specials, template):
+    """RoBERTa's kind, and with BERT's names of the special pieces ModernBERT's."""
+    tokenizer = RustTokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    cls, sep = ((piece, tokenizer.token_to_id(piece)) for piece in (specials[0], specials[2]))
+    if template:
+        tokenizer.post_processor = processors.RobertaProcessing(sep, cls)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def unigram(folder, specials, template):
+    """XLM-R's kind, and with BERT's names of the special pieces DeBERTa-v3's."""
+    tokenizer = RustTokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace()])
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=specials, unk_token=specials[3], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT, *TEXT.split()], trainer)
+    cls, sep = specials[0], specials[2]
+    if template:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} {sep} $B {sep}",
+            special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def settings(folder, specials):
+    names = {f"{role}_token": specials[(0, 2, 1, 4, 3)[i]] for i, role in enumerate(ROLES)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def assert_leaves_as_it_came(tokenizer, folder, model_type):
+    """Preprocess, train, export: AutoTokenizer of the export gives the ids that training saw."""
+    from transformers import AutoTokenizer
+
+    tokenizer.save(folder / "run")
+    trained = load_tokenizer(folder / "run")
+    assert trained.fingerprint == tokenizer.fingerprint
+    (folder / "out").mkdir()
+    (folder / "out" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_tokenizer(trained, folder / "out", 24, num_segments=1)
+    loaded = AutoTokenizer.from_pretrained(folder / "out")
+    for text in PROBES[:2]:
+        assert loaded(text)["input_ids"] == [trained.cls_id, *tokenizer.encode(text), trained.sep_id]
+    assert [getattr(loaded, f"{role}_token_id") for role in ROLES] == [getattr(trained, f"{r}_id") for r in ROLES]
+    assert "token_type_ids" not in loaded(TEXT) and loaded.model_max_length == 24
+    assert find_tokenizer(folder / "out").fingerprint == tokenizer.fingerprint, "data made for the source still serve"
+    return loaded
+
+
+@pytest.mark.parametrize(("make", "mark"), [(byte_level, "\u0120"), (unigram, "\u2581")])
+@pytest.mark.parametrize("specials", [FAIRSEQ, BERT], ids=["fairseq", "bert"])
+@pytest.mark.parametrize("beside", ["settings", "template", "both"])
+def test_tokenizer_json_alone_is_enough(tmp_path, offline, make, mark, specials, beside):
+    make(tmp_path, specials, template=beside != "settings")
+    if beside != "template":
+        settings(tmp_path, specials)
+    tokenizer = find_tokenizer(tmp_path)
+    found = [tokenizer.pieces[getattr(tokenizer, f"{role}_id")] for role in ROLES]
+    assert found == [specials[i] for i in (0, 2, 1, 4, 3)]
+    starts = {piece for piece, begins in zip(tokenizer.pieces, tokenizer.word_starts, strict=True) if begins}
+    assert starts == {piece for piece in tokenizer.pieces if piece.startswith(mark)} | set(specials) | (
+        {"\u010a", "\u0109"} if mark == "\u0120" else set()
+    )
+    ids = tokenizer.encode(TEXT)
+    words = [mark + word for word in TEXT.split()]
+    found = "".join(" " * int(tokenizer.word_starts[i]) + tokenizer.pieces[i] for i in ids)
+    assert found.split() == ([words[0].removeprefix(mark)] if mark == "\u0120" else words[:1]) + words[1:]
+    assert not set(tokenizer.encode(PROBES[2])) & {tokenizer.mask_id, tokenizer.cls_id}
+    if beside != "settings":
+        kind = "xlm-roberta" if make is unigram else "roberta"
+        loaded = assert_leaves_as_it_came(tokenizer, tmp_path, kind)
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+        assert loaded(TEXT, TEXT)["input_ids"].count(tokenizer.sep_id) == 3, "a pair as the family writes it"
+
+
+def test_the_pieces_around_a_text_decide_between_names(tmp_path):
+    """A vocabulary with both sets of names and no settings beside it."""
+    both = [*FAIRSEQ[:3], *BERT[3:], *BERT[:1], *BERT[2:3]]
+    unigram(tmp_path, both, template=True)
+    tokenizer = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    assert [tokenizer.pieces[i] for i in (tokenizer.cls_id, tokenizer.sep_id)] == ["<s>", "</s>"]
+
+
+OWN_NAMES = {
+    **{"pad_id": 0, "pad_piece": "[PAD]", "bos_id": 1, "bos_piece": "[CLS]"},
+    **{"eos_id": 2, "eos_piece": "[SEP]", "unk_id": 3, "unk_piece": "[UNK]"},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "file", "options", "offset"),
+    [
+        ("xlm-roberta", "sentencepiece.bpe.model", {}, 1),
+        ("camembert", "sentencepiece.bpe.model", {}, 4),
+        ("deberta-v2", "spm.model", OWN_NAMES, 0),
+    ],
+)
+def test_a_sentencepiece_model_alone_is_converted(tmp_path, offline, model_type, file, options, offset):
+    """fairseq puts its own pieces first, so that ids are not those of the .model."""
+    from transformers import AutoTokenizer
+
+    ours = sentencepiece_model(tmp_path, **options)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    shutil.move(tmp_path / "pieces.model", folder / file)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = find_tokenizer(folder)
+    text = "red cats sing"
+    assert tokenizer.encode(text) == [i + offset for i in ours.encode(text)]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs(text)["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+    assert [getattr(theirs, f"{role}_token_id") for role in ROLES] == [getattr(tokenizer, f"{r}_id") for r in ROLES]
+    assert_leaves_as_it_came(tokenizer, tmp_path, model_type)
+
+
+def test_what_cannot_be_converted_is_told(tmp_path, offline):
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"nothing of use")
+    (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
+    with pytest.raises(UserError, match="sentencepiece.bpe.model and no tokenizer.json.*save_pretrained") as refused:
+        find_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same(tmp_path, offline):
+    ours = sentencepiece_model(tmp_path)
+    write_tokenizer(ours, tmp_path / "hf", 24)
+    assert find_tokenizer(tmp_path / "hf").fingerprint == ours.fingerprint
+    unigram(tmp_path / "hf", FAIRSEQ, template=True)
+    assert find_tokenizer(tmp_path / "hf").tokenizer_type == "HuggingFace"
