@@ -31,6 +31,7 @@ _ENCODINGS = {
     "alibi": ("alibi:Alibi", "a fixed slope per head"),
     "alibi-asym": ("alibi_asym:AlibiAsym", "learned slopes per head, left and right"),
     "deberta-v2": ("deberta_v2:DebertaV2", "disentangled attention as of version 2, with logarithmic buckets"),
+    "nope": ("nope:Nope", "no positions, a control"),
 }
 """Value of `--position-encoding` → (file and class in model/positions/, the words of `--help`)."""
 
