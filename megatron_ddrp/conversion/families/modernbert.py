@@ -136,7 +136,10 @@ class ModernBert(Family):
                 split[name] = tensor
                 continue
             parts = torch.atleast_1d(tensor).tensor_split(len(FUSED[whole]))
-            split |= {f"{place.removesuffix(whole)}{part}.{kind}": rows for part, rows in zip(FUSED[whole], parts)}
+            split |= {
+                f"{place.removesuffix(whole)}{part}.{kind}": rows
+                for part, rows in zip(FUSED[whole], parts, strict=True)
+            }
         if "decoder.bias" not in split:
             return {name: tensor for name, tensor in split.items() if not name.startswith("head.")}
         return split

@@ -142,7 +142,7 @@ def test_every_two_values_meet():
 def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeypatch):
     """Each encoding's own terms, with random numbers in them, against eager attention in float64."""
     monkeypatch.setattr(
-        module, "tiles", lambda *_: Tiles(*(Tile(128, 256, 4, 1),) * 4)
+        module, "tiles", lambda *_: Tiles(*(Tile(256, 256, 4, 1),) * 4)
     )  # fewer steps of the interpreter
     terms = terms_of(encoding, seq, head_dim)
     case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
