@@ -173,25 +173,28 @@ def added_parts(config: ModelConfig, arrays: Batch) -> dict[str, Step]:
     query, key, value, gradient = (torch.randn(shape, device=DEVICE).transpose(1, 2) for _ in range(4))
     inputs = [x.requires_grad_() for x in (query, key, value)]
     counted = torch.ones(len(query), int(arrays.document_ids.max()), device=DEVICE)
-    tensors = tuple(x.detach().requires_grad_() for x in module(batch.position_ids))
+    tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in module(batch.position_ids))
+    maps = [nn.Linear(HIDDEN, HIDDEN, device=DEVICE) for _ in range(2)]
+    parameters = [p for part in (layer_part, *maps) for p in part.parameters()]
 
     def attention(heads: list[int]) -> Step:
         chosen = torch.tensor(heads, dtype=torch.long, device=DEVICE)
 
         def run() -> None:
-            terms = module.terms(config, layer_part(tensors))
-            attending = Attending(query, key, value, terms, batch.document_ids, chosen, dropout, counted, layout)
+            terms = module.terms(config, layer_part.of_layer(tensors, *maps))
+            asking, asked = (layer_part.rotate(x, batch.position_ids) for x in (query, key))
+            attending = Attending(asking, asked, value, terms, batch.document_ids, chosen, dropout, counted, layout)
             context, cosine = backend_function(name)(attending)
             loss = (context * gradient).sum()
             (loss if cosine is None else loss + 0.01 * cosine / counted.numel()).backward()
-            for tensor in (*inputs, *tensors):
+            for tensor in (*inputs, *tensors, *parameters):
                 tensor.grad = None
 
         return run
 
     def once() -> None:
-        outputs = [x for x in module(batch.position_ids) if x.requires_grad]
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+        if outputs := [x for x in module(batch.position_ids) if x.requires_grad]:
+            torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
     parts = {encoding: attention([]), f"{encoding} hcd": attention([3, 8])}
     return parts | ({f"{encoding} once": once} if module.in_logits else {})
@@ -218,7 +221,7 @@ def mask_decoder(config: ModelConfig, arrays: Batch) -> Step:
     with torch.no_grad():
         state = run_stages(first, Inputs.of(batch, Draws.none(len(batch.input_ids), LAYERS, DEVICE)))
     hidden = state.hidden.requires_grad_()
-    position = tuple(x.requires_grad_() for x in state.position)
+    position = tuple(x.requires_grad_(x.is_floating_point()) for x in state.position)
 
     def run() -> None:
         decoding.decoder(state, decoding.last_layer).sum().backward()

@@ -115,7 +115,7 @@ def count(config: Config) -> Counting:
     gpu = fake_device()
     arrays = full_rows(rows, model_config.seq_length)
     given = MicroBatch.of(arrays, objective, config, 1, torch.device("cpu")).inputs
-    predicted = round(config.objective.mask_prob * model_config.seq_length)
+    predicted = round(config.objective.mask_rates.mean * model_config.seq_length)
     with fake_tensors(), Counting(rows, predicted) as counting, gpu_kernels():
         with counting.paused():
             model = on_device(on_meta_device(model_config, config.objective), gpu)

@@ -88,7 +88,8 @@ class Arm(NamedTuple):
                 micro_batch_size=samples,
                 global_batch_size=samples * sizes.micro_batches,
                 train_iters=STEPS,
-                **{precision(): True},
+                bf16=precision() == "bf16",
+                fp16=precision() == "fp16",
             ),
         )
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import measure  # noqa: F401  (puts the repository on the import path)
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.config.registry import ENCODINGS
@@ -75,7 +75,9 @@ def launches(
         position_encoding=encoding, hidden_size=4 * head_dim, num_attention_heads=4, num_layers=1, seq_length=SEQ
     )
     module = encoding_class(encoding)(config)
-    terms = module.terms(config, module.layer_part(config)(module(torch.arange(SEQ)[None])))
+    maps = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2)]
+    tensors = module.layer_part(config).of_layer(module(torch.arange(SEQ)[None]), *maps)
+    terms = module.terms(config, tensors).by_offset
     found: dict[str, Launch] = {}
 
     def catch(kernel: Any, _: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ddrp.config import Config
+from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
 from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
@@ -28,10 +29,11 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 class Source(NamedTuple):
-    """One dataset of the corpus and the totals of its sample index."""
+    """One dataset of the corpus and the totals of its sample indices."""
 
     dataset: IndexedDataset
-    totals: NDArray[np.int64]
+    totals: dict[int, NDArray[np.int64]]
+    """By row length."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Corpus:
         `keep_indices` keeps the sample indices on disk (see `index_cache`), and under `--notes` the rare words; without
         it nothing is written.
         """
-        data, seq_length = config.data, config.model.seq_length
+        data, lengths = config.data, [phase.seq_length for phase in config.phases]
         if data.data_path is data.train_data_path is data.valid_data_path is None:
             raise UserError(
                 "--data-path is missing: give the prefix that tools/preprocess_data.py wrote", WRONG_ARGUMENTS
@@ -63,22 +65,27 @@ class Corpus:
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
         sources, remarks = {}, [warn_of_impossible(tokenizer)]
         for prefix in prefixes:
-            dataset = open_dataset(prefix, tokenizer)
-            if keep_indices:
-                totals, remark = cached_totals(dataset, seq_length, data.index_cache_dir)
-                remarks.append(remark)
-            else:
-                totals = sample_totals(dataset, seq_length)
-            sources[prefix] = Source(dataset, totals)
-        return cls(tokenizer, config, sources, tuple(filter(None, remarks)), keep_indices)
+            source = sources[prefix] = Source(open_dataset(prefix, tokenizer), {})
+            for length in lengths:
+                if keep_indices:
+                    source.totals[length], remark = cached_totals(source.dataset, length, data.index_cache_dir)
+                    remarks.append(remark)
+                else:
+                    source.totals[length] = sample_totals(source.dataset, length)
+        return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_indices)
 
-    def samples(self, split: str) -> Blend:
-        """Return the sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only."""
+    def samples(self, split: str, seq_length: int | None = None) -> Blend:
+        """Return the sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only.
+
+        `seq_length` is that of a phase, by default `--seq-length`.
+        """
         prefixes, weights = blend_words(self.config, split)
-        seq_length = self.config.model.seq_length
+        seq_length = seq_length or self.config.model.seq_length
         documents = [self._documents(prefix, split) for prefix in prefixes]
         sources = [self.sources[prefix] for prefix in prefixes]
-        parts = [SampleIndex(s.dataset, d, seq_length, s.totals) for s, d in zip(sources, documents, strict=True)]
+        parts = [
+            SampleIndex(s.dataset, d, seq_length, s.totals[seq_length]) for s, d in zip(sources, documents, strict=True)
+        ]
         return Blend(parts, weights)
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
@@ -91,17 +98,28 @@ class Corpus:
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank.
 
-        `--mask-prob` is the training split's rate alone; the others are masked at `--eval-mask-prob`.
+        `--mask-prob` and `--seq-length-phases` are for the training split alone; the others are masked at
+        `--eval-mask-prob`, in rows of `--seq-length`.
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
-        mask_prob = objective.mask_prob if split == "train" else objective.eval_mask_prob
-        masker = Masker(tokenizer, mask_prob, training.seed, objective.masking, **objective.mask_shares)
+        masker = Masker(tokenizer, objective.eval_mask_prob, training.seed, objective.masking, **objective.mask_shares)
         mark = None
         if objective.notes:
             mark = partial(WordFinder(tokenizer.word_starts, tokenizer.special_ids).number, self.rare_words[0])
-        reader = SampleReader(self.samples(split), tokenizer, masker, self.config.model.seq_length, mark)
+        phases = self.config.phases if split == "train" else self.config.phases[-1:]
+        readers = {
+            length: SampleReader(self.samples(split, length), tokenizer, masker, length, mark)
+            for length in (phase.seq_length for phase in phases)
+        }
+
+        def reader_at(steps_done: int) -> SampleReader:
+            reader = readers[phase_at(phases, steps_done, training.train_iters).seq_length]
+            if split != "train":
+                return reader
+            return reader.masking(objective.mask_rates.at(steps_done, training.train_iters))
+
         share = Share(training.global_batch_size, training.micro_batch_size, rank, world_size)
-        return BatchLoader(reader, share, training.seed, self.config.data.packing)
+        return BatchLoader(readers[phases[-1].seq_length], share, training.seed, self.config.data.packing, reader_at)
 
     @cached_property
     def rare_words(self) -> tuple[RareWords, str]:
@@ -112,18 +130,35 @@ class Corpus:
         bounds = (objective.notes_min_count, objective.notes_max_count)
         return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
 
+    def epochs(self, consumed: int) -> list[float]:
+        """Return how often `consumed` samples go through each corpus of a blend; one number without weights.
+
+        Each length phase goes through samples of its own length.
+        """
+        training, totals, begin = self.config.training, np.zeros(1), 0
+        for phase in self.config.phases:
+            samples = self.samples("train", phase.seq_length)
+            end = min(consumed, phase.last_step(training.train_iters) * training.global_batch_size)
+            totals = totals + (samples.visited(end) - samples.visited(begin)) / samples.sizes
+            begin = end
+        return totals.tolist()
+
     def summary(self, samples: Blend, consumed: int) -> str:
-        """Return documents, sequences and epochs of a run over `consumed` samples; one line per corpus of a blend."""
-        documents = sum(part.num_documents for part in samples.parts)
+        """Return documents, sequences and epochs of a run over `consumed` samples.
+
+        One line per corpus of a blend, and one for the phases of a run that has several.
+        """
+        documents, epochs = sum(part.num_documents for part in samples.parts), self.epochs(consumed)
         line = f"{documents:,} documents, {len(samples):,} training sequences"
-        if samples.counts is None:
-            return f"{line}, {consumed / len(samples):.2f} epochs"
-        lines = [f"{line}, blended:"]
-        for part, count, visits in zip(samples.parts, samples.counts, samples.consumed(consumed), strict=True):
+        lines = [f"{line}, blended:" if samples.counts else f"{line}, {epochs[0]:.2f} epochs"]
+        for part, count, of_part in zip(samples.parts, samples.counts or (), epochs, strict=False):
             lines.append(
-                f"  {count / sum(samples.counts):7.2%} {part.prefix}: {part.num_documents:,} documents, "
-                f"{len(part):,} sequences, {visits / len(part):.2f} epochs"
+                f"  {count / sum(samples.counts or ()):7.2%} {part.prefix}: {part.num_documents:,} documents, "
+                f"{len(part):,} sequences, {of_part:.2f} epochs"
             )
+        *shorter, _ = self.config.phases
+        ends = [(phase.seq_length, phase.last_step(self.config.training.train_iters)) for phase in shorter]
+        lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
         return "\n".join(lines)
 
 

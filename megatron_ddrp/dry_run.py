@@ -15,13 +15,14 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, verify_data
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
-from megatron_ddrp.run.cost import DEVICES, as_resolved, estimate_step, mfu, why_not
+from megatron_ddrp.run.cost import DEVICES, Device, as_resolved, estimate_step, mfu, why_not
 from megatron_ddrp.run.launch import launched_rank, launched_world_size
 
 GIB = 2**30
@@ -99,7 +100,8 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     if fault:
         print(f"warning: a run on this machine would be refused: --{training.precision}: {fault}")
     needed = memory_table(needs, parallel.zero_stage)
-    lines = (*settings(config), *summary(config, facts), *needed, *estimate_table(facts), *data.lines)
+    remarks = optimizer_remarks(model, config)
+    lines = (*settings(config), *summary(config, facts), *remarks, *needed, *estimate_table(facts), *data.lines)
     print("\n".join(lines))
     print(json.dumps(facts))
 
@@ -115,12 +117,22 @@ def estimates(
     for name, device in DEVICES.items():
         if why_not(config, device) is None:
             seconds = estimate_step(config, parameters, world_size, device).seconds
-            hours = seconds * config.training.train_iters / 3600
+            hours = hours_of(config, parameters, world_size, device)
             share = mfu(config, seconds, world_size, device)
             needed = needs_of(as_resolved(config, device))[config.parallel.zero_stage].total / GIB
             found[name] = {"step_seconds": seconds, "mfu": share, "hours": hours, "needed_gib": needed}
             found[name]["memory_gib"] = device.memory
     return found
+
+
+def hours_of(config: Config, parameters: int, world_size: int, device: Device) -> float:
+    """Return the estimated hours of all steps, phase by phase."""
+    seconds, begin = 0.0, 0
+    for phase in config.phases:
+        end = phase.last_step(config.training.train_iters)
+        seconds += (end - begin) * estimate_step(config.of_phase(phase), parameters, world_size, device).seconds
+        begin = end
+    return seconds / 3600
 
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
@@ -153,7 +165,8 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
     lines = [*verified, *corpus.remarks, f"data: {corpus.summary(samples, consumed)}"]
-    facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": consumed / len(samples)}
+    epochs = corpus.epochs(consumed)[0] if samples.counts is None else consumed / len(samples)
+    facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": epochs}
     size = 0
     if config.objective.notes:
         words, line = corpus.rare_words

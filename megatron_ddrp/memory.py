@@ -25,8 +25,10 @@ from torch import nn
 from megatron_ddrp.config import Config, encoding_class
 from megatron_ddrp.engine.build import decays, deepspeed_settings
 from megatron_ddrp.engine.deepspeed_file import offload_device
+from megatron_ddrp.engine.muon import hidden_matrices
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.pipeline import split_stages
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
 
@@ -45,7 +47,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    """Adam's moments and, with ZeRO, the fp32 copy of the weights."""
+    """The optimizer's moments, two per parameter or one of Muon's, and, with ZeRO, the fp32 copy of the weights."""
     activations_estimate: int
     buffers: int
     """Space that DeepSpeed sets aside to reduce gradients and, at ZeRO 3, to gather weights."""
@@ -68,6 +70,8 @@ class Part:
     layer_widths: tuple[int, ...]
     """Hidden size of each of its layers."""
     has_head: bool
+    muon: int
+    """Elements of the matrices that `--optimizer muon` takes."""
     in_flight: int
     """Micro-batches whose activations it holds at once."""
 
@@ -87,13 +91,17 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
     parts = []
     for place, modules in enumerate(map(nn.ModuleList, stages)):
         sizes: tuple[list[int], list[int]] = ([], [])
-        for name, parameter in local_parameters(modules).items():
-            is_cut = split_dimension(name, config.model) is not None
-            group = 0 if decays(name, config.model.position_encoding) else 1
-            sizes[group].append(parameter.numel() // (tensor if is_cut else 1))
+        held = {
+            name: parameter.numel() // (1 if split_dimension(name, config.model) is None else tensor)
+            for name, parameter in local_parameters(modules).items()
+        }
+        for name, size in held.items():
+            sizes[0 if decays(name, config.model.position_encoding) else 1].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
         in_flight = min(pipeline - place, micro_batches)
-        parts.append(Part((tuple(sizes[0]), tuple(sizes[1])), widths, place == pipeline - 1, in_flight))
+        matrices = hidden_matrices(modules, config.model) if config.optimizer.optimizer == "muon" else {}
+        muon = sum(held[name] for name in matrices)
+        parts.append(Part((tuple(sizes[0]), tuple(sizes[1])), widths, place == pipeline - 1, muon, in_flight))
     return parts
 
 
@@ -117,7 +125,7 @@ def memory_of_rank(
     bucket, in_turn = int(zero["reduce_bucket_size"]), 2 if zero["overlap_comm"] else 1
     converted = sums * bucket if sums != width else 0  # a bucket of 16-bit gradients, to be reduced in fp32
     if stage == 0:
-        optimizer, buffers = FP32 * ADAM_MOMENTS * weights, 0
+        optimizer, buffers = FP32 * (ADAM_MOMENTS * weights - part.muon), 0  # one moment, not two
     elif stage < 3:
         flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
         weights = sum(flat)
@@ -155,10 +163,10 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     """Estimate the bytes that micro-batches keep for the backward pass.
 
     A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
-    feed-forward width, which tensor parallelism shares out; and attention logits where the encoding adds to them. HCD
-    keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway). Under
-    `--attention-backend triton` no logits stay. The head keeps the predicted tokens' logits in fp32, twice. With
-    recomputation only the layers' inputs stay, and one layer's rest.
+    feed-forward width, or four in GEGLU, which tensor parallelism shares out; and attention logits where the encoding
+    adds to them. HCD keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway).
+    Under `--attention-backend triton` no logits stay. An objective may keep maps of attention besides. The head keeps
+    the predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay, and one layer's rest.
     """
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
@@ -168,14 +176,16 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     boundaries, layers = 0, []
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
-        kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + 2 * ffn) // tensor) * width
+        inside = 2 * (model.ffn_maps - 1)  # GEGLU keeps both halves, the GELU and the product
+        kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + inside * ffn) // tensor) * width
         if model.attention_backend != "triton":
             kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
             kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
+        kept += tokens * model.seq_length * (heads // tensor) * FP32 * make_objective(objective).kept_maps
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight
-    logits = int(tokens * objective.mask_prob) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
+    logits = int(tokens * max(objective.mask_rates)) * model.padded_vocab_size // tensor * FP32 * 2 * part.has_head
     return boundaries * part.in_flight + inside + logits
 
 
@@ -188,7 +198,8 @@ def by_zero_stage(
     size of buckets.
     """
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
-    stages = range(config.training.precision != "fp32", 2 if has_pipeline else 4)
+    last = 0 if config.optimizer.optimizer == "muon" else 1 if has_pipeline else 3
+    stages = range(config.training.precision != "fp32", last + 1)
     parts = cut_up(model, config, micro_batches)
     settings = [deepspeed_settings(config, micro_batches, data_size, sum(part.sizes), device_type) for part in parts]
     return {

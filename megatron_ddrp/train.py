@@ -17,6 +17,7 @@ from megatron_ddrp.data.batches.loader import BatchLoader
 from megatron_ddrp.engine.build import build_engine
 from megatron_ddrp.engine.checkpoint import Progress, Resumed, load_checkpoint
 from megatron_ddrp.engine.deepspeed_file import read_settings
+from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.engine.precision import allow_tf32, precision_remarks
 from megatron_ddrp.errors import (
     ASKED_TO_STOP,
@@ -58,6 +59,7 @@ def train(config: Config) -> int:
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
     sizes = count_parameters(model)
+    about_optimizer = optimizer_remarks(model, config)
     engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
     progress = resumed.progress if resumed else Progress()
@@ -73,7 +75,8 @@ def train(config: Config) -> int:
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
         own = (*verified, *corpus.remarks, *(home.remarks if home else ()), *precision_remarks(config, ranks.device))
         remarks = remarks_of_ranks(own)
-        for line in (*remarks, introduction(config, ranks, corpus, loader, sizes), *about(notes, corpus)):
+        first_lines = introduction(config, ranks, corpus, loader, sizes)
+        for line in (*remarks, first_lines, *about_optimizer, *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
         run = Run(config, ranks, engine, log, folder, home, notes)

@@ -37,7 +37,7 @@ class Snapshot:
         """Return the model on the CPU in fp32 and eval mode, its tokenizer, and its configuration."""
         if (self.path / STATE).is_file():
             return read_model(self.path)
-        from megatron_ddrp.conversion.from_export import load_hugging_face
+        from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 
         model, tokenizer, sizes = load_hugging_face(self.path)
         return model, tokenizer, Config(model=sizes)

@@ -57,8 +57,11 @@ def candidates(folder: Path) -> Candidates:
     """Return the checkpoints up to the one that `latest` names; all of them where `latest` is missing or damaged.
 
     Newer ones than `latest` names are there after going back to an older checkpoint by writing its name into `latest`.
-    Raises `UserError` where `latest` is there and no checkpoint, or where it is a folder or cannot be read.
+    A path DIR/iter_N stands for that one checkpoint. Raises `UserError` where `latest` is there and no checkpoint, or
+    where it is a folder or cannot be read.
     """
+    if is_checkpoint(folder):
+        return Candidates([folder], ())
     found, pointer = all_checkpoints(folder), folder / LATEST
     if not os.path.lexists(pointer):
         return Candidates(found, (f"{pointer} is missing: taking the newest whole checkpoint",) if found else ())
@@ -119,18 +122,18 @@ def complete(temporary: Path, state: dict[str, Any]) -> Path:
 
 
 def refuse_folders(save: Path | None, load: Path | None) -> None:
-    """Raise `UserError` where a run would be laid over another one, or where `load` is no `--save` folder at all."""
-    if load and not candidates(load).paths:
-        if (load / STATE).is_file():
-            raise UserError(
-                f"--load {load} is one checkpoint: give its folder, --load {load.parent}; to go on from an older one, "
-                f"write its name into {load.parent / LATEST}"
-            )
-        if any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin")):
-            raise UserError(
-                f"--load {load} is a Hugging Face folder: import it, python tools/convert_checkpoint.py "
-                f"--from-hf {load} --output START, and give --load START"
-            )
+    """Raise `UserError` where a run would be laid over another one, or where `load` holds no checkpoint of ours."""
+    if save and load and is_checkpoint(load) and load.resolve().parent == save.resolve():
+        raise UserError(
+            f"--load {load} is one checkpoint of --save {save}: give its folder, --load {load.parent}; to go on from "
+            f"an older one, write its name into {load.parent / LATEST}, or branch off into another --save"
+        )
+    is_foreign = load and any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin"))
+    if load and not candidates(load).paths and is_foreign:
+        raise UserError(
+            f"--load {load} is a Hugging Face folder: import it, python tools/convert_checkpoint.py "
+            f"--from-hf {load} --output START, and give --load START"
+        )
     if save and holds_run(save) and not (load and load.resolve() == save.resolve()):
         raise UserError(f"--save {save} holds a run already: go on with it by --load {save}, or give another --save")
 

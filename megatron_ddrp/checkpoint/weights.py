@@ -72,8 +72,10 @@ def read_model(path: Path) -> tuple[Any, Tokenizer, Config]:
 
 
 def read_config(path: Path) -> Config:
-    """Return the configuration of the run that wrote a checkpoint."""
-    return Config.from_dict(read_state(path)["config"])
+    """Return the configuration of the run that wrote a checkpoint, with `--rope-theta` of the checkpoint's phase."""
+    state = read_state(path)
+    config = Config.from_dict(state["config"])
+    return config.replace(model={"rope_theta": config.rope_theta_at(state.get("iteration", 0) - 1)})
 
 
 def persistent_buffers(model: Any) -> dict[str, Any]:

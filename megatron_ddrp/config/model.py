@@ -57,7 +57,7 @@ class ModelConfig:
     first_norm: bool = option(
         True, "with --layernorm-position pre, a LayerNorm before the first attention, right behind the embeddings' own"
     )
-    layernorm_epsilon: float = option(1e-12, "added to the variance in every LayerNorm", within="(0, 1]")
+    layernorm_epsilon: float = option(1e-12, "added to the variance, or mean square, in every norm", within="(0, 1]")
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
     position_encoding: str = option(
         "ddrp",
@@ -92,7 +92,7 @@ class ModelConfig:
         None,
         "in most layers a token attends to this many others around it, half of them on either side, as in ModernBERT "
         "(default: to its whole document in every layer)",
-        within=COUNT,
+        within="[2, 2147483648)",
     )
     global_every: int = option(
         3, "with --local-attention, layers 0, N, 2N, … attend to the whole document", within=COUNT
@@ -124,6 +124,10 @@ class ModelConfig:
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                 f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
             )
+        if not self.first_norm and self.layernorm_position == "post":
+            refuse(
+                "--no-first-norm with --layernorm-position post, which has no norm before a block: leave the one out"
+            )
         if self.position_encoding in ENCODINGS or self.relative_distance is None:
             self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
 
@@ -154,6 +158,11 @@ class ModelConfig:
         if self.ffn_hidden_size is None and self.ffn == "geglu":
             return math.ceil(self.hidden_size / 24) * 64
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def ffn_maps(self) -> int:
+        """Number of linear maps of the feed-forward block, all between hidden size and `ffn_size`."""
+        return 3 if self.ffn == "geglu" else 2
 
     @property
     def embedding_width(self) -> int:

@@ -25,7 +25,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
     `choices`, `nargs` and `metavar` go to argparse. `within` is the range of a number, such as "[0, 1)" or "(0, inf)";
     every number has one, and no range holds inf or nan. `distinct` refuses a list with equal values, and `read`
-    replaces the reading of a value from YAML (`reading.py`).
+    replaces the reading of a value from YAML (`reading.py`); what has a `read` also checks its own range.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -44,7 +44,7 @@ def check_ranges(section: Any) -> None:
     """Refuse the first number of a concern's dataclass that lies outside of its option's range."""
     for f in fields(section):
         value = getattr(section, f.name)
-        if "within" in f.metadata and value is not None:
+        if "within" in f.metadata and "read" not in f.metadata and value is not None:
             for number in value if isinstance(value, (list, tuple)) else (value,):
                 check_range(f.name, number, f.metadata["within"])
 

@@ -15,7 +15,10 @@ class CheckpointConfig:
         None, "folder for checkpoints, metrics.jsonl, config.json and the tokenizer", metavar="DIR"
     )
     load: str | None = option(
-        None, "folder to resume from; without a checkpoint in it the run starts afresh", metavar="DIR"
+        None,
+        "folder to resume from; without a checkpoint in it the run starts afresh. DIR/iter_N with another --save is a "
+        "branch from that checkpoint",
+        metavar="DIR",
     )
     save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end", within=COUNT)
     keep_last: int = option(0, "how many checkpoints to keep; 0 = all", within="[0, 2147483648)")

@@ -28,6 +28,9 @@ ENCODINGS = {
     "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
     "rope": f"{_POSITIONS}.rope:Rope",
     "t5": f"{_POSITIONS}.t5:T5",
+    "alibi": f"{_POSITIONS}.alibi:Alibi",
+    "alibi-asym": f"{_POSITIONS}.alibi_asym:AlibiAsym",
+    "deberta-v2": f"{_POSITIONS}.deberta_v2:DebertaV2",
 }
 """Value of `--position-encoding` → "module:Class"."""
 
@@ -36,6 +39,8 @@ OBJECTIVES = {
     "mth": "megatron_ddrp.objectives.mth:Mth",
     "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
     "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
+    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
+    "head-disagreement": "megatron_ddrp.objectives.head_disagreement:HeadDisagreement",
 }
 """Value of `--objective` → "module:Class"."""
 

@@ -17,6 +17,7 @@ from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import flag, refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
+from megatron_ddrp.config.schedules import LengthPhase, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.errors import UserError
 
@@ -41,8 +42,19 @@ class Config:
                 "weights there): use --zero-stage 1 or higher"
             )
         self._check_layout()
+        if self.optimizer.optimizer == "muon" and self.parallel.zero_stage:
+            refuse(
+                f"--optimizer muon with --zero-stage {self.parallel.zero_stage}, which cuts matrices anywhere: use "
+                "--zero-stage 0"
+            )
+        self._check_schedules()
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
             refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
+        if self.objective.notes and self.model.embedding_width != self.model.hidden_size:
+            refuse(
+                f"--notes with --embedding-size {self.model.embedding_size}: notes join the embeddings and are as "
+                "wide as the hidden states, so leave --embedding-size out"
+            )
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
             refuse(
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
@@ -51,14 +63,30 @@ class Config:
         if self.objective.hcd_weight and self.model.num_attention_heads < 2:
             refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
 
+    def _check_schedules(self) -> None:
+        """Refuse a rotary base for an encoding without one, and a decay that begins within the warm-up."""
+        if any(phase.rope_theta for phase in self.phases) and self.model.position_encoding != "rope":
+            refuse(
+                f"--seq-length-phases {' '.join(self.training.seq_length_phases)} sets --rope-theta with "
+                f"--position-encoding {self.model.position_encoding}, which has none: give LENGTH:END"
+            )
+        steps, optimizer = self.training.train_iters, self.optimizer
+        warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
+        if decay and warmup + decay > steps:
+            refuse(
+                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --train-iters {steps}: give "
+                "fewer; for a branch from step N, --train-iters is N + the decay"
+            )
+
     def _check_layout(self) -> None:
         """Refuse to cut what does not divide."""
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         model = self.model
-        generator_heads = (self.objective.generator_heads(model.num_attention_heads),) * self.objective.generates
+        generator = self.objective.generator_config(model)
+        generators_heads = f"the heads of --objective {self.objective.objective}'s generator (--generator-size),"
         for what, size in (
             ("--num-attention-heads", model.num_attention_heads),
-            *(("the heads of --objective electra's generator (--generator-size),", heads) for heads in generator_heads),
+            *(((generators_heads, generator.num_attention_heads),) if generator else ()),
             ("--ffn-hidden-size", model.ffn_size),
             (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
         ):
@@ -69,6 +97,27 @@ class Config:
                 f"--pipeline-model-parallel-size {pipeline} is more than --num-layers {model.num_layers}: each stage "
                 "holds at least one layer"
             )
+
+    @property
+    def phases(self) -> tuple[LengthPhase, ...]:
+        """The parts of the run by length of their rows; one without `--seq-length-phases`."""
+        return parse_phases(self.training.seq_length_phases, self.model.seq_length)
+
+    @property
+    def mean_seq_length(self) -> float:
+        """Mean row length over all steps of the run."""
+        begins = [0.0, *(phase.share for phase in self.phases)]
+        return sum((phase.share - begin) * phase.seq_length for phase, begin in zip(self.phases, begins, strict=False))
+
+    def of_phase(self, phase: LengthPhase) -> Config:
+        """Return the configuration of a run that is this phase throughout."""
+        theta = phase.rope_theta or self.model.rope_theta
+        model = {"seq_length": phase.seq_length, "rope_theta": theta}
+        return self.replace(model=model, training={"seq_length_phases": ()})
+
+    def rope_theta_at(self, steps_done: int) -> float:
+        """Return the base of the rotary wavelengths in the step that follows `steps_done` steps."""
+        return phase_at(self.phases, steps_done, self.training.train_iters).rope_theta or self.model.rope_theta
 
     def replace(self, **changes: dict[str, Any]) -> Config:
         """A copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""

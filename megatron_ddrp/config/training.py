@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,16 @@ class TrainingConfig:
     micro_batch_size: int = option(8, "sequences a rank processes at once", within=COUNT)
     global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks", within=COUNT)
     train_iters: int = option(1_000_000, "optimizer steps of the whole run", within=COUNT)
+    seq_length_phases: tuple[str, ...] = option(
+        (),
+        "shorter rows first: 128:0.9 gives rows of up to 128 tokens to the first 90 % of the steps, as BERT did "
+        "(arXiv:1810.04805, appendix A.2), and rows of --seq-length to the rest; GPT-BERT has three phases, "
+        "128:0.7 256:0.9 (arXiv:2410.24159). A third number is --rope-theta until then, switched at once as in "
+        "ModernBERT: 1024:0.9:10000 (arXiv:2412.13663). Every phase has --global-batch-size sequences per step; "
+        "validation has rows of --seq-length throughout",
+        nargs="+",
+        metavar="LENGTH:END[:THETA]",
+    )
     seed: int = option(
         1234, "decides initialisation, order, masks, samples and dropout", within="[0, 9223372036854775808)"
     )
@@ -33,6 +44,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        words = self.seq_length_phases  # one phase may come as a string, lists from JSON and YAML
+        object.__setattr__(self, "seq_length_phases", (words,) if isinstance(words, str) else tuple(words))
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: give one of them")
 
@@ -45,15 +58,40 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer"""
 
+    optimizer: str = option(
+        "adamw",
+        "adamw, or muon: its orthogonalised updates for the matrices of the layers and of position projections, AdamW "
+        "for all else, with one --lr and --weight-decay for both (torch.optim.Muon, match_rms_adamw of Moonlight, "
+        "arXiv:2502.16982); needs --zero-stage 0 and torch 2.9",
+        choices=("adamw", "muon"),
+    )
     lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
     min_lr: float = option(0.0, "learning rate at the end of the decay", within="[0, inf)")
     lr_decay_style: str = option(
         "linear",
-        "shape of the decay after the warm-up; wsd holds the peak and decays over the last tenth",
+        "shape of the decay after the warm-up; wsd holds the peak and decays over the last --lr-wsd-decay-iters "
+        "(warm-up, stable, decay: MiniCPM, arXiv:2404.06395), so that any checkpoint of a stable run can branch off "
+        "into a decay of its own: --load RUN/iter_N --save BRANCH and --train-iters N + decay",
         choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None,
+        "steps of wsd's decay, the last of --train-iters (default: the last tenth of those after the warm-up)",
+        within=COUNT,
+    )
+    lr_wsd_decay_style: str = option(
+        "linear",
+        "shape of wsd's decay: linear, or minus_sqrt, 1 - sqrt(share of the decay that is done), as in ModernBERT "
+        "(arXiv:2412.13663) and Ettin (arXiv:2507.11412)",
+        choices=("linear", "minus_sqrt"),
     )
     lr_warmup_fraction: float = option(
         0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
+    )
+    lr_warmup_iters: int | None = option(
+        None,
+        "steps over which the rate rises, whatever --train-iters is (default: --lr-warmup-fraction of them)",
+        within="[0, 2147483648)",
     )
     weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
     adam_beta1: float = option(0.9, "decay of the first moment", within="[0, 1)")
@@ -65,6 +103,18 @@ class OptimizerConfig:
         check_ranges(self)
         if self.min_lr > self.lr:
             refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: the decay goes down to it")
+        for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "linear")):
+            if getattr(self, name) != default and self.lr_decay_style != "wsd":
+                refuse(
+                    f"{flag(name)} {getattr(self, name)} with --lr-decay-style {self.lr_decay_style}: it goes with "
+                    "--lr-decay-style wsd"
+                )
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up of a run of `total_steps`."""
+        if self.lr_warmup_iters is not None:
+            return self.lr_warmup_iters
+        return math.ceil(self.lr_warmup_fraction * total_steps)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,16 @@ DEFAULTS: dict[str, Any] = {
     "relative_distance": 64,
     "relative_table": "shared",
     "direction_init": "spread",
+    "rope_theta": 10_000.0,
+    "local_rope_theta": None,
     "deberta_emd": False,
+    "ffn": "gelu",
+    "norm": "layernorm",
+    "bias": True,
+    "key_bias": True,
+    "first_norm": True,
+    "embedding_size": None,
+    "num_segments": 2,
     "pad_token_id": 0,
 }
 
@@ -47,6 +56,10 @@ class DdrpConfig(PretrainedConfig):
             if encoding == "tupe-r":
                 settings["relative_distance"] = 128
         super().__init__(**(DEFAULTS | settings))
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_size or self.hidden_size
 
     @property
     def head_dim(self) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.config.registry import ENCODINGS, PLUGINS
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 
@@ -23,12 +23,13 @@ LONGEST = 128
 """Tokens per row that are compared."""
 
 
-def check_export(folder: Path, class_name: str, model: Encoder, config: ModelConfig) -> str:
+def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Tokenizer) -> str:
     """Load the class `class_name` from a written folder, compare it with the model, and return a line for people.
 
     Raises `UserError` where the folder cannot be loaded or computes something else, and for a plug-in's encoding where
     transformers is not installed. Other folders are not checked then: the tests load every encoding.
     """
+    config = model.config
     try:
         from transformers import logging
     except ImportError:
@@ -37,14 +38,17 @@ def check_export(folder: Path, class_name: str, model: Encoder, config: ModelCon
         raise UserError("a plug-in's encoding is exported with a check: pip install 'megatron-ddrp[hf]'") from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    seq = min(config.seq_length, LONGEST)
-    place = torch.arange(seq)
+    seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
     mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
-    ids, segments = (place * torch.tensor([[1], [2]]) % config.vocab_size) * mask, (place >= seq // 3).long() * mask
+    pad, ids = tokenizer.pad_id, place * torch.tensor([[1], [2]]) % config.vocab_size
+    ids = torch.where(ids == pad, (pad + 1) % config.vocab_size, ids)  # RoBERTa counts positions by what is no padding
+    ids, segments = torch.where(mask > 0, ids, pad), (place >= seq // 3).long() * mask
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs |= {"token_type_ids": segments} if config.num_segments > 1 else {}
     try:
         with torch.no_grad():
             loaded, report = _classes(folder, class_name).from_pretrained(folder, output_loading_info=True)
-            states = loaded.eval()(ids, mask, segments, output_hidden_states=True).hidden_states[-1]
+            states = loaded.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
     except Exception as error:  # the code of a plug-in may raise anything
         raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
     if strange := sorted({*report["missing_keys"], *report["unexpected_keys"]}):

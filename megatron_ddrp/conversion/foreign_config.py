@@ -37,8 +37,17 @@ OWN_SETTINGS = (
     "relative_distance",
     "relative_table",
     "direction_init",
+    "rope_theta",
+    "local_rope_theta",
     "absolute_embedding",
     "deberta_emd",
+    "ffn",
+    "norm",
+    "bias",
+    "key_bias",
+    "first_norm",
+    "embedding_size",
+    "num_segments",
 )
 """Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
 
@@ -82,7 +91,7 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
             settings[name] = None
         elif choices:
             settings[name] = one_of(path, values, key, tuple(choices))
-        elif kind != "float":
+        elif "float" not in kind:
             settings[name] = whole_number(path, values, key)
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")

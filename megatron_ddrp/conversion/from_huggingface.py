@@ -1,8 +1,6 @@
-"""Hugging Face folder of a BERT or DeBERTa (v1 layout) → a folder that `pretrain_bert.py --load` goes on from.
+"""Hugging Face folder → a folder that `pretrain_bert.py --load` resumes from, and the command that does.
 
-Hidden states and logits are those of transformers. Such folders have no optimizer state: the checkpoint holds weights
-alone, at iteration 0. Poolers and classifiers are left out; a folder without masked-LM head gets a new one. DeBERTa's
-enhanced mask decoder is no part of such folders and stays off.
+Such folders have no optimizer state: the checkpoint holds weights alone, at iteration 0.
 """
 
 from __future__ import annotations
@@ -14,50 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, save_config
-from megatron_ddrp.conversion.foreign_config import one_of, refuse_code
-from megatron_ddrp.conversion.huggingface_layouts import read_layout
-from megatron_ddrp.conversion.huggingface_weights import (
-    SEGMENT_EMBEDDING,
-    TOKEN_EMBEDDING,
-    Weights,
-    fill,
-    read_weights,
-    refuse_sizes,
-    rename,
-)
+from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.json_files import read_object
-from megatron_ddrp.model import Encoder, build_model, on_meta_device
-
-SEED = 1234
-"""Of what a folder lacks, and of the rows that pad the vocabulary."""
-
-PADDED_ROWS = 255
-"""Rows that a model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""
 
 NO_TOKENIZER = (
     "none, for lack of vocab.txt and tokenizer.json: give the model's own to pretrain_bert.py (transformers writes it: "
     "AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR))"
 )
-
-
-@dataclass(frozen=True)
-class ReadFolder:
-    """The model of a Hugging Face folder as one of ours, and what became of the folder's tensors."""
-
-    source: Path
-    config: ModelConfig
-    model: Encoder
-    weights: Weights
-    embedded_pieces: int
-    """Rows of the folder's word embedding; those beyond the tokenizer's vocabulary are left out."""
-    tokenizer: Tokenizer | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +50,7 @@ class Import(ReadFolder):
         if self.embedded_pieces > model.vocab_size:
             left_out.append(f"{self.embedded_pieces - model.vocab_size} rows beyond the tokenizer's vocabulary")
         command = ["deepspeed", "pretrain_bert.py", "--data-path", "P", "--load", str(self.output), "--save", "DIR"]
-        command += [*self._tokenizer_flags(), *model_flags(model)]
+        command += [*self._tokenizer_flags(), *objective_flags(self.objective), *model_flags(model)]
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "
             f"{model.hidden_size}, {sum(t.numel() for t in loaded):,} parameters in {len(loaded)} tensors",
@@ -107,45 +71,18 @@ class Import(ReadFolder):
         return [*flags, "--vocab-file", str(self.output / checkpoint.TOKENIZER / self.tokenizer.file_name)]
 
 
-def read_folder(source: Path) -> ReadFolder:
-    """Read a folder of a BERT or a DeBERTa v1. Raises `UserError` as `import_folder` does."""
-    # Every size is held against the weights before anything of that size is allocated.
-    (config, num_segments), tensors = read_layout(source), read_weights(source)
-    refuse_sizes(config, tensors, source)
-    wanted = dict(on_meta_device(config).named_parameters())
-    weights = rename(tensors, config.num_attention_heads, wanted, source)
-    if TOKEN_EMBEDDING not in weights.ours:
-        raise UserError(f"{source}: no word embedding among its weights; give a folder with a whole encoder")
-    segments = len(weights.ours.get(SEGMENT_EMBEDDING, ()))
-    if segments != num_segments:
-        raise UserError(
-            f"{source}: config.json says type_vocab_size {num_segments}, and the weights embed {segments} "
-            "segments: they do not match; copy the folder again"
-        )
-    tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
-    pieces = tokenizer.vocab_size if tokenizer else rows
-    if pieces > rows:
-        raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
-    if not pieces:
-        raise UserError(f"{source}: its word embedding has no rows; copy the folder again")
-    config = dataclasses.replace(config, vocab_size=pieces)
-    torch.manual_seed(SEED)
-    model = build_model(config)
-    fill(model, weights, pieces, source)
-    return ReadFolder(source, config, model, weights, rows, tokenizer)
-
-
 def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import:
     """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
 
-    `output` appears whole or not at all. Raises `UserError` where the model is neither BERT nor DeBERTa v1, where a
+    `output` appears whole or not at all. Raises `UserError` where the model is of no family in the registry, where a
     weight is missing or does not fit, or where `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
     read = read_folder(source)
     with whole_folder(output) as folder:
-        whole = Config(model=read.config, objective=ObjectiveConfig("mlm"))
-        path = checkpoint.save_weights_only({n: p.detach() for n, p in read.model.named_parameters()}, whole, folder)
+        whole = Config(model=read.config, objective=read.objective)
+        tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)
+        path = checkpoint.save_weights_only({name: t.detach() for name, t in tensors.items()}, whole, folder)
         save_config(whole, folder)
         if read.tokenizer:
             read.tokenizer.save(folder / checkpoint.TOKENIZER)
@@ -153,41 +90,30 @@ def import_folder(source: Path, output: Path, overwrite: bool = False) -> Import
     return Import(**vars(read), output=output)
 
 
-def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return a folder's tokenizer: from vocab.txt if BERT's usual rules apply, else from tokenizer.json, else None."""
-    vocab, settings = folder / "vocab.txt", tokenizer_settings(folder)
-    lower = settings["do_lower_case"]
-    usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    has_rules = (folder / "tokenizer.json").is_file()
-    if vocab.is_file() and (usual or not has_rules):
-        return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
-    return build_tokenizer("HuggingFace", tokenizer_model=folder) if has_rules else None
-
-
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json with `do_lower_case`, which is true by default.
-
-    Raises `UserError` where it cannot be read, or where the tokenizer is another's code.
-    """
-    path = folder / "tokenizer_config.json"
-    settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
-    refuse_code(path, settings)
-    one_of(path, settings, "do_lower_case", (True, False))
-    return settings
-
-
 def model_flags(config: ModelConfig) -> list[str]:
     """Return the flags by which `pretrain_bert.py` builds this model: those that differ from their defaults."""
-    flags, default = [], ModelConfig(position_encoding=config.position_encoding)
-    for f in dataclasses.fields(ModelConfig):
-        value = getattr(config, f.name)
-        usual = f.default if f.name == "position_encoding" else getattr(default, f.name)
-        if "help" not in f.metadata or value == usual:
+    default = ModelConfig(position_encoding=config.position_encoding)
+    usual = ModelConfig().position_encoding == config.position_encoding
+    named = [] if usual else [flag("position_encoding"), config.position_encoding]
+    return [*named, *_changed_flags(config, default)]
+
+
+def objective_flags(config: ObjectiveConfig) -> list[str]:
+    """Return `--objective`, always, and the objective's flags that differ from its defaults."""
+    return [flag("objective"), config.objective, *_changed_flags(config, ObjectiveConfig(config.objective))]
+
+
+def _changed_flags(section: Any, default: Any) -> list[str]:
+    """Return the flags of a concern's settings that differ from those of another one."""
+    flags = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if "help" not in field.metadata or value == getattr(default, field.name):
             continue
         if isinstance(value, bool):
-            flags.append(flag(f.name) if value else flag("no_" + f.name))
+            flags.append(flag(field.name) if value else flag("no_" + field.name))
         else:
-            flags += [flag(f.name), str(value)]
+            flags += [flag(field.name), *map(str, value if isinstance(value, tuple) else (value,))]
     return flags
 
 

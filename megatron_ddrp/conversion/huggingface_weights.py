@@ -1,12 +1,11 @@
-"""The weights of a Hugging Face BERT or DeBERTa (v1 layout) under our names.
+"""The weights of a Hugging Face folder, read as tensors alone, and put under our names into a model of ours.
 
-DeBERTa fuses query, key and value head by head and has no key bias. A key bias of 0 is none; so is a segment embedding
-of 0, which DeBERTa leaves out. Both models tie the output matrix to the word embedding, as ours does.
+Every family ties the output matrix to the word embedding, as ours does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.weight_names import our_name
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import on_meta_device
 
@@ -25,7 +23,8 @@ SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
 """The reason told for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
-KEY_BIAS = ".attention.key.bias"
+FINAL_NORM = "head.final_norm."
+"""Part of the encoder that stands among the head's weights here."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def rename(tensors: dict[str, Tensor], num_heads: int, wanted: Collection[str], source: Path) -> Weights:
+def rename(
+    tensors: Mapping[str, Tensor], our_name: Callable[[str], str | None], wanted: Collection[str], source: Path
+) -> Weights:
     """Bring a folder's tensors under our names; all but the `wanted` are left out.
 
     Raises `UserError` for a tensor that is there twice with different values, and for an output matrix of its own.
     """
     weights = Weights({})
-    for name, tensor in split_projections(tensors, num_heads).items():
+    for name, tensor in tensors.items():
         ours = our_name(name)
         if ours is None or (ours not in wanted and ours != OUTPUT_MATRIX):
             weights.left_out.append(name)
@@ -82,35 +83,13 @@ def rename(tensors: dict[str, Tensor], num_heads: int, wanted: Collection[str], 
     return weights
 
 
-def split_projections(tensors: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Return the tensors with DeBERTa's `in_proj` and its two biases split as BERT has them.
-
-    `in_proj` is `[heads · 3 · d, hidden]`: for each head the d rows of query, of key, of value.
-    """
-    split = {}
-    for name, tensor in tensors.items():
-        layer, _, kind = name.rpartition("attention.self.")
-        if kind == "in_proj.weight":
-            if len(tensor) % (3 * num_heads):
-                raise UserError(f"{name} has {len(tensor)} rows: no query, key and value for each of {num_heads} heads")
-            parts = tensor.unflatten(0, (num_heads, 3, -1))  # [heads, 3, d, hidden]
-            for number, part in enumerate(("query", "key", "value")):
-                split[f"{layer}attention.self.{part}.weight"] = parts[:, number].flatten(0, 1)
-        elif kind in ("q_bias", "v_bias"):
-            part = "query" if kind == "q_bias" else "value"
-            split[f"{layer}attention.self.{part}.bias"] = tensor
-        else:
-            split[name] = tensor
-    return split
-
-
 def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Raise `UserError`, before a model is built, where a configuration needs far more weights than a folder has."""
     held, needed = sum(tensor.numel() for tensor in tensors.values()), 0
     if config.num_layers <= len(tensors):
         may_lack = ("head.", TOKEN_EMBEDDING, SEGMENT_EMBEDDING)
         shapes = on_meta_device(config).named_parameters()
-        needed = sum(p.numel() for name, p in shapes if not name.startswith(may_lack) and not name.endswith(KEY_BIAS))
+        needed = sum(p.numel() for name, p in shapes if not name.startswith(may_lack))
     if config.num_layers > len(tensors) or needed > 2 * held:  # a smaller difference is told by the tensor's name
         raise UserError(
             f"{source}: config.json says {config.num_layers} layers x {config.hidden_size}, and the weights are "
@@ -129,11 +108,8 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
         if name not in weights.ours:
             continue
         value, target = weights.ours[name], parameter.data
-        if name in (TOKEN_EMBEDDING, OUTPUT_BIAS):
+        if name.endswith((TOKEN_EMBEDDING, OUTPUT_BIAS)):
             value, target = value[:vocab_size], target[:vocab_size]
-        if name == SEGMENT_EMBEDDING:
-            target.zero_()
-            target = target[: len(value)]
         if value.shape != target.shape:
             raise UserError(
                 f"{source}: the weight for {name} is {list(value.shape)}, by config.json it should be "
@@ -142,23 +118,14 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
         target.copy_(value)
 
 
-def _complete(parameters: dict[str, Tensor], weights: Weights, source: Path) -> None:
-    """Initialise what a folder may lack, note it, and refuse what it may not."""
+def _complete(parameters: Mapping[str, Tensor], weights: Weights, source: Path) -> None:
+    """Note the parts that a folder lacks and that are drawn anew; refuse what it may not lack."""
     missing = {name for name in parameters if name not in weights.ours}
-    head = {name for name in parameters if name.startswith("head.")}
-    if head <= missing:
-        missing -= head
-        weights.initialised.append("masked-LM head (drawn anew; the folder has none)")
-    segments = weights.ours.get(SEGMENT_EMBEDDING, ())
-    if len(segments) < len(parameters[SEGMENT_EMBEDDING]):
-        if not len(segments):
-            parameters[SEGMENT_EMBEDDING].data.zero_()
-        missing.discard(SEGMENT_EMBEDDING)
-        rows = len(parameters[SEGMENT_EMBEDDING]) - len(segments)
-        weights.initialised.append(f"segment embedding ({rows} of its rows, with 0)")
-    key_biases = {name for name in missing if name.endswith(KEY_BIAS)}
-    if key_biases and len(key_biases) == sum(name.endswith(KEY_BIAS) for name in parameters):
-        missing -= key_biases
-        weights.initialised.append(f"key biases ({len(key_biases)}, with 0)")
+    head = "masked-LM head" if OUTPUT_BIAS in parameters else "replaced-token head"
+    for start, part in (("head.", head), ("generator.", "generator")):
+        whole = {name for name in parameters if name.startswith(start) and not name.startswith(FINAL_NORM)}
+        if whole and whole <= missing:
+            missing -= whole
+            weights.initialised.append(f"{part} (drawn anew; the folder has none)")
     if missing:
         raise UserError(f"{source}: no weight for {min(missing)}, and {len(missing) - 1} more; the folder is not whole")

@@ -1,11 +1,11 @@
 """The layers of an exported model; one of the files that travel inside its folder, see modeling_ddrp.py."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
@@ -18,8 +18,12 @@ def check_length(seq: int, longest: int) -> None:
         raise ValueError(f"the input has {seq} tokens, the model knows {longest} positions: cut the text")
 
 
-def layer_norm(config: DdrpConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+def norm(config: DdrpConfig, width: int | None = None) -> nn.Module:
+    """Return a LayerNorm or RMSNorm as wide as the hidden states, or `width`."""
+    width = width or config.hidden_size
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.layer_norm_eps)
+    return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.bias)
 
 
 class PassInputs(NamedTuple):
@@ -38,13 +42,15 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
         super().__init__()
-        longest = config.max_position_embeddings
-        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.segment = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.absolute = nn.Embedding(longest, config.hidden_size) if config.absolute_embedding else None
+        longest, width = config.max_position_embeddings, config.embedding_width
+        self.token = nn.Embedding(config.vocab_size, width)
+        self.segment = nn.Embedding(config.num_segments, width) if config.num_segments else None
+        self.absolute = nn.Embedding(longest, width) if config.absolute_embedding else None
         self.position = encoding(config) if config.relative_table == "shared" else None
         self.longest = longest if encoding.limits_length or config.absolute_embedding else None
-        self.norm = layer_norm(config)
+        self.norm = norm(config, width)
+        needs_map = width != config.hidden_size
+        self.projection = nn.Linear(width, config.hidden_size, bias=config.bias) if needs_map else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
@@ -52,10 +58,13 @@ class Embeddings(nn.Module):
         seq = input_ids.shape[1]
         if self.longest is not None:
             check_length(seq, self.longest)
-        hidden = self.token(input_ids) + self.segment(token_type_ids)
+        hidden = self.token(input_ids)
+        if self.segment is not None:
+            hidden = hidden + self.segment(token_type_ids.clamp_max(self.segment.num_embeddings - 1))
         if self.absolute is not None:
             hidden = hidden + self.absolute.weight[:seq]
-        return self.dropout(self.norm(hidden))
+        hidden = self.dropout(self.norm(hidden))
+        return hidden if self.projection is None else self.projection(hidden)
 
 
 def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
@@ -65,7 +74,7 @@ def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor
 
     Training computes the same by strided views, which `torch.export` cannot follow; here r(i,j) is an index.
     """
-    logits = query @ key.transpose(-1, -2)
+    logits, terms = query @ key.transpose(-1, -2), terms.by_offset
     place = torch.arange(key.shape[2], device=key.device)
     row = (place[:, None] - place).clamp(terms.lowest, terms.highest) - terms.lowest  # r, [seq, seq]
     if terms.query_table is not None:
@@ -86,10 +95,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias and config.key_bias)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
     def forward(
@@ -111,22 +120,32 @@ class SelfAttention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
+class FeedForward(nn.Module):
+    """Two linear maps with an exact GELU between them, which a third map's output multiplies in GEGLU."""
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__()
+        outside, inside = config.hidden_size, config.intermediate_size
+        self.input = nn.Linear(outside, inside, bias=config.bias)
+        self.gate = nn.Linear(outside, inside, bias=config.bias) if config.ffn == "geglu" else None
+        self.output = nn.Linear(inside, outside, bias=config.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        expanded = F.gelu(self.input(hidden))
+        return self.output(expanded if self.gate is None else expanded * self.gate(hidden))
+
+
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each with its residual; LayerNorm after each sum ("post") or before each block.
+    """Attention and feed-forward, each with its residual; a norm after each sum ("post") or before each block."""
 
-    The feed-forward block is two linear maps with an exact GELU between them.
-    """
-
-    def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
+    def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding], number: int) -> None:
         super().__init__()
         self.config = config
         self.norm_before = config.layernorm_position == "pre"
         self.attention = SelfAttention(config)
-        self.attention_norm = layer_norm(config)
-        expand = nn.Linear(config.hidden_size, config.intermediate_size)
-        contract = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.feed_forward = nn.Sequential(OrderedDict(input=expand, activation=nn.GELU(), output=contract))
-        self.feed_forward_norm = layer_norm(config)
+        self.attention_norm = norm(config) if number > 0 or config.first_norm else nn.Identity()
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = norm(config)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
         self.name_terms = encoding.terms
@@ -135,7 +154,8 @@ class EncoderLayer(nn.Module):
     def forward(self, hidden: Tensor, inputs: PassInputs, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the next hidden states and the attention probabilities; keys are of `source`, or of `hidden`."""
         position = inputs.position if self.position is None else self.position(inputs.position_ids)
-        terms = self.name_terms(self.config, self.layer_position(position))
+        tensors = self.layer_position.of_layer(position, self.attention.query, self.attention.key)
+        terms = self.name_terms(self.config, tensors)
         rotate = partial(self.layer_position.rotate, position_ids=inputs.position_ids)
         sides = (hidden, hidden if source is None else source)
         queries, keys = (self.attention_norm(states) if self.norm_before else states for states in sides)

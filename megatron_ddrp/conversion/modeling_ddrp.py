@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
 
 from megatron_ddrp.config.registry import encoding_class
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
-from megatron_ddrp.conversion.layers_ddrp import Embeddings, EncoderLayer, PassInputs, check_length, layer_norm
+from megatron_ddrp.conversion.layers_ddrp import Embeddings, EncoderLayer, PassInputs, check_length, norm
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 
 
@@ -35,12 +35,12 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = layer_norm(config)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width, bias=config.bias)
+        self.norm = norm(config, config.embedding_width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden: Tensor, token_embedding: Tensor) -> Tensor:
-        """Map `[.., hidden]`, with the embedding `[vocab, hidden]`, to `[.., vocab]`."""
+        """Map `[.., hidden]`, with the embedding `[vocab, embedding]`, to `[.., vocab]`."""
         return F.linear(self.norm(F.gelu(self.dense(hidden))), token_embedding, self.bias)
 
 
@@ -74,7 +74,7 @@ class DdrpPreTrainedModel(PreTrainedModel):
         """Initialise as BERT does, through `nn.init`, which leaves loaded weights alone under `from_pretrained`."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             nn.init.ones_(module.weight)
         if isinstance(module, (nn.Linear, nn.LayerNorm, MaskedLMHead)) and module.bias is not None:
             nn.init.zeros_(module.bias)
@@ -99,8 +99,8 @@ class DdrpModel(DdrpPreTrainedModel):
         super().__init__(config)
         encoding = encoding_class(config.position_encoding)
         self.embeddings = Embeddings(config, encoding)
-        self.layers = nn.ModuleList(EncoderLayer(config, encoding) for _ in range(config.num_hidden_layers))
-        self.final_norm = layer_norm(config) if config.layernorm_position == "pre" else None
+        self.layers = nn.ModuleList(EncoderLayer(config, encoding, i) for i in range(config.num_hidden_layers))
+        self.final_norm = norm(config) if config.layernorm_position == "pre" else None
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -226,7 +226,8 @@ class DdrpForPreTraining(DdrpHeadModel):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
-        dense, output = nn.Linear(config.hidden_size, config.hidden_size), nn.Linear(config.hidden_size, 1)
+        dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        output = nn.Linear(config.hidden_size, 1)
         self.head = nn.Sequential(OrderedDict(dense=dense, activation=nn.GELU(), output=output))
         self.post_init()
 
@@ -237,6 +238,20 @@ class DdrpForPreTraining(DdrpHeadModel):
     def loss(self, logits: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
         valid = torch.ones_like(labels).bool() if attention_mask is None else attention_mask.bool()
         return F.binary_cross_entropy_with_logits(logits[valid], labels[valid].to(logits.dtype))
+
+
+class DdrpForContextualPreTraining(DdrpForPreTraining):
+    """DeBERTaV3's discriminator, whose head reads LN(h_[CLS] + h_t) at token t."""
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__(config)
+        self.head = nn.Sequential(OrderedDict([("norm", norm(config)), *self.head.named_children()]))
+        self.post_init()
+
+    def score(self, encoded: Any, _: Tensor | None) -> Tensor:
+        """Return logits `[batch, seq]`, positive where a token looks replaced."""
+        hidden = encoded.last_hidden_state
+        return self.head(hidden[:, :1] + hidden).squeeze(-1)
 
 
 class DdrpForSequenceClassification(DdrpHeadModel):

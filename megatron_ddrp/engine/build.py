@@ -15,6 +15,7 @@ from torch import nn
 from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
 from megatron_ddrp.engine.deepspeed_file import adds_up_in_fp32, import_quietly, lay_over, read_settings
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
+from megatron_ddrp.engine.muon import MuonBesideAdamW
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
@@ -49,6 +50,8 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     num_parameters = sum(parameter.numel() for parameter in local_parameters(module).values())
     settings = deepspeed_settings(config, num_micro_batches, ranks.data_size, num_parameters, ranks.device.type)
     optimizer = build_optimizer(module, config.optimizer, config.model.position_encoding)
+    if config.optimizer.optimizer == "muon":
+        optimizer = MuonBesideAdamW(optimizer, module, config.optimizer, config.model, ranks)
     with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # it prints its memory
         engine, *_ = deepspeed.initialize(
             model=module,

@@ -1,8 +1,8 @@
 """Saving and resuming: complete or not at all, exact, and from any layout into any other.
 
-A checkpoint holds whole fp32 weights and Adam's moments by the whole model's names (`megatron_ddrp/checkpoint/`), so
-saving gathers what ranks hold, one parameter at a time, and resuming takes each rank's part. Everything else that a run
-needs is a pure function of the step.
+A checkpoint holds whole fp32 weights and the optimizer's moments by the whole model's names
+(`megatron_ddrp/checkpoint/`), so saving gathers what ranks hold, one parameter at a time, and resuming takes each
+rank's part. Everything else that a run needs is a pure function of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
 
 Moments = tuple[str | None, ...]
-"""Names of Adam's moments of a parameter; None stands for its weight."""
+"""Names of the optimizer's moments of a parameter; None stands for its weight."""
 WEIGHT: Moments = (None,)
 PARTS = ((files.MODEL, WEIGHT), (files.OPTIMIZER, state_of.MOMENTS))
 """Kinds of files, and what each holds of every parameter."""
@@ -71,9 +71,10 @@ class HeldState:
     def __init__(self, engine: Any, config: Config, ranks: Ranks) -> None:
         self.engine, self.config, self.ranks = engine, config.model, ranks
         self.tensors: dict[str, Tensor] = {**local_parameters(engine.module), **local_buffers(engine.module)}
-        by_rank = gather_objects((ranks.pipeline_rank, sorted(self.tensors)))
-        self.all_names = sorted({name for _, names in by_rank for name in names})
-        """Names of the whole model."""
+        own = {name: state_of.moments_of(engine, self.tensors[name]) for name in sorted(self.tensors)}
+        by_rank = gather_objects((ranks.pipeline_rank, own))
+        self.moments = dict(sorted({name: kept for _, names in by_rank for name, kept in names.items()}.items()))
+        """Name in the whole model → what the optimizer keeps of it."""
         earlier = {name for stage, names in by_rank if stage < ranks.pipeline_rank for name in names}
         self.written = [name for name in self.tensors if name not in earlier]
         """Names that our pipeline stage writes: a tied weight belongs to the first stage that holds it."""
@@ -98,7 +99,7 @@ class HeldState:
 
     def check(self, stored: files.StoredTensors, moments: Moments) -> None:
         """Raise `UserError` unless a checkpoint holds the whole model, in its shapes."""
-        expected = {key for key, *_ in self._entries(self.all_names, moments)}
+        expected = {key for key, *_ in self._entries(self.moments, moments)}
         stored.check(expected, {key: form.shape for key, form in self.forms(moments).items()})
 
     def fill(self, stored: files.StoredTensors, moments: Moments) -> None:
@@ -109,15 +110,12 @@ class HeldState:
             state_of.write_whole(self.engine, tensor, part, moment)
 
     def _entries(self, names: Iterable[str], moments: Moments) -> Iterator[tuple[str, str, str | None]]:
-        """Yield (name in the checkpoint, name in the model, moment) of all that is stored.
-
-        Tensors that are not trained have no moments.
-        """
+        """Yield (name in the checkpoint, name in the model, moment) of all that is stored."""
         for moment in moments:
             for name in names:
                 if moment is None:
                     yield name, name, None
-                elif name not in self.tensors or self.tensors[name].requires_grad:
+                elif moment in self.moments[name]:
                     yield f"{moment}/{name}", name, moment
 
 
@@ -199,6 +197,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
         _check_architecture(path, state, config)
         stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
+            _check_optimizer(path, state, config)
             stored[state_of.MOMENTS] = files.StoredTensors(path, files.OPTIMIZER)
             if not stored[state_of.MOMENTS].names:
                 raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
@@ -247,6 +246,15 @@ def _in_words(layout: dict[str, Any]) -> str:
     axes = "".join(f"{name} {size}, " for name, size in sizes if size > 1)
     count = layout["ranks"]
     return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
+
+
+def _check_optimizer(path: Path, state: dict[str, Any], config: Config) -> None:
+    theirs, ours = Config.from_dict(state["config"]).optimizer.optimizer, config.optimizer.optimizer
+    if theirs != ours:
+        raise UserError(
+            f"--load {path}: its optimizer state is of --optimizer {theirs}, this is {ours}: give the same, or export "
+            "the weights alone by tools/convert_checkpoint.py and start from them"
+        )
 
 
 CHANGEABLE = {

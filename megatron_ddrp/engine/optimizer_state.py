@@ -1,7 +1,8 @@
-"""Read and write fp32 weights and Adam's moments, one whole parameter at a time, under every ZeRO stage and precision.
+"""Read and write fp32 weights and the optimizer's moments under every ZeRO stage and precision.
 
-ZeRO 0 keeps them with the parameter, ZeRO 1 and 2 in flat fp32 partitions, ZeRO 3 in one partition a parameter. All
-functions are collective calls: every rank passes the same parameters in the same order.
+One whole parameter is at hand at a time. ZeRO 0 keeps them with the parameter, ZeRO 1 and 2 in flat fp32 partitions,
+ZeRO 3 in one partition a parameter. All functions are collective calls: every rank passes the same parameters in the
+same order.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.checkpoint.state import SCALER_FIELDS
+from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = (*ADAM_MOMENTS, MOMENTUM)
+"""Names of all that an optimizer may keep of a parameter, in the order of checkpoints."""
+
+
+def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
+    """Return those of `MOMENTS` that the optimizer keeps of a parameter or buffer."""
+    if not tensor.requires_grad:
+        return ()
+    optimizer = engine.optimizer
+    is_matrix = isinstance(optimizer, MuonBesideAdamW) and any(tensor is own for own, _ in optimizer.matrices.values())
+    return (MOMENTUM,) if is_matrix else ADAM_MOMENTS
 
 
 def read_whole(engine: Any, tensor: Tensor, moment: str | None = None) -> Tensor:
@@ -92,7 +105,7 @@ def refresh_weights(engine: Any) -> None:
 
 
 def create_moments(engine: Any) -> None:
-    """Create Adam's state where no step was taken yet, by a step with a learning rate and gradients of 0."""
+    """Create the optimizer's state where no step was taken yet, by a step with a learning rate and gradients of 0."""
     optimizer, inner, stage = engine.optimizer, _inner_optimizer(engine), engine.zero_optimization_stage()
     if not any(_states(engine)):
         if stage == 3:
@@ -134,7 +147,7 @@ def _inner_optimizer(engine: Any) -> Any:
 
 def _states(engine: Any) -> Iterator[dict[str, Any]]:
     """Yield Adam's state of each tensor that it steps on this rank."""
-    return (state for state in _inner_optimizer(engine).state.values() if MOMENTS[0] in state)
+    return (state for state in _inner_optimizer(engine).state.values() if ADAM_MOMENTS[0] in state)
 
 
 def get_step(engine: Any) -> int:

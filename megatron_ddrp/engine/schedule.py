@@ -7,20 +7,20 @@ import math
 from megatron_ddrp.config import OptimizerConfig
 
 WSD_DECAY_SHARE = 0.1
-"""Share of the run over which warm-up–stable–decay decays."""
+"""Share of the steps after the warm-up over which warm-up–stable–decay decays, unless the steps are given."""
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then the chosen decay to `min_lr`."""
-    warmup = math.ceil(config.lr_warmup_fraction * total_steps)
+    """Return the rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then the chosen decay to `min_lr`."""
+    warmup = config.warmup_steps(total_steps)
     if step <= warmup:
         return config.lr * step / warmup
-    done = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))  # share of the decay behind us
-    return config.min_lr + (config.lr - config.min_lr) * _remaining(step, warmup, done, config.lr_decay_style)
+    return config.min_lr + (config.lr - config.min_lr) * _remaining(step, warmup, total_steps, config)
 
 
-def _remaining(step: int, warmup: int, done: float, style: str) -> float:
-    """What is left of the peak, 1 → 0."""
+def _remaining(step: int, warmup: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Return what is left of the peak, 1 → 0."""
+    style, done = config.lr_decay_style, min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
     if style == "linear":
         return 1 - done
     if style == "cosine":
@@ -28,6 +28,10 @@ def _remaining(step: int, warmup: int, done: float, style: str) -> float:
     if style == "inverse-square-root":
         return math.sqrt(max(1, warmup) / max(1, step - 1))
     if style == "wsd":
-        return min(1.0, (1 - done) / WSD_DECAY_SHARE)
+        left = (1 - done) / WSD_DECAY_SHARE
+        if config.lr_wsd_decay_iters is not None:
+            left = max(0, total_steps + 1 - step) / config.lr_wsd_decay_iters
+        left = min(1.0, left)
+        return 1 - math.sqrt(1 - left) if config.lr_wsd_decay_style == "minus_sqrt" else left
     assert style == "constant", style
     return 1.0

@@ -24,6 +24,7 @@ from megatron_ddrp.engine.host_copy import HostCopy
 from megatron_ddrp.engine.inputs import MicroBatch, moved
 from megatron_ddrp.engine.layout import WeightedLoss, pipeline_part
 from megatron_ddrp.engine.schedule import learning_rate
+from megatron_ddrp.model.positions.rope import set_theta
 from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
@@ -86,6 +87,8 @@ def train_step(
     lr = learning_rate(step, config.training.train_iters, config.optimizer)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
+    if any(phase.rope_theta for phase in config.phases):
+        set_theta(engine.module, config.rope_theta_at(step - 1))
     inputs, found = zip(*(micro_batch.with_notes(notes) for micro_batch in micro_batches), strict=True)
     taking = NoteTaking(notes, found, ranks) if notes is not None else None
     run = _train_pipeline if ranks.pipeline_size > 1 else _train_whole

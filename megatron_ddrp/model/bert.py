@@ -24,13 +24,15 @@ class Encoder(nn.Module):
     """Embeddings and layers, which every model here has, and what runs its stages. A subclass adds `head`."""
 
     head: Head
+    embeddings_class: type[Embeddings] = Embeddings
 
     def __init__(self, config: ModelConfig, objective: Judge, checkpoint_activations: bool = False) -> None:
         super().__init__()
         self.config = config
         self.checkpoint_activations = checkpoint_activations
-        self.embeddings = Embeddings(config, objective.notes_share)
-        self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
+        self.embeddings = self.embeddings_class(config, objective.notes_share)
+        judge = objective if objective.looks_inside else None
+        self.layers = nn.ModuleList(EncoderLayer(config, number, judge) for number in range(config.num_layers))
         self.mask_decoder: EnhancedMaskDecoder | None = None  # on the class, this would hide a subclass's module
 
     def _initialise(self, module: nn.Module) -> None:
@@ -62,6 +64,12 @@ class Encoder(nn.Module):
         stages = (self.embeddings, *self.layers)
         state: State = run_stages(stages, Inputs.of(batch, draws), self.checkpoint_activations)
         return self.head.last_hidden(state.hidden)
+
+    def merge_embeddings(self) -> None:
+        """Make one table of token embeddings that are trained in two parts, for export and fine-tuning, in place.
+
+        Does nothing here; `encode` gives the same before and after.
+        """
 
 
 class Bert(Encoder):

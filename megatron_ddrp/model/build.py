@@ -46,5 +46,6 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     padding = 0
     if isinstance(model, Encoder):
         rows = model.config.padded_vocab_size - model.config.vocab_size
-        padding = rows * (model.config.hidden_size + 1)
+        tables = (getattr(model.embeddings, name) for name in model.embeddings.tables)
+        padding = rows * (sum(table.embedding_dim for table in tables) + 1)
     return sum(sizes.values()) - padding, sum(size for key, size in sizes.items() if key in position)

@@ -3,7 +3,9 @@
     ids with [MASK] → generator → sampling → ids with replacements → discriminator → replaced or not
 
 The discriminator is the encoder proper: it bears the names of a `Bert`'s, and is what `encode`, export and fine-tuning
-see. The generator, under `generator.`, is as deep, has max(1, round(heads · f)) heads of the discriminator's head size
+see. `Discriminator`, `Generator` and `SamplingStage` serve DeBERTaV3's variant (`model/rtd.py`) as well.
+
+ELECTRA's generator, under `generator.`, is as deep, has max(1, round(heads · f)) heads of the discriminator's head size
 (halves round to even), feed-forward blocks of 4 × its width, and relative position parameters of its own. As in the
 original, the discriminator's token, segment and absolute position embeddings are summed, blended with notes and
 normalised by the discriminator's LayerNorm, at its width, then projected to the generator's; the output matrix is that
@@ -31,6 +33,7 @@ from megatron_ddrp.model.bert import Encoder, decodes_masks
 from megatron_ddrp.model.embeddings import Embeddings, check_length
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder, MaskedLMHead, ReplacedTokenHead
+from megatron_ddrp.model.norm import Norm
 from megatron_ddrp.model.notes import blend
 from megatron_ddrp.model.stages import Inputs, Judge, State
 
@@ -51,18 +54,11 @@ class OfGenerator(NamedTuple):
     """Scalar of the same type: number of predicted tokens whose likeliest piece is the label."""
 
 
-class Electra(Encoder):
-    """A discriminator with the generator that is trained beside it. `config` is the discriminator's."""
+class Discriminator(Encoder):
+    """An encoder with the generator that is trained beside it. `config` is the encoder's. A subclass makes both."""
 
     head: ReplacedTokenHead
-
-    def __init__(
-        self, config: ModelConfig, settings: ObjectiveConfig, objective: Judge, checkpoint_activations: bool = False
-    ) -> None:
-        super().__init__(config, objective, checkpoint_activations)
-        self.head = ReplacedTokenHead(config, objective)
-        self.generator = Generator(generator_config(config, settings), settings, self.embeddings, objective)
-        self.apply(self._initialise)
+    generator: Generator
 
     def stages(self) -> list[nn.Module]:
         layers = list(self.generator.layers)
@@ -72,26 +68,40 @@ class Electra(Encoder):
         return [self.generator.embeddings, *layers, sampling, *self.layers, self.head]
 
 
+class Electra(Discriminator):
+    """A discriminator with a narrow generator, which share their embeddings."""
+
+    def __init__(
+        self, config: ModelConfig, settings: ObjectiveConfig, objective: Judge, checkpoint_activations: bool = False
+    ) -> None:
+        super().__init__(config, objective, checkpoint_activations)
+        self.head = ReplacedTokenHead(config, objective)
+        small = generator_config(config, settings)
+        layout = GeneratorEmbeddings if settings.generator_embeddings == "shared" else FormerGeneratorEmbeddings
+        self.generator = Generator(small, layout(small, settings.notes_share, self.embeddings), objective)
+        self.apply(self._initialise)
+
+
 def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelConfig:
-    """Return the generator's configuration: some of the discriminator's heads, each as wide as there."""
+    """Return the configuration of ELECTRA's generator: some of the discriminator's heads, each as wide as there."""
     heads = settings.generator_heads(config.num_attention_heads)
     return replace(
         config,
         num_attention_heads=heads,
         hidden_size=heads * config.head_dim,
-        ffn_hidden_size=4 * heads * config.head_dim,
+        embedding_size=config.embedding_width,
+        ffn_hidden_size=None,
     )
 
 
 class Generator(nn.Module):
-    """A small masked LM over the embeddings of another encoder."""
+    """A small masked LM whose token embedding, at least, is also that of another encoder."""
 
-    def __init__(self, config: ModelConfig, settings: ObjectiveConfig, shared: Embeddings, objective: Judge) -> None:
+    def __init__(self, config: ModelConfig, embeddings: GeneratorEmbeddings, objective: Judge) -> None:
         super().__init__()
-        layout = GeneratorEmbeddings if settings.generator_embeddings == "shared" else FormerGeneratorEmbeddings
-        self.embeddings = layout(config, settings.notes_share, shared)
+        self.embeddings = embeddings
         self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
-        self.head = MaskedLMHead(config, shared.token, objective)
+        self.head = MaskedLMHead(config, embeddings.token, objective)
         self.head.own = None  # the objective's modules are the discriminator's
         self.mask_decoder = EnhancedMaskDecoder(config) if decodes_masks(config) else None
 
@@ -115,14 +125,14 @@ class FormerGeneratorEmbeddings(GeneratorEmbeddings):
         super().__init__(config, notes_share, shared)
         if shared.absolute is not None:
             self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = Norm(config.hidden_size, config)
 
     def embed(self, inputs: Inputs) -> Tensor:
         assert self.projection is not None
         batch, notes = inputs.batch, inputs.notes
         if self.longest is not None:
             check_length(batch.input_ids.shape[1], self.longest)
-        hidden = self.projection(self.token(batch.input_ids) + self.segment(batch.segment_ids))
+        hidden = self.projection(self.tokens(batch))
         if self.absolute is not None:
             hidden = hidden + self.absolute(batch.position_ids)
         if notes is not None:

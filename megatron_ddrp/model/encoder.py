@@ -4,45 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.attention.attending import Attending, Demand
+from megatron_ddrp.model.attention.attending import Attended, Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
-from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, maps_of, run_compiled
+from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.stages import State
+from megatron_ddrp.model.stages import Judge, State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """Type of `LayerPositions.rotate`: states and position ids → rotated states."""
 
 
-class SelfAttention(nn.Module):
-    """Projections around the one attention. The number of heads here follows from the weights' shapes.
-
-    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness` and `cosine_apart`.
-    """
+class Projecting(nn.Module):
+    """Base of the blocks several of whose linear maps read the same hidden states."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.dropout = config.attention_dropout
-        self.backend, self.compile_setting = config.attention_backend, config.compile
-        self.encoding = encoding_class(config.position_encoding)
-        self.window: int | None = None
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.compile_setting = config.compile
 
     def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        """Return hidden states `[.., hidden]`, to be read on, and what some of this layer's maps make of them."""
+        """Return hidden states `[.., hidden]`, to be read on, and what some of this block's maps make of them."""
         if compiles(self.compile_setting, hidden.device):
             return maps_of(hidden, maps)
         return (hidden, *(each(hidden) for each in maps))
+
+
+class SelfAttention(Projecting):
+    """Projections around the one attention. The number of heads here follows from the weights' shapes.
+
+    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness`, `cosine_apart` and
+    `mean_of_heads`. `judge` is the objective if it looks inside.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None = None, judge: Judge | None = None) -> None:
+        super().__init__(config)
+        self.head_dim, self.window, self.judge = config.head_dim, window, judge
+        self.dropout, self.backend = config.attention_dropout, config.attention_backend
+        self.encoding = encoding_class(config.position_encoding)
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias and config.key_bias)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def own_randomness(self) -> AbstractContextManager:
         """Return the context in which dropout draws for these heads."""
@@ -55,6 +63,10 @@ class SelfAttention(nn.Module):
         """
         return None
 
+    def mean_of_heads(self, x: Tensor) -> Tensor:
+        """Return the mean over all heads of the layer: `[batch, heads, ..]` → `[batch, ..]`."""
+        return x.mean(1)
+
     def split(self, projected: Tensor) -> Tensor:
         """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -65,9 +77,9 @@ class SelfAttention(nn.Module):
 
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; and HCD's cosine summed over the
-        documents (None without HCD)."""
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; HCD's cosine summed over the
+        documents (None without HCD); and what is then the state's `own`."""
         inputs = state.inputs
         demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
@@ -83,21 +95,30 @@ class SelfAttention(nn.Module):
             attending = attending._replace(heads=heads[:0])
         with self.own_randomness():
             context, cosine = backend_function(backend)(attending)
-        return hidden, self.merge(context), cosine if apart is None else apart
+        own = state.own
+        if self.judge is not None:
+            own = self.judge.look_inside(state, Attended(attending, context, self.mean_of_heads))
+        return hidden, self.merge(context), cosine if apart is None else apart, own
 
 
-class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them."""
+class FeedForward(Projecting):
+    """Two linear maps with an exact GELU between them, which a third map's output multiplies in GEGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.compile_setting = config.compile
-        self.input = GeluLinear(config.hidden_size, config.ffn_size)
-        self.output = nn.Linear(config.ffn_size, config.hidden_size)
+        super().__init__(config)
+        is_gated = config.ffn == "geglu"
+        first = nn.Linear if is_gated else GeluLinear
+        self.input = first(config.hidden_size, config.ffn_size, bias=config.bias)
+        self.gate = nn.Linear(config.hidden_size, config.ffn_size, bias=config.bias) if is_gated else None
+        self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`[.., hidden]` → the same, to be read on, and what the block adds to it."""
-        if isinstance(self.input, GeluLinear) and compiles(self.compile_setting, hidden.device):
+        is_compiled = compiles(self.compile_setting, hidden.device)
+        if self.gate is not None:
+            hidden, *parts = self.project(hidden, self.input, self.gate)
+            expanded = run_compiled(gated_gelu, tuple(parts)) if is_compiled else gated_gelu(*parts)
+        elif isinstance(self.input, GeluLinear) and is_compiled:
             hidden, expanded = self.input(hidden, gelu=True)
         else:
             expanded = F.gelu(self.input(hidden))
@@ -107,12 +128,13 @@ class FeedForward(nn.Module):
 class EncoderLayer(nn.Module):
     """One layer: `State` → `State`. Adds this layer's HCD to `head_cosine`."""
 
-    def __init__(self, config: ModelConfig, number: int) -> None:
+    def __init__(self, config: ModelConfig, number: int, judge: Judge | None = None) -> None:
         super().__init__()
         self.config, self.number = config, number
-        self.attention = SelfAttention(config)
-        self.attention.window = config.window(number)
-        self.attention_norm = ResidualNorm(config)
+        self.attention = SelfAttention(config, config.window(number), judge)
+        self.norm_before = config.layernorm_position == "pre"
+        has_norm = number > 0 or config.first_norm
+        self.attention_norm = ResidualNorm(config) if has_norm else nn.Identity()
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = ResidualNorm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -121,12 +143,11 @@ class EncoderLayer(nn.Module):
         self.layer_position = encoding.layer_part(config)
         self.layer_position.is_local = self.attention.window is not None
         self.name_terms = encoding.terms
-        self.norm_before = config.layernorm_position == "pre"
 
     def forward(self, state: State) -> State:
         source, rotate = self._attention_input(state.hidden), self.layer_position.rotate
-        source, attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
-        state = state._replace(hidden=self._join(state.hidden if self.norm_before else source, attended))
+        source, attended, cosine, own = self.attention(source, self.terms(state), rotate, state, self.number)
+        state = state._replace(hidden=self._join(state.hidden if self.norm_before else source, attended), own=own)
         if cosine is not None:
             state = state._replace(head_cosine=state.head_cosine + cosine.to(state.head_cosine.dtype))
         return state
@@ -166,7 +187,8 @@ class EncoderLayer(nn.Module):
         inputs, position = state.inputs, state.position
         if self.position is not None:
             position = self.position.of_rows(inputs.batch.position_ids, inputs.layout.restarts)
-        return self.name_terms(self.config, self.layer_position(position))
+        tensors = self.layer_position.of_layer(position, self.attention.query, self.attention.key)
+        return self.name_terms(self.config, tensors)
 
     def runs_compiled(self, hidden: Tensor) -> bool:
         """Return whether dropout, residual sums and LayerNorms run as compiled regions."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.model.norm import Norm, normalise
 
 LOWEST_CAPABILITY = (8, 0)
 """Compute capability from which `auto` compiles: Triton 3.9 makes no code for V100."""
@@ -34,22 +35,25 @@ def add(hidden: Tensor, added: Tensor, dropout: float) -> Tensor:
     return hidden + F.dropout(added, dropout)
 
 
-def add_norm(hidden: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float) -> Tensor:
-    """Return LayerNorm(hidden + dropout(added))."""
-    return F.layer_norm(add(hidden, added, dropout), weight.shape, weight, bias, eps)
+def add_norm(hidden: Tensor, added: Tensor, dropout: float, *norm: Any) -> Tensor:
+    """Return the norm of hidden + dropout(added); `norm` are the arguments of `normalise` behind the first."""
+    return normalise(add(hidden, added, dropout), *norm)
 
 
-def add_and_norm(
-    hidden: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: float
-) -> tuple[Tensor, Tensor]:
-    """Return hidden + dropout(added) and its LayerNorm."""
+def add_and_norm(hidden: Tensor, added: Tensor, dropout: float, *norm: Any) -> tuple[Tensor, Tensor]:
+    """Return hidden + dropout(added) and its norm."""
     total = add(hidden, added, dropout)
-    return total, F.layer_norm(total, weight.shape, weight, bias, eps)
+    return total, normalise(total, *norm)
 
 
-def bias_gelu(states: Tensor, bias: Tensor) -> Tensor:
+def bias_gelu(states: Tensor, bias: Tensor | None) -> Tensor:
     """Return GELU(states + bias)."""
-    return F.gelu(states + bias)
+    return F.gelu(states if bias is None else states + bias)
+
+
+def gated_gelu(states: Tensor, gates: Tensor) -> Tensor:
+    """Return GELU(states) ⊙ gates (GEGLU, Shazeer, arXiv:2002.05202, eq. 5)."""
+    return F.gelu(states) * gates
 
 
 @cache
@@ -72,18 +76,19 @@ def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others
     return results.view(states[0].shape)
 
 
-class ResidualNorm(nn.LayerNorm):
-    """A LayerNorm that also takes what a block adds to the residual stream, and then runs as one compiled region."""
+class ResidualNorm(Norm):
+    """A norm that also takes what a block adds to the residual stream, and then runs as one compiled region."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, eps=config.layernorm_epsilon)
+        super().__init__(config.hidden_size, config)
         self.region: Callable[..., Any] = add_norm if config.layernorm_position == "post" else add_and_norm
 
     def forward(self, hidden: Tensor, added: Tensor | None = None, dropout: float = 0.0) -> Any:
-        """Return LayerNorm(hidden); with `added` what `add_norm` returns, in a pre-LN model `add_and_norm`."""
+        """Return the norm of `hidden`; with `added` what `add_norm` returns, in a pre-LN model `add_and_norm`."""
         if added is None:
             return super().forward(hidden)
-        return run_compiled(self.region, (hidden, added), self.weight, self.bias, self.eps, dropout)
+        norm = (self.weight, self.bias, self.eps, self.is_rms)
+        return run_compiled(self.region, (hidden, added), dropout, *norm)
 
 
 class GeluLinear(nn.Linear):

@@ -10,7 +10,8 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.model.embeddings import check_length
 from megatron_ddrp.model.encoder import EncoderLayer
-from megatron_ddrp.model.replacing import gumbel_argmax
+from megatron_ddrp.model.norm import Norm
+from megatron_ddrp.model.replacing import first_of_run, gumbel_argmax
 from megatron_ddrp.model.stages import End, Judge, Output, State
 
 
@@ -31,7 +32,7 @@ class Head(nn.Module):
         self.objective = objective
         self.own = objective.modules(config.hidden_size)
         is_pre_norm = config.layernorm_position == "pre"
-        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon) if is_pre_norm else None
+        self.final_norm = Norm(config.hidden_size, config) if is_pre_norm else None
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """Return the encoder's output, `[.., hidden]`: normalised once more in a pre-LN model."""
@@ -55,8 +56,8 @@ class MaskedLMHead(Head):
         super().__init__(config, objective)
         self.vocab_size = config.vocab_size
         width = token_embedding.embedding_dim
-        self.dense = nn.Linear(config.hidden_size, width)
-        self.norm = nn.LayerNorm(width, eps=config.layernorm_epsilon)
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.bias)
+        self.norm = Norm(width, config)
         self.decoder = nn.Linear(width, config.padded_vocab_size)
         self.decoder.weight = token_embedding.weight
 
@@ -96,12 +97,34 @@ class ReplacedTokenHead(Head):
 
     def __init__(self, config: ModelConfig, objective: Judge) -> None:
         super().__init__(config, objective)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.output = nn.Linear(config.hidden_size, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
         return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
+
+    def judge(self, end: End) -> Tensor:
+        """Return the logits of "replaced" of a micro-batch, `[batch, seq]`."""
+        return self.logits(end.hidden)
+
+
+class ContextualReplacedTokenHead(ReplacedTokenHead):
+    """DeBERTaV3's judge (arXiv:2111.09543, released code): y_t = W₂ · GELU(W₁ · LN(h_[CLS] + h_t)).
+
+    [CLS] is the first token of the document that t belongs to.
+    """
+
+    def __init__(self, config: ModelConfig, objective: Judge) -> None:
+        super().__init__(config, objective)
+        self.norm = Norm(config.hidden_size, config)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Sums h_[CLS] + h_t `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
+        return super().logits(self.norm(hidden))
+
+    def judge(self, end: End) -> Tensor:
+        return self.logits(end.hidden + first_of_run(end.hidden, end.state.inputs.layout.runs))
 
 
 class EnhancedMaskDecoder(nn.Module):

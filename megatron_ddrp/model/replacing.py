@@ -57,6 +57,17 @@ def _gumbel(bits: Tensor) -> Tensor:
     return complement.log1p_().neg_().log_().neg_()
 
 
+def first_of_run(hidden: Tensor, runs: Tensor) -> Tensor:
+    """Return for each token the state of the first token of its run, which is [CLS] where the run is a document.
+
+    `hidden` `[batch, seq, hidden]`, `runs` int32 `[runs + 1]` as in `Layout` → `[batch, seq, hidden]`.
+    """
+    flat = hidden.flatten(0, 1)
+    places = torch.arange(len(flat), dtype=runs.dtype, device=runs.device)
+    first = runs.index_select(0, torch.searchsorted(runs, places, right=True) - 1)  # [batch · seq]
+    return F.embedding(first, flat).view_as(hidden)  # a look-up: its gradient sums rows without atomic additions
+
+
 def replace(originals: Tensor, predicted: Tensor, sampled: Tensor) -> Tensor:
     """`originals` int64 `[batch, seq]` with `sampled` `[num_predicted]` at the flat places `predicted`."""
     return originals.flatten().index_copy(0, predicted, sampled).view_as(originals)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.model.electra import Electra, OfGenerator, SampleKeys
+from megatron_ddrp.model.electra import Discriminator, Electra, OfGenerator, SampleKeys, generator_config
 from megatron_ddrp.model.replacing import rtd_sums
 from megatron_ddrp.model.stages import End
 from megatron_ddrp.objectives.contract import Objective, Rate, Term
@@ -35,17 +35,20 @@ class ReplacedTokenDetection(Objective):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        return (*super().terms, Term("rtd_loss", "tokens", "rtd", self.config.rtd_weight))
+        return (*super().terms, Term("rtd_loss", "tokens", "rtd", self.config.rtd_weight or 0.0))
 
-    def build(self, config: ModelConfig, checkpoint_activations: bool = False) -> Electra:
+    def build(self, config: ModelConfig, checkpoint_activations: bool = False) -> Discriminator:
         return Electra(config, self.config, self, checkpoint_activations)
+
+    def generator_config(self, config: ModelConfig) -> ModelConfig:
+        return generator_config(config, self.config)
 
     def draw_own(self, batch: Batch, seed: int, step: int) -> SampleKeys:
         return SampleKeys(sample_keys(batch.sequence_ids, batch.position_ids, seed, step))
 
     def own_sums(self, end: End) -> dict[str, Tensor]:
         generator = end.state.own
-        loss, correct, replaced, found = rtd_sums(end.head.logits(end.hidden), end.state.inputs.batch.labels)
+        loss, correct, replaced, found = rtd_sums(end.head.judge(end), end.state.inputs.batch.labels)
         return {
             "lm_loss": generator.lm,
             "generator_correct": generator.correct,

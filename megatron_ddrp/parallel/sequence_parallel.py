@@ -30,15 +30,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ddrp.model.electra import FormerGeneratorEmbeddings, GeneratorEmbeddings
+from megatron_ddrp.model.electra import FormerGeneratorEmbeddings
+from megatron_ddrp.model.embeddings import Embeddings
 from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
+from megatron_ddrp.model.norm import Norm, normalise
 from megatron_ddrp.model.stages import State
 from megatron_ddrp.parallel.collectives import sum_of_ranks
 from megatron_ddrp.parallel.column_maps import Entrance, Wait, enter, replicated
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.tensor_parallel import (
     ColumnParallelGeluLinear,
+    FeedForwardOfRanks,
+    ProjectingOfRanks,
     RowParallelLinear,
     SelfAttentionOfRanks,
     own_randomness,
@@ -150,14 +154,22 @@ class EncoderLayerOfParts(EncoderLayer):
         return False
 
 
-class SelfAttentionOfParts(SelfAttentionOfRanks):
-    """Attention that gathers the rows which enter."""
+class ProjectingOfParts(ProjectingOfRanks):
+    """A block that gathers the rows which enter."""
 
     rows: Rows
 
     @property
     def entrance(self) -> Entrance:
         return self.rows.entrance
+
+
+class FeedForwardOfParts(ProjectingOfParts, FeedForwardOfRanks):
+    """A feed-forward block that gathers the rows which enter."""
+
+
+class SelfAttentionOfParts(ProjectingOfParts, SelfAttentionOfRanks):
+    """Attention that gathers the rows which enter."""
 
 
 class GeluLinearOfParts(ColumnParallelGeluLinear):
@@ -178,21 +190,22 @@ class RowParallelLinearToParts(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         summand = F.linear(x, self.weight)
         total = sum_of_ranks(summand, self.ranks) if self.rows.length is None else leave(summand, self.ranks)
-        return total + self.rows.shared(self.bias)
+        return total if self.bias is None else total + self.rows.shared(self.bias)
 
 
-class NormOfParts(nn.LayerNorm):
-    """A LayerNorm whose parameters learn from all parts."""
+class NormOfParts(Norm):
+    """A norm whose parameters learn from all parts."""
 
     rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.rows.shared(torch.stack((self.weight, self.bias)))
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        given: tuple[Tensor, ...] = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        weight, *bias = self.rows.shared(torch.stack(given))
+        return normalise(x, weight, bias[0] if bias else None, self.eps, self.is_rms)
 
 
 class SplittingNorm(NormOfParts):
-    """The embeddings' LayerNorm: whole rows come in."""
+    """The embeddings' norm: whole rows come in."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.rows.length = x.shape[1]
@@ -200,12 +213,13 @@ class SplittingNorm(NormOfParts):
 
 
 class LinearOfParts(nn.Linear):
-    """The projection behind `SplittingNorm` in ELECTRA's generator, whose parameters learn from all parts."""
+    """The projection behind `SplittingNorm`, whose parameters learn from all parts."""
 
     rows: Rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.rows.shared(self.weight), self.rows.shared(self.bias))
+        bias = None if self.bias is None else self.rows.shared(self.bias)
+        return F.linear(x, self.rows.shared(self.weight), bias)
 
 
 class DropoutOfParts(nn.Dropout):
@@ -233,6 +247,7 @@ class MaskDecoderOfParts(EnhancedMaskDecoder):
 PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"layers\.\d+", EncoderLayerOfParts),
     (r"attention", SelfAttentionOfParts),
+    (r"feed_forward", FeedForwardOfParts),
     (r"feed_forward\.input", GeluLinearOfParts),
     (r"(attention|feed_forward)\.output", RowParallelLinearToParts),
     (r"(attention|feed_forward)_norm", NormOfParts),
@@ -248,5 +263,5 @@ def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
     rows = Rows(ranks)
     specialise(model, PARALLEL, rows=rows)
     for module in model.modules():
-        if isinstance(module, GeneratorEmbeddings) and not isinstance(module, FormerGeneratorEmbeddings):
+        if isinstance(module, Embeddings) and not isinstance(module, FormerGeneratorEmbeddings):
             specialise(module, ((r"projection", LinearOfParts),), rows=rows)

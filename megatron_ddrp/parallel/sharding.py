@@ -24,11 +24,11 @@ ROWS, COLUMNS = 0, 1
 its input."""
 
 SPLIT = (
-    (r"embeddings\.token\.weight", ROWS),
+    (r"embeddings\.(token|difference)\.weight", ROWS),
     (r"head\.decoder\.(weight|bias)", ROWS),
     (r"attention\.(query|key|value)\.(weight|bias)", ROWS),
     (r"attention\.output\.weight", COLUMNS),
-    (r"feed_forward\.input\.(weight|bias)", ROWS),
+    (r"feed_forward\.(input|gate)\.(weight|bias)", ROWS),
     (r"feed_forward\.output\.weight", COLUMNS),
 )
 """(pattern of the end of a parameter's name, the dimension that is cut)."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.attention.attending import Attending
-from megatron_ddrp.model.encoder import SelfAttention
+from megatron_ddrp.model.encoder import FeedForward, Projecting, SelfAttention
 from megatron_ddrp.model.fused import GeluLinear
 from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
@@ -37,8 +37,8 @@ from megatron_ddrp.parallel.sharding import own_part, split_dimension
 from megatron_ddrp.parallel.vocabulary import MaskedLMHeadOfRanks, VocabularyParallelEmbedding
 
 
-class SelfAttentionOfRanks(SelfAttention):
-    """Attention of which this rank has some heads."""
+class ProjectingOfRanks(Projecting):
+    """A block of whose linear maps this rank has some rows each."""
 
     ranks: Ranks
 
@@ -50,11 +50,23 @@ class SelfAttentionOfRanks(SelfAttention):
         """How hidden states enter."""
         return replicated(self.ranks)
 
+
+class FeedForwardOfRanks(ProjectingOfRanks, FeedForward):
+    """A feed-forward block of which this rank has some columns of the inner width."""
+
+
+class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
+    """Attention of which this rank has some heads."""
+
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
 
+    def mean_of_heads(self, x: Tensor) -> Tensor:
+        return sum_of_ranks(x.mean(1), self.ranks) / self.ranks.tensor_size
+
     def cosine_apart(self, attending: Attending) -> Tensor:
-        has_parts_by_head = bool(self.encoding.by_head or self.encoding.layer_part.by_head)
+        part = self.encoding.layer_part
+        has_parts_by_head = part.uses_maps or bool(self.encoding.by_head or part.by_head)
         return CosineOfAllRanks(self.ranks, has_parts_by_head)(attending)
 
 
@@ -91,14 +103,16 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[.., in / tensor_size]` → `[.., out]`, the bias added once, to the sum."""
-        return sum_of_ranks(F.linear(x, self.weight), self.ranks) + self.bias
+        total = sum_of_ranks(F.linear(x, self.weight), self.ranks)
+        return total if self.bias is None else total + self.bias
 
 
 PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"attention", SelfAttentionOfRanks),
+    (r"feed_forward", FeedForwardOfRanks),
     (r"feed_forward\.input", ColumnParallelGeluLinear),
     (r"(attention|feed_forward)\.output", RowParallelLinear),
-    (r"embeddings\.token", VocabularyParallelEmbedding),
+    (r"embeddings\.(token|difference)", VocabularyParallelEmbedding),
     (r"head", MaskedLMHeadOfRanks),
     (r"head\.decoder", ColumnParallelLinear),
 )

@@ -224,7 +224,7 @@ def micro_batch_seconds(config: Config, device: Device) -> float:
         heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
         traffic += BIAS_TRAFFIC * model.seq_length * model.num_attention_heads * _width(config) / tensor
         traffic += HCD_TRAFFIC * model.seq_length * heads_of_cosine * 4
-    logits = HEAD_TRAFFIC * objective.mask_prob * model.padded_vocab_size * 4 / tensor
+    logits = HEAD_TRAFFIC * objective.mask_rates.mean * model.padded_vocab_size * 4 / tensor
     moved = (traffic * _layers_per_stage(config) + logits) / (device.bandwidth * 1e12)
     seconds = tokens * (products / rate / tensor + attention / tensor + moved)
     seconds = max(seconds, _layers_per_stage(config) * LAUNCHES * LAUNCH_SECONDS)

@@ -19,11 +19,11 @@ from dataclasses import astuple, dataclass
 from functools import cache
 
 import torch
+from torch import nn
 
 from megatron_ddrp.config import Config, ModelConfig, encoding_class
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.bert import decodes_masks
-from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.heads import EnhancedMaskDecoder
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
@@ -44,7 +44,7 @@ class TokenFlop:
     mask_decoder: float = 0.0
     """DeBERTa's enhanced mask decoder."""
     generator: float = 0.0
-    """All of ELECTRA's generator, its head included."""
+    """All of a generator, its head included."""
 
     @property
     def total(self) -> float:
@@ -54,16 +54,17 @@ class TokenFlop:
 def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
     """Return the FLOP per token of rows of `length` tokens, by default `--seq-length`.
 
-    With the mask decoder the backward pass begins in the last layer's input where masked LM is the only term.
+    A masking rate that changes counts with its mean. With the mask decoder the backward pass begins in the last layer's
+    input where masked LM is the only term.
     """
     model, objective = config.model, config.objective
-    length, share, width = length or model.seq_length, objective.mask_prob, model.hidden_size
-    if objective.generates:
-        small = generator_config(model, objective)
+    length, share, width = length or model.seq_length, objective.mask_rates.mean, model.embedding_width
+    small = objective.generator_config(model)
+    if small is not None:
         applied = small.num_layers - decodes_masks(small)  # the decoder alone applies the last one
         generator = sum(_layers(small, length, applied)) + sum(_masked_lm(small, width, share, length))
-        generator += TRAINING * width * small.hidden_size
-        head = TRAINING * (width**2 + width)
+        generator += TRAINING * width * small.hidden_size * (small.embedding_size is not None)  # the projection
+        head = TRAINING * (model.hidden_size**2 + model.hidden_size)
         return TokenFlop(*_layers(model, length, model.num_layers), head, generator=generator)
     alone = not any(term.weight for term in make_objective(objective).terms if term.name != "lm_loss")
     layers = model.num_layers - (2 / 3 if alone and decodes_masks(model) else 0)
@@ -86,7 +87,7 @@ def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -
 def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:
     """Return the FLOP per token of so many layers: linear maps, attention, tables."""
     hidden = model.hidden_size
-    linear = TRAINING * (4 * hidden**2 + 2 * hidden * model.ffn_size)
+    linear = TRAINING * (4 * hidden**2 + model.ffn_maps * hidden * model.ffn_size)
     tables = TRAINING * hidden * sum(_useful_rows(model, length))
     return layers * linear, layers * 2 * TRAINING * length * hidden, layers * tables
 
@@ -102,24 +103,25 @@ def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tup
     if not decodes_masks(model):
         return head, 0.0
     of_queries, of_keys = _useful_rows(model, length)
-    by_query = 2 * hidden**2 + 2 * hidden * model.ffn_size + 2 * length * hidden + of_queries * hidden
+    by_query = 2 * hidden**2 + model.ffn_maps * hidden * model.ffn_size + 2 * length * hidden + of_queries * hidden
     once = 2 * hidden**2
     return head, TRAINING * (once + EnhancedMaskDecoder.APPLICATIONS * (share * by_query + of_keys * hidden))
 
 
 def _useful_rows(model: ModelConfig, length: int) -> tuple[int, int]:
     """Return the rows of T^q and of T^k that rows of `length` tokens can meet; 0 without such a table."""
-    of_queries, of_keys = _table_rows(model)
+    of_queries, of_keys = _table_rows(model, length)
     return min(of_queries, 2 * length - 1), min(of_keys, 2 * length - 1)
 
 
 @cache
-def _table_rows(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of rows of the encoding's T^q and T^k, 0 for one that it does not have."""
+def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
+    """Return the number of rows of the encoding's T^q and T^k for rows of `length`, 0 for one that it does not have."""
     encoding = encoding_class(model.position_encoding)
-    one_token = torch.zeros(1, 1, dtype=torch.long)
+    row = torch.zeros(1, length, dtype=torch.long)
     with torch.device("meta"):
-        tensors = encoding.layer_part(model)(encoding(model)(one_token))
+        maps = [nn.Linear(model.hidden_size, model.hidden_size) for _ in range(2)]
+        tensors = encoding.layer_part(model).of_layer(encoding(model)(row), *maps)
     terms = encoding.terms(model, tensors)
     rows_of_queries, rows_of_keys = (
         0 if table is None else table.shape[1] for table in (terms.query_table, terms.key_table)

@@ -69,7 +69,8 @@ class Run:
         request = 0
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
         to_do = config.training.train_iters - begin.iteration
-        for number, micro_batches in enumerate(iterate(loader, begin.consumed_samples, to_do, prepare)):
+        stream = iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)
+        for number, micro_batches in enumerate(stream):
             launched = finite.launch(micro_batches, begin.iteration + 1 + number)
             if late and self.logs(launched.step):
                 launched.result.fetch_losses()

@@ -34,13 +34,22 @@ PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
+    "numpy.ma",
+    "tokenizers",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.muon.original_muon",
     "megatron_ddrp.train",
     "megatron_ddrp.arguments",
+    "transformers.models.bert.modeling_bert",
+    "megatron_ddrp.tasks.glue.workers",
+    "pytest",
     "tests.integration.launch",
+    "tests.integration.before_the_fork",
 ]
-"""What DeepSpeed and torch.optim import on first use as well: without these, 2 s a rank."""
+"""What DeepSpeed, torch.optim and a test's own functions import on first use as well: without these, 2 s a rank."""
 
 
 @dataclass(frozen=True)
@@ -60,39 +69,55 @@ class Result:
 
 def start_ranks(
     arguments: Sequence[object],
-    world_size: int = 1,
+    world_size: int | None = 1,
     before: Callable[[], None] | None = None,
     during: Callable[[list[Any]], None] | None = None,
     context: Any = None,
+    module: str | None = None,
 ) -> Result:
-    """Run `pretrain_bert.py ARGUMENTS` on some ranks. `before`, a module's function, runs first in each of them.
+    """Run `pretrain_bert.py ARGUMENTS`, or `-m MODULE ARGUMENTS`, on some ranks; None: as one process of no launcher.
 
-    `during` runs here meanwhile, with the ranks' processes, to do them harm. `context` starts the processes: by default
-    the fork server, whose children see no GPU.
+    `before`, a module's function, runs first in each of them. `during` runs here meanwhile, with the ranks' processes,
+    to do them harm. `context` starts the processes: by default the fork server, whose children see no GPU.
     """
     context = context or fork_server()
-    words, port = [str(word) for word in arguments], free_port()
+    words = [str(word) for word in arguments]
+    variables = [{}] if world_size is None else set_by_launcher(world_size)
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
+        streams = [(Path(folder) / f"stdout{rank}", Path(folder) / f"stderr{rank}") for rank in range(len(variables))]
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, port, words, folder, before))
-            for rank in range(world_size)
+            context.Process(target=_run, args=(module, words, variables[rank], streams[rank], before))
+            for rank in range(len(variables))
         ]
-        for process in ranks:
-            process.start()
-        if during:
-            during(ranks)
-        for process in ranks:
-            process.join(max(0.1, began + TIMEOUT - time.monotonic()))
-        exit_codes = [process.exitcode for process in ranks]
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        stdout, stderr = (
-            [_text(Path(folder) / f"{stream}{rank}") for rank in range(world_size)] for stream in ("stdout", "stderr")
-        )
+        exit_codes = exit_codes_of(ranks, TIMEOUT, during)
+        stdout, stderr = ([_text(path) for path in paths] for paths in zip(*streams, strict=True))
     return Result(exit_codes, stdout, stderr)
+
+
+def exit_codes_of(
+    processes: Sequence[Any], timeout: float, during: Callable[[list[Any]], None] | None = None
+) -> list[int | None]:
+    """Start processes and wait for them together; None for one that had to be killed after `timeout` seconds."""
+    began = time.monotonic()
+    for process in processes:
+        process.start()
+    if during:
+        during(list(processes))
+    for process in processes:
+        process.join(max(0.1, began + timeout - time.monotonic()))
+    exit_codes = [process.exitcode for process in processes]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return exit_codes
+
+
+def set_by_launcher(world_size: int) -> list[dict[str, str]]:
+    """The environment variables of each rank, all on this host."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE"), str(world_size))
+    return [{**dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **sizes, **address} for rank in range(world_size)]
 
 
 def _text(path: Path) -> str:
@@ -109,19 +134,26 @@ def fork_server(preloaded: Sequence[str] = PRELOADED) -> Any:
     return context
 
 
-def _rank(
-    rank: int, world_size: int, port: int, words: list[str], folder: str, before: Callable[[], None] | None
+def _run(
+    module: str | None,
+    words: list[str],
+    variables: dict[str, str],
+    streams: tuple[Path, Path],
+    before: Callable[[], None] | None,
 ) -> None:
-    redirect_streams(Path(folder) / f"stdout{rank}", Path(folder) / f"stderr{rank}")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    redirect_streams(*streams)
+    os.environ.update(variables)
     import torch
 
     torch.set_num_threads(1)
     if before:
         before()
-    sys.argv = [str(SCRIPT), *words]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    if module:
+        sys.argv[1:] = words
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [str(SCRIPT), *words]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def redirect_streams(stdout: Path, stderr: Path) -> None:

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.integration.launch import ROOT, environment, run_command
+from tests.integration.launch import ROOT, run_command, start_ranks
 
 pytestmark = pytest.mark.slow
 SHARED = ROOT.parent / "shared" / "data" / "glue.tar.xz"
@@ -47,9 +48,10 @@ def folder(tmp_path_factory):
 
 
 def command(folder: Path, out: Path, *more: str) -> list[str]:
+    """What follows `python -m tasks.glue`; later words win."""
     words = ["--tasks", "CoLA", "STS-B", "--data-dir", folder / "data", "--load", folder / "bert", "--output-dir", out]
     words += ["--grid", "quick", "--seeds", "1", "--lr", "1e-2", "--batch-size", "8", "--epochs", "8", *more]
-    return ["-m", "tasks.glue", *map(str, words)]
+    return [str(word) for word in words]
 
 
 def rows(out: Path) -> list[dict]:
@@ -65,10 +67,16 @@ def predictions(out: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((out / "predictions").glob("*.tsv"))}
 
 
-def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    result = run_command([sys.executable, *words], PYTHONPATH=str(ROOT), **variables)
-    assert result.returncode == 0, result.stderr
-    return result
+def run(words: list[str], ranks: int | None = None) -> str:
+    """Standard output of `python -m tasks.glue WORDS`, or of rank 0 under a launcher; it must end well."""
+    return start_ranks(words, ranks, module="tasks.glue").check().stdout[0]
+
+
+def launched(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """`python -m tasks.glue WORDS` on two ranks of the real torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command_line = [sys.executable, *launcher, sys.executable, "-m", "tasks.glue", *words]
+    return run_command(command_line, PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -82,40 +90,39 @@ def alone(folder):
 
 def test_one_and_two_ranks_have_the_same_scores(folder, alone):
     """To the last digit of the regression's predictions, with dropout and an odd number of rows."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    result = run([*launcher, sys.executable, *command(folder, folder / "ranks")])
-    assert result.stdout.count("plan:") == 1
+    said = run(command(folder, folder / "ranks"), ranks=2)
+    assert said.count("plan:") == 1
     assert rows(folder / "ranks") == rows(alone)
     assert predictions(folder / "ranks") == predictions(alone)
 
 
 def test_workers_share_a_sweep_and_a_second_start_does_nothing(folder, alone):
-    result = run(command(folder, folder / "workers", "--workers", "2"))
-    assert "[2/2]" in result.stdout
+    said = run(command(folder, folder / "workers", "--workers", "2"))
+    assert "[2/2]" in said
     assert rows(folder / "workers") == rows(alone)
     again = run(command(folder, folder / "workers", "--workers", "2"))
-    assert "0 of 2 runs to do" in again.stdout
+    assert "0 of 2 runs to do" in again
     assert rows(folder / "workers") == rows(alone)
 
 
-def workers_of(process: subprocess.Popen[bytes]) -> list[int]:
+def workers_of(pid: int) -> list[int]:
     """Process ids of a command's workers."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def kill_a_worker(commands: list[Any]) -> None:
+    """As soon as there are two."""
+    while len(workers := workers_of(commands[0].pid)) < 2:
+        assert commands[0].is_alive(), "it ended before both workers were seen"
+        time.sleep(0.01)
+    os.kill(workers[0], signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alone):
     out = folder / "one killed"
-    words = [sys.executable, *command(folder, out, "--workers", "2")]
-    surroundings = environment() | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(words, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while len(workers := workers_of(process)) < 2:
-        assert process.poll() is None, "it ended before both workers were seen"
-        time.sleep(0.01)
-    os.kill(workers[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 0, said.decode()
+    start_ranks(command(folder, out, "--workers", "2"), None, module="tasks.glue", during=kill_a_worker).check()
     assert rows(out) == rows(alone)
     assert (out / "table.md").is_file()
 
@@ -124,18 +131,19 @@ def test_killed_commands_end_as_one_undisturbed(folder, alone):
     """Workers must go with a killed parent, and the leases that they held must be free."""
     out = folder / "killed"
     chance = random.Random(3)
-    words = [sys.executable, *command(folder, out, "--workers", "2")]
-    for _ in range(2):
-        process = subprocess.Popen(
-            words, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+    words = command(folder, out, "--workers", "2")
+
+    def kill(commands: list[Any]) -> None:
         deadline = time.monotonic() + 60
         while not (out / "locks").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(chance.uniform(0.0, 0.6))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    run(words[1:])
+        commands[0].kill()
+
+    for _ in range(2):
+        killed = start_ranks(words, None, module="tasks.glue", during=kill)
+        assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
+    run(words)
     assert rows(out) == rows(alone)
     assert predictions(out) == predictions(alone)
 
@@ -145,9 +153,7 @@ def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
     for name in ("train", "dev"):
         text = (folder / "data" / "CoLA" / f"{name}.tsv").read_text()
         (tmp_path / "data" / "CoLA" / f"{name}.tsv").write_text(text.replace("\t1\t", "\t7\t", 1))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    words = command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"), "--tasks", "CoLA")
-    result = run_command([sys.executable, *launcher, sys.executable, *words], PYTHONPATH=str(ROOT))
+    result = launched(command(folder, tmp_path / "out", "--data-dir", str(tmp_path / "data"), "--tasks", "CoLA"))
     assert result.returncode != 0
     assert result.stderr.count("label '7', expected one of 0, 1") == 1
     assert not (tmp_path / "out" / "runs.jsonl").exists()
@@ -155,8 +161,8 @@ def test_bad_data_on_ranks_is_told_once(folder, tmp_path):
 
 def test_two_ranks_train_on_fewer_rows_than_a_batch(folder):
     words = command(folder, folder / "few", "--max-train-examples", "3", "--epochs", "1", "--tasks", "CoLA")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    run([*launcher, sys.executable, *words])
+    result = launched(words)
+    assert result.returncode == 0, result.stderr
     (row,) = rows(folder / "few")
     assert (row["train_examples"], row["steps"]) == (3, 1)
 

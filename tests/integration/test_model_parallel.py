@@ -28,10 +28,15 @@ def layout(tensor: int = 1, pipeline: int = 1, **changes: Any) -> dict[str, Any]
     return {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, **changes}
 
 
+MODERN = {
+    **{"position_encoding": "rope", "layernorm_position": "pre", "no_first_norm": True, "num_segments": 0},
+    **{"ffn": "geglu", "norm": "rmsnorm", "no_bias": True, "embedding_size": 20, "local_attention": 8},
+}
 LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
         "tensor 2": ({"position_encoding": "ddrp"}, layout(2, zero_stage=1)),
         "pipeline 2": ({"position_encoding": "tupe-r", "packing": True}, layout(1, 2, checkpoint_activations=True)),
+        "tensor 2, modern": (MODERN, layout(2, zero_stage=2)),
     },
     4: {
         "tensor 4": ({"position_encoding": "deberta", "tcd_tokens": 0, "hcd_heads": 0, "vocabulary": True}, layout(4)),
@@ -39,6 +44,7 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "tensor 2 x pipeline 2": ({"position_encoding": "deberta"}, layout(2, 2, zero_stage=1)),
         "pipeline 4": ({"relative_table": "per-layer", "num_layers": 4, "objective": "mlm"}, layout(1, 4)),
         "tensor 2 x data 2": ({"position_encoding": "bert-r"}, layout(2, zero_stage=3)),
+        "tensor 2 x data 2, modern": ({**MODERN, "norm": "layernorm"}, layout(2, zero_stage=3)),
     },
     8: {"tensor 2 x pipeline 2 x data 2": ({"position_encoding": "tupe-a"}, layout(2, 2, zero_stage=1))},
 }

@@ -30,11 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "ddrp": {"position_encoding": "ddrp"},
     "deberta": {"position_encoding": "deberta"},
     "absolute": {"position_encoding": "absolute", "layernorm_position": "pre", "seq_length": 31},
+    "modern": {
+        **{"position_encoding": "ddrp", "layernorm_position": "pre", "seq_length": 31, "num_segments": 1},
+        **{"ffn": "geglu", "no_bias": True, "embedding_size": 20, "local_attention": 8},
+    },
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         ("ddrp", {**TENSOR_2, "zero_stage": 1}),
         ("absolute", TENSOR_2),
+        ("modern", TENSOR_2),
         ("deberta", {**TENSOR_2, "checkpoint_activations": True, "zero_stage": 2}),
         ("ddrp", {**TENSOR_2, "zero_stage": 3}),
     ],

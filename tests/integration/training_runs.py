@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, place_in_grid
 from megatron_ddrp.parallel.sharding import local_parameters, split_dimension
 from megatron_ddrp.train import open_notes
-from tests.integration.launch import fork_server, free_port
+from tests.integration.launch import exit_codes_of, fork_server, set_by_launcher
 
 TIMEOUT = 1800.0
 """Seconds until a group of runs is given up, and until ranks that wait for each other in one say where they are."""
@@ -128,18 +127,11 @@ def run_ranks(
     """
     context = context or fork_server()
     with tempfile.TemporaryDirectory() as folder:
-        port, began = free_port(), time.monotonic()
-        words = (world_size, port, work, command_lines, folder)
-        ranks = [context.Process(target=_rank, args=(rank, *words)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(max(0.1, began + timeout - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        ranks = [
+            context.Process(target=_rank, args=(rank, variables, work, command_lines, folder))
+            for rank, variables in enumerate(set_by_launcher(world_size))
+        ]
+        codes = exit_codes_of(ranks, timeout)
         errors = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("error*"))]
         assert set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(errors)
         return [json.loads((Path(folder) / f"given{rank}").read_text(encoding="utf-8")) for rank in range(world_size)]
@@ -147,14 +139,12 @@ def run_ranks(
 
 def _rank(
     rank: int,
-    world_size: int,
-    port: int,
+    variables: dict[str, str],
     work: Callable[[list[list[str]], Path], Any],
     command_lines: list[list[str]],
     folder: str,
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(variables)
     torch.set_num_threads(1)
     error = Path(folder) / f"error{rank}"
     try:

@@ -54,19 +54,26 @@ def within_window(scores: Tensor, window: int | None) -> Tensor:
     return torch.stack(rows).reshape(scores.shape)
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """hidden `[S, in]`, weight `[out, in]`, bias `[out]` to `[S, out]`."""
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden `[S, in]`, weight `[out, in]`, bias `[out]` or none to `[S, out]`."""
+    bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias
     return torch.stack([torch.stack([dot(w, row) + b for w, b in zip(weight, bias, strict=True)]) for row in hidden])
 
 
-def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Each row of hidden `[S, D]` to mean 0 and variance 1, then scaled and shifted by weight and bias `[D]`."""
     rows = []
     for row in hidden:
         centred = row - row.sum() / len(row)  # [D]
         variance = dot(centred, centred) / len(row)
-        rows.append(centred / torch.sqrt(variance + eps) * weight + bias)
+        scaled = centred / torch.sqrt(variance + eps) * weight
+        rows.append(scaled if bias is None else scaled + bias)
     return torch.stack(rows)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    """Each row of hidden `[S, D]` to mean square 1, then scaled by weight `[D]` (arXiv:1910.07467, eq. 4)."""
+    return torch.stack([row / torch.sqrt(dot(row, row) / len(row) + eps) * weight for row in hidden])
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -89,11 +96,14 @@ def bert_layer(
     layernorm_eps: float = 1e-12,
     layernorm_position: str = "post",
     queries: Tensor | None = None,
+    norm: Callable[..., Tensor] = layer_norm,
 ) -> Tensor:
     """One encoder layer: hidden `[S, D]` to `[S, D]`.
 
     params: `NAME.weight` and `NAME.bias`, weights as `[out, in]`, for NAME among query, key, value, attention_output,
-    attention_norm, ffn_in, ffn_out, ffn_norm.
+    attention_norm, ffn_in, ffn_out, ffn_norm; no bias where its name is missing. With ffn_gate the block is GEGLU
+    (arXiv:2002.05202, eq. 5): GELU of ffn_in times ffn_gate. Without attention_norm a "pre" layer attends to what
+    entered.
     scores_fn: query, key `[heads, S, d]` to the logits `[heads, S, S]`; a closure may keep them for HCD.
     layernorm_position: "post" normalises each residual sum (BERT), "pre" each sub-layer's input.
     queries: `[S, D]`, the states that ask and that the residual carries on; keys and values stay those of `hidden`.
@@ -103,10 +113,12 @@ def bert_layer(
         raise ValueError(f"layernorm_position={layernorm_position!r}: expected 'post' or 'pre'")
 
     def project(name: str, x: Tensor) -> Tensor:
-        return linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+        return linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
     def normalise(name: str, x: Tensor) -> Tensor:
-        return layer_norm(x, params[f"{name}.weight"], params[f"{name}.bias"], layernorm_eps)
+        if f"{name}.weight" not in params:
+            return x
+        return norm(x, params[f"{name}.weight"], params.get(f"{name}.bias"), layernorm_eps)
 
     def attention(asking: Tensor, asked: Tensor) -> Tensor:
         query = split_heads(project("query", asking), num_heads)
@@ -115,7 +127,8 @@ def bert_layer(
         return project("attention_output", torch.cat(list(context), dim=1))  # [S, D]
 
     def feed_forward(x: Tensor) -> Tensor:
-        return project("ffn_out", gelu(project("ffn_in", x)))  # [S, D]
+        inner = gelu(project("ffn_in", x))
+        return project("ffn_out", inner * project("ffn_gate", x) if "ffn_gate.weight" in params else inner)  # [S, D]
 
     stream = hidden if queries is None else queries
     if layernorm_position == "pre":

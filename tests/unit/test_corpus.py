@@ -112,6 +112,44 @@ def test_validation_is_masked_at_its_own_rate(tiny_corpus, objective):
     assert predicted[1] > 2 * predicted[0]
 
 
+@pytest.mark.parametrize(
+    ("blended", "length_and_rate"), [(False, {3: (16, 0.325), 4: (24, 0.3)}), (True, {0: (16, 0.4), 7: (48, 0.225)})]
+)
+def test_every_step_is_that_of_a_run_of_its_phase_and_rate(parts, tiny_corpus, blended, length_and_rate):
+    data = {"data_path": ("2", parts["a"], "1", parts["c"]) if blended else (parts["a"],)}
+    training = {"train_iters": 8, "seq_length_phases": ("16:0.5", "24:0.75")}
+    changing = make_config(tiny_corpus, data=data, **training).replace(objective={"mask_prob": "0.4:0.2"})
+    for step, (length, rate) in length_and_rate.items():
+        constant = make_config(tiny_corpus, data=data, seq_length=length).replace(objective={"mask_prob": rate})
+        expected = rows_of(constant, step * 32)
+        assert max(len(ids) for _, ids, _ in expected) == length
+        assert rows_of(changing, step * 32) == expected
+        packed = changing.replace(data={"packing": True})
+        assert rows_of(packed, step * 32, world=2) == expected
+        for batch in Corpus.open(packed).loader("train", 0, 1).step(step * 32):
+            assert batch.input_ids.shape[1] <= length
+    assert rows_of(changing, 0, "valid") == rows_of(make_config(tiny_corpus, data=data), 0, "valid")
+
+
+def test_a_step_keeps_its_rate_where_the_batch_size_was_changed(tiny_corpus):
+    config = make_config(tiny_corpus, data={"data_path": str(tiny_corpus.prefix)}, train_iters=8)
+    loader = Corpus.open(config.replace(objective={"mask_prob": "0.4:0.2"})).loader("train", 0, 1)
+    (first, *_), (second, *_) = loader.step(64, steps_done=0), loader.step(64, steps_done=7)
+    assert (first.labels != IGNORED_LABEL).sum() > 1.4 * (second.labels != IGNORED_LABEL).sum()
+
+
+def test_epochs_add_up_over_phases(parts, tiny_corpus):
+    def corpus(seq_length=48, **training):
+        data = {"data_path": ("2", parts["a"], "1", parts["c"])}
+        return Corpus.open(make_config(tiny_corpus, data=data, seq_length=seq_length, train_iters=8, **training))
+
+    short, long = (corpus(length).epochs(8 * 32) for length in (16, 48))
+    phased = corpus(seq_length_phases=("16:0.5",))
+    halves = [(one + other) / 2 for one, other in zip(short, long, strict=True)]
+    assert phased.epochs(8 * 32) == pytest.approx(halves, rel=0.02) and len(halves) == 2
+    assert phased.summary(phased.samples("train"), 8 * 32).endswith("rows of 16 tokens up to step 4")
+
+
 def test_separate_training_and_validation_data_are_taken_whole(parts, tiny_corpus):
     data = {"train_data_path": (parts["a"], parts["b"]), "valid_data_path": ("1", parts["c"], "2", parts["a"])}
     corpus = Corpus.open(make_config(tiny_corpus, data=data))

@@ -6,7 +6,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ddrp.config import ENCODINGS, Config, ObjectiveConfig
 from megatron_ddrp.model import build_model
-from megatron_ddrp.model.electra import generator_config
 from megatron_ddrp.model.stages import Draws
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.run.flops import TokenFlop, flop_of_rows, flop_per_token, peak_tflops
@@ -14,11 +13,14 @@ from tests.unit.model.tiny import tiny_batch, tiny_config
 
 ROWS, LENGTH, PREDICTED = 3, 8, 2
 SIZES = {"seq_length": LENGTH, "relative_distance": 3, "attention_backend": "eager", "hidden_size": 24}
+OF_ENCODING = {"deberta-v2": {"relative_distance": 2 * LENGTH}}
+"""With so many buckets each offset has its own; eager attention multiplies by each offset in any case."""
 
 
 def configuration(encoding, objective="mlm", **changes):
     settings = {"objective": objective, "mask_prob": PREDICTED / LENGTH, "generator_size": 0.5}
-    model = tiny_config(position_encoding=encoding, **SIZES, **changes)
+    sizes = SIZES | OF_ENCODING.get(encoding, {}) | changes
+    model = tiny_config(position_encoding=encoding, **sizes)
     return Config(model=model, objective=ObjectiveConfig(**settings))
 
 
@@ -34,8 +36,9 @@ def counted(config):
 
 
 def of_projected_tables(model, forward_only=0):
-    """FLOP of DeBERTa's W^{K,r} and W^{Q,r}, which no token pays for: trained once a layer."""
-    products = 2 * 2 * (2 * model.relative_distance) * model.hidden_size**2
+    """FLOP of the projections of DeBERTa's table, which no token pays for: trained once a layer."""
+    rows = 2 * LENGTH - 1 if model.position_encoding == "deberta-v2" else 2 * model.relative_distance
+    products = 2 * 2 * rows * model.hidden_size**2
     return products * (3 * model.num_layers + forward_only)
 
 
@@ -44,20 +47,29 @@ def once_per_batch(config):
     model, rows = config.model, LENGTH + 1
     if config.model.position_encoding.startswith("tupe"):
         return 6 * (2 * rows * model.hidden_size**2 + rows**2 * model.hidden_size)
+    if config.model.position_encoding == "deberta-v2":
+        return of_projected_tables(model)
     if config.model.position_encoding != "deberta":
         return 0
     if config.objective.generates:
-        return of_projected_tables(model) + of_projected_tables(generator_config(model, config.objective))
+        return of_projected_tables(model) + of_projected_tables(config.objective.generator_config(model))
     return of_projected_tables(model, forward_only=1)  # the last layer's, whose ordinary output nobody reads
 
 
-CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [("ddrp", "electra"), ("deberta", "electra")]
+CASES = [(encoding, "mlm") for encoding in ENCODINGS] + [
+    (encoding, name) for encoding in ("ddrp", "deberta") for name in ("electra", "rtd")
+]
 
 
 @pytest.mark.parametrize(("encoding", "objective"), CASES)
 def test_the_closed_forms_equal_what_torch_counts(encoding, objective):
     config = configuration(encoding, objective)
     assert flop_of_rows(config, [(ROWS, LENGTH)]) + once_per_batch(config) == pytest.approx(counted(config), rel=1e-12)
+
+
+def test_offsets_that_share_a_bucket_count_once():
+    few = flop_per_token(configuration("deberta-v2", relative_distance=4))
+    assert few.tables / flop_per_token(configuration("deberta-v2")).tables == 7 / 15
 
 
 def test_each_part_of_the_model_has_its_own_term():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 
-from megatron_ddrp.config import OptimizerConfig
+from megatron_ddrp.config import Config, OptimizerConfig
 from megatron_ddrp.engine.schedule import learning_rate
+from megatron_ddrp.errors import UserError
 
 STYLES = ("linear", "cosine", "constant", "inverse-square-root", "wsd")
 
@@ -43,6 +46,40 @@ def test_wsd_holds_and_falls_over_the_last_tenth() -> None:
     rates = rows("wsd", 100)
     assert rates[:91] == pytest.approx([1.0] * 91)
     assert rates[90:] == pytest.approx([1 - tenth / 10 for tenth in range(10)])
+
+
+def test_wsd_falls_over_the_last_steps_that_are_given() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="wsd", lr_wsd_decay_iters=4, lr_warmup_iters=2)
+    rates = [learning_rate(step, 10, config) for step in range(1, 11)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
+    root = dataclasses.replace(config, lr_wsd_decay_style="minus_sqrt")
+    slow = [0.2 + 0.8 * (1 - (done / 4) ** 0.5) for done in range(4)]
+    assert [learning_rate(step, 10, root) for step in range(7, 11)] == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("style", ["linear", "minus_sqrt"])
+def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(style: str) -> None:
+    stable = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_warmup_iters=5)
+    branch = dataclasses.replace(
+        stable, lr_decay_style="wsd", lr_wsd_decay_iters=10, lr_wsd_decay_style=style, min_lr=1e-5
+    )
+    for step in range(1, 32):  # the rate of step 31 is still the peak
+        assert learning_rate(step, 40, branch) == learning_rate(step, 10**6, stable)
+    assert learning_rate(32, 40, branch) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 with --lr-decay-style linear"),
+        ({"lr_wsd_decay_style": "minus_sqrt"}, "--lr-wsd-decay-style minus_sqrt with --lr-decay-style linear"),
+        ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 10, "lr_warmup_iters": 1}, "more than --train-iters 10"),
+    ],
+)
+def test_a_decay_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        Config().replace(optimizer=settings, training={"train_iters": 10})
+    assert refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize("style", STYLES)

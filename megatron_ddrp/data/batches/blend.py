@@ -79,6 +79,15 @@ class Blend:
             indices[mine] = self._offsets[part] + own
         return epochs, indices
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Samples of each weighted corpus, or of all of them as one; `[parts]` or `[1]`."""
+        return np.array([len(self)] if self.counts is None else [len(part) for part in self.parts])
+
+    def visited(self, positions: int) -> NDArray[np.int64]:
+        """Return how many of the first `positions` of the stream fall to each of `sizes`."""
+        return np.array([positions] if self.counts is None else self.consumed(positions))
+
     def consumed(self, positions: int) -> list[int]:
         """Return the number of samples that each weighted corpus gives within the first `positions` of the stream."""
         assert self.counts is not None

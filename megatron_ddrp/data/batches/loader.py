@@ -12,6 +12,9 @@ batch, divided by its counts.
 With packing the same samples share rows, and the rows are dealt instead. Ranks and steps need a fixed number of
 micro-batches, so that it is the micro-batches that shrink: `micro_batch_size` samples lie in fewer rows on average.
 
+Rows may grow longer and the masking rate may change during a run: `reader_at` names the reader of a step. The stream's
+positions count on, each phase in its own order over its own samples.
+
 Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -87,6 +91,12 @@ class SampleReader:
         self.samples, self.tokenizer, self.masker, self.seq_length = samples, tokenizer, masker, seq_length
         self._mark_rare_words = mark_rare_words
 
+    def masking(self, mask_prob: float) -> SampleReader:
+        """Return the reader that masks at another rate."""
+        changed = copy(self)
+        changed.masker = self.masker.at_rate(mask_prob)
+        return changed
+
     def read(
         self,
         positions: NDArray[np.int64],
@@ -137,44 +147,57 @@ class SampleReader:
 
 
 class BatchLoader:
-    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there."""
+    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there.
 
-    def __init__(self, reader: SampleReader, share: Share, seed: int, packing: bool = False) -> None:
+    `reader` is the one of the last step; `reader_at(steps done before)` is each step's own, by default the same.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        share: Share,
+        seed: int,
+        packing: bool = False,
+        reader_at: Callable[[int], SampleReader] | None = None,
+    ) -> None:
         self.reader, self.share, self.seed, self.packing = reader, share, seed, packing
+        self.reader_at = reader_at or (lambda steps_done: reader)
         self.samples = reader.samples
         self.global_batch_size, self.num_micro_batches = share.global_batch_size, share.num_micro_batches
 
-    def step(self, consumed_samples: int) -> list[Batch]:
+    def step(self, consumed_samples: int, steps_done: int | None = None) -> list[Batch]:
         """Return `num_micro_batches` batches of int64 `[micro_batch_size, seq]`, samples from `consumed_samples`.
 
-        With packing `[rows, seq]`, where numbers of rows differ by at most one. `sequence_ids` are positions in the
-        stream, the same in every layout. Raises `UserError` for a token id that the vocabulary does not have.
+        `steps_done` before it are by default as many as the consumed samples make. With packing `[rows, seq]`, where
+        numbers of rows differ by at most one. `sequence_ids` are positions in the stream, the same in every layout.
+        Raises `UserError` for a token id that the vocabulary does not have.
         """
+        reader = self.reader_at(consumed_samples // self.global_batch_size if steps_done is None else steps_done)
         positions = consumed_samples + np.arange(self.global_batch_size)
-        epochs, indices = self.samples.visits(positions, self.seed)
-        lengths = self.samples.lengths(indices)  # [global_batch]
-        micro_batches = self.share.deal(self._rows(lengths))
+        epochs, indices = reader.samples.visits(positions, self.seed)
+        lengths = reader.samples.lengths(indices)  # [global_batch]
+        micro_batches = self.share.deal(self._rows(lengths, reader.seq_length))
         mine = np.array([sample for rows in micro_batches for row in rows for sample in row])  # in order of use
-        samples = self.reader.read(positions[mine], epochs[mine], indices[mine], lengths[mine])
+        samples = reader.read(positions[mine], epochs[mine], indices[mine], lengths[mine])
         batches = []
         begin = 0
         for rows in micro_batches:
             documents = np.array([len(row) for row in rows])
             end = begin + int(documents.sum())
-            width = self.reader.row_length(max(int(lengths[row].sum()) for row in rows))
+            width = reader.row_length(max(int(lengths[row].sum()) for row in rows))
             chosen = samples.map(itemgetter(slice(begin, end)))
             if self.packing:
-                batches.append(join_samples(chosen, documents, width, self.reader.tokenizer.pad_id))
+                batches.append(join_samples(chosen, documents, width, reader.tokenizer.pad_id))
             else:
                 batches.append(chosen.map(itemgetter((slice(None), slice(width)))).map(np.ascontiguousarray))
             begin = end
         return batches
 
-    def _rows(self, lengths: NDArray[np.int64]) -> list[Row]:
+    def _rows(self, lengths: NDArray[np.int64], row_length: int) -> list[Row]:
         """Return the rows of a global batch, short ones first, from its samples' lengths `[global_batch]`."""
         if self.packing:
             min_rows = self.share.num_micro_batches * self.share.world_size
-            return pack_rows(lengths, self.reader.seq_length, min_rows)
+            return pack_rows(lengths, row_length, min_rows)
         return [[sample] for sample in np.argsort(lengths, kind="stable").tolist()]
 
 
@@ -200,16 +223,19 @@ def iterate(
     consumed_samples: int,
     steps: int,
     prepare: Callable[[list[Batch], int], Any] = lambda micro_batches, number: micro_batches,
+    steps_done: int | None = None,
 ) -> Generator[Any, None, None]:
     """Yield the micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
 
-    The thread also calls `prepare(micro_batches, number)` for step number 0, 1, …, whose results are yielded. An error
+    `steps_done` before the first are by default as many as the consumed samples make. The thread also calls
+    `prepare(micro_batches, number)` for step number 0, 1, …, whose results are yielded. An error
     of the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the step in the
     making and drops it.
     """
+    begin = consumed_samples // loader.global_batch_size if steps_done is None else steps_done
 
     def make(number: int) -> Any:
-        return prepare(loader.step(consumed_samples + number * loader.global_batch_size), number)
+        return prepare(loader.step(consumed_samples + number * loader.global_batch_size, begin + number), number)
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader")
     yield from results_in_order(thread, make, range(steps), _STEPS_AHEAD)

@@ -28,6 +28,8 @@ or on which rank asks. To mask packed rows, mask first and pack after.
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -81,6 +83,13 @@ class Masker:
             raise ValueError(
                 f"all {tokenizer.vocab_size} pieces of the vocabulary are special: nothing to draw random pieces from"
             )
+
+    def at_rate(self, mask_prob: float) -> Masker:
+        """Return the masker of another rate. Its draws are the same, so a lower rate takes the first units of a higher
+        one's order, up to units that overflow one budget and not the other."""
+        changed = copy(self)
+        changed.mask_prob = mask_prob
+        return changed
 
     def __call__(
         self, input_ids: NDArray[np.int64], document_ids: NDArray[np.int64], epochs: ArrayLike, sample_ids: ArrayLike

@@ -54,6 +54,7 @@ def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     attending, cosine = tapped_cosine(attending)
     query, key, value, terms, document_ids, _, dropout, *_ = attending
     mask = position_logits(query, key, terms)
+    mask = None if mask is None else mask.to(query.dtype)
     if mask is not None and not attending.full:
         mask = mask.masked_fill(~allowed_pairs(document_ids, attending.window), torch.finfo(query.dtype).min)
     elif mask is None and not attending.full:
@@ -89,7 +90,7 @@ def attend_from(
     `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so offsets are gathered, m·s of them.
     """
     batch, num_heads, count, _ = query.shape
-    seq = key.shape[2]
+    seq, terms = key.shape[2], terms.by_offset
     logits = (query * terms.scale) @ key.transpose(-1, -2)  # [b, h, m, s]
     offset = places.unsqueeze(-1) - torch.arange(seq, device=places.device)  # i − j, [b, m, s]
     index = (offset.clamp(terms.lowest, terms.highest) - terms.lowest).unsqueeze(1).expand(-1, num_heads, -1, -1)
@@ -116,6 +117,12 @@ def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
     """Apply softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
     masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
+
+
+def attention_map(attending: Attending) -> Tensor:
+    """Return the probabilities of every head before dropout, fp32 (or fp64) `[b, h, s, s]`, whatever the backend."""
+    logits = attention_logits(attending.query, attending.key, attending.terms)
+    return probabilities(logits, allowed_pairs(attending.document_ids, attending.window), 0.0)
 
 
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}

@@ -35,7 +35,7 @@ def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor 
 
     No `[s, s, d]` arises.
     """
-    parts = []
+    parts, terms = [], terms.by_offset
     if terms.query_table is not None:
         per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, s, num_relative]
         parts.append(spread(per_offset, terms.lowest, terms.highest) * terms.scale)

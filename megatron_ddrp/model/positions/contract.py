@@ -3,9 +3,9 @@
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
 i is the query and j the key. Every relative encoding uses `r(i,j) = clip(i − j, lowest, highest) − lowest`, so two
-integers say which row of a table serves which pair. Bucketed distances fit as well: an encoding gathers the buckets'
-rows at the offsets lowest, …, highest once per pass. Q and K may be rotated first (`LayerPositions.rotate`). Attention
-never asks which encoding it serves.
+integers say which row of a table serves which pair. Bucketed distances fit as well: `table_row` says which offsets
+share a row of the tables. Q and K may be rotated first (`LayerPositions.rotate`). Attention never asks which encoding
+it serves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class PositionTerms:
     scale: float
     """Factor on the content and table terms."""
     query_table: Tensor | None = None
-    """T^q `[1 or heads, num_relative, head_dim]`; 1 = shared by the heads."""
+    """T^q `[1 or heads, num_relative, head_dim]`; 1 = shared by the heads. `[1 or heads, rows, head_dim]` with
+    `table_row`."""
     key_table: Tensor | None = None
     """T^k, shaped as T^q."""
     bias: Tensor | None = None
@@ -73,11 +74,14 @@ class PositionTerms:
     biases_compared: bool = True
     """Whether HCD compares B and v with the rest of the logits. An encoding without parameters says no: its heads'
     biases are alike whatever the model learns."""
+    table_row: Tensor | None = None
+    """int64 `[num_relative]`, never falling: the row of T^q and T^k that serves each offset. None: each has its own."""
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
         rows = self.highest - self.lowest + 1
-        for table in (self.query_table, self.key_table, self.offset_bias):
+        tables = (self.query_table, self.key_table) if self.table_row is None else (self.table_row.unsqueeze(0),)
+        for table in (*tables, self.offset_bias):
             if table is not None and table.shape[1] != rows:
                 offsets = f"{rows} offsets lowest = {self.lowest} … highest = {self.highest}"
                 raise ValueError(f"a table of {table.shape[1]} rows for the {offsets}")
@@ -90,6 +94,15 @@ class PositionTerms:
     @property
     def content_only(self) -> bool:
         return all(tensor is None for tensor in self.tensors)
+
+    @property
+    def by_offset(self) -> PositionTerms:
+        """The same terms with a row of the tables for each offset: these themselves, unless offsets share rows."""
+        row = self.table_row
+        if row is None:
+            return self
+        query_table, key_table = (None if x is None else x[:, row] for x in (self.query_table, self.key_table))
+        return replace(self, query_table=query_table, key_table=key_table, table_row=None)
 
     @property
     def compared(self) -> PositionTerms:
@@ -108,6 +121,9 @@ class PositionTerms:
         return self.with_tensors(None if x is None else function(x, dimension) for x, dimension in pairs)
 
 
+Map = Callable[[Tensor], Tensor]
+"""A linear map of hidden states onto the heads that are here, `[.., hidden]` → `[.., heads · head_dim]`."""
+
 NOTHING_BY_HEAD: Mapping[str, int] = MappingProxyType({})
 
 PROJECTIONS_BY_HEAD: Mapping[str, int] = MappingProxyType(
@@ -125,12 +141,19 @@ class LayerPositions(nn.Module):
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
 
+    uses_maps = False
+    """Whether `of_layer` applies the layer's maps: then every tensor of `terms` has its own part for each head."""
+
     def __init__(self, config: Sizes) -> None:
         super().__init__()
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Map the shared tensors to this layer's tensors; by default they are the same."""
         return tensors
+
+    def of_layer(self, tensors: tuple[Tensor, ...], query: Map, key: Map) -> tuple[Tensor, ...]:
+        """Return what `forward` gives; a part that needs the layer's maps of queries and keys overrides it."""
+        return self(tensors)
 
     def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
         """Turn queries or keys `[batch, heads, seq, head_dim]` by their positions `[batch, seq]`; by default not."""
@@ -170,7 +193,8 @@ class PositionEncoding(nn.Module):
     """
 
     gains: frozenset[str] = frozenset()
-    """Parameters that are factors around 1, as a LayerNorm's weights are; weight decay does not act on them."""
+    """Parameters on which weight decay does not act, since 0 is no small value of them: factors around 1, as a
+    LayerNorm's weights are, and the arguments of a softplus."""
 
     layer_part: type[LayerPositions] = LayerPositions
     """What each layer does to the tensors before `terms` names them."""
@@ -179,7 +203,7 @@ class PositionEncoding(nn.Module):
         super().__init__()
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors of `terms`, all floating point, for `position_ids` int64 `[batch, seq]`."""
+        """Return the tensors of `terms` for `position_ids` int64 `[batch, seq]`; those of integers learn nothing."""
         return ()
 
     def of_rows(self, position_ids: Tensor, restarts: bool) -> tuple[Tensor, ...]:

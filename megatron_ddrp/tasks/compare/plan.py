@@ -206,6 +206,9 @@ class Plan:
         for name in self.alphas.models:
             if self.named(name).objective != "mth":
                 refuse(f"alphas.models: {name!r} is not of objective mth: it has no weights")
+        flags = [name for of_runs in (self.flags, *(model.flags for model in self.models)) for name, _ in of_runs]
+        if self.budget.kind == "minutes" and "seq_length_phases" in flags:
+            refuse("budget: minutes with seq-length-phases, whose steps take different times: give steps or tokens")
         if self.workers > 1 and self.launcher != "python":
             refuse(f"workers: {self.workers} with a launcher of its own ranks: expected 1")
 

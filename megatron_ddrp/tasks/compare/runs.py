@@ -108,7 +108,7 @@ def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]
             count *= 60 / step_seconds[model.name]
         elif plan.budget.kind == "tokens":
             config = make_config(dict(plan.flags + model.flags), str(plan.file))
-            count /= config.training.global_batch_size * config.model.seq_length
+            count /= config.training.global_batch_size * config.mean_seq_length
         steps[model.name] = max(2, round(count))
     return steps
 

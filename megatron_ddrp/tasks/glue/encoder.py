@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
 from megatron_ddrp.conversion.foreign_config import read_config_file
-from megatron_ddrp.conversion.from_huggingface import PADDED_ROWS
+from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -88,6 +88,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
     remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
     model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
+    model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
     unused = [name for name in names if name.startswith("head.")]
     return Encoder(

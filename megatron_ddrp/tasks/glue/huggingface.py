@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ddrp.conversion.families import FAMILIES
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
-from megatron_ddrp.conversion.from_export import own_config
-from megatron_ddrp.conversion.from_huggingface import tokenizer_settings
+from megatron_ddrp.conversion.huggingface_tokenizer import tokenizer_settings
 from megatron_ddrp.conversion.huggingface_weights import NOT_TENSORS, PICKLED_WEIGHTS, SAFE_WEIGHTS, read_weights
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -74,7 +74,7 @@ def load_folder(folder: Path, values: dict[str, Any]) -> Folder:
     logging.set_verbosity_error()  # its list of unused weights is about a head that we do not use
     logging.disable_progress_bar()
     if values["model_type"] == OWN_MODEL_TYPE:
-        own_config(folder, values)
+        FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
     try:
         return _load(folder, values)
     except UserError:

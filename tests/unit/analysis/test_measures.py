@@ -10,7 +10,7 @@ from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.triangle import measure_triangles, triangle_parts
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
-from tests.reference import analyses
+from tests.reference import analyses, attention
 from tests.unit.model.tiny import tiny_batch, tiny_model
 from tests.unit.model.twins import twin_encode, twin_last_norm
 
@@ -18,11 +18,11 @@ LENGTHS = (7, 4, 2)
 
 
 @torch.no_grad()
-def twin_sentences(model, batch):
+def twin_sentences(model, batch, compared=False):
     """Of each sentence the last hidden states `[n, D]` and the logits of each layer `[heads, n, n]`, from loops."""
     hidden, logits = [], []
     for row, n in enumerate((batch.document_ids > 0).sum(1).tolist()):
-        _, states, scores = twin_encode(model, batch, row)
+        _, states, scores = twin_encode(model, batch, row, compared)
         hidden.append(twin_last_norm(model, states)[:n])
         logits.append([layer[:, :n, :n] for layer in scores])
     return hidden, logits
@@ -36,7 +36,7 @@ def model(request):
 def test_self_similarity_is_that_of_the_loops(model):
     batches = [tiny_batch(LENGTHS), tiny_batch((5, 3), seed=1)]
     found = measure_similarity(model, batches)
-    pairs = [twin_sentences(model, batch) for batch in batches]
+    pairs = [twin_sentences(model, batch, compared=True) for batch in batches]
     hidden, logits = sum((h for h, _ in pairs), []), sum((s for _, s in pairs), [])
     by_layer = analyses.head_similarity(logits)
     assert found.sentences == 5
@@ -60,6 +60,16 @@ def test_maps_are_softmax_of_the_logits_without_padding(model):
             expected = analyses.softmax(logits[row][number])
             torch.testing.assert_close(maps[row, :, :n, :n], expected, rtol=1e-9, atol=1e-12)
             assert not maps[row, :, n:].any() and not maps[row, :, :, n:].any()
+
+
+def test_maps_of_a_local_layer_are_those_of_its_window():
+    model, batch = tiny_model(local_attention=4, global_every=2).eval(), tiny_batch(LENGTHS)
+    _, logits = twin_sentences(model, batch)
+    whole, local = layer_maps(model, batch)
+    for maps, number, window in ((whole, 0, None), (local, 1, 2)):
+        expected = analyses.softmax(attention.within_window(logits[0][number], window))
+        torch.testing.assert_close(maps[0], expected, rtol=1e-9, atol=1e-12)
+    assert local[0, :, 0, 2].gt(0).all() and not local[0, :, 0, 3].any()
 
 
 def test_triangle_shares_are_those_of_the_loops(model):

@@ -9,17 +9,26 @@ from megatron_ddrp.tasks.glue.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 
-@pytest.mark.parametrize("encoding, order", [("absolute", "post"), ("ddrp", "post"), ("deberta", "pre")])
+@pytest.mark.parametrize(
+    "objective, encoding, order",
+    [
+        ("electra", "absolute", "post"),
+        ("electra", "ddrp", "post"),
+        ("electra", "deberta", "pre"),
+        ("rtd", "absolute", "post"),
+    ],
+)
 @torch.no_grad()
-def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, offline, encoding, order):
+def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, offline, objective, encoding, order):
     from transformers import AutoModelForPreTraining, AutoModelForSequenceClassification, ElectraForPreTraining
 
     load = write_checkpoint(
-        tmp_path / "run", tokenizer, "electra", position_encoding=encoding, layernorm_position=order
+        tmp_path / "run", tokenizer, objective, position_encoding=encoding, layernorm_position=order
     )
     export = export_checkpoint(load, tmp_path / "hf")
     assert not [name for name in export.weights if "generator" in name]
-    plain = encoding == "absolute"
+    assert not [name for name in export.weights if "difference" in name]
+    plain = (objective, encoding) == ("electra", "absolute")
     options = {} if plain else {"trust_remote_code": True}
     loaded, report = AutoModelForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True, **options)
     assert isinstance(loaded, ElectraForPreTraining) == plain
@@ -33,7 +42,8 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
     hidden = model.encode(ids, segments, mask, torch.arange(ids.shape[1]).expand_as(ids) * mask)
     inputs = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
     output = loaded.eval()(**inputs, output_hidden_states=True)
-    torch.testing.assert_close(output.logits[valid], model.head.logits(hidden)[valid], atol=1e-5, rtol=1e-5)
+    logits = model.head.logits(hidden if objective == "electra" else hidden[:, :1] + hidden)
+    torch.testing.assert_close(output.logits[valid], logits[valid], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(output.hidden_states[-1][valid], hidden[valid], atol=1e-5, rtol=1e-5)
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **options)
@@ -42,11 +52,12 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
     assert [encoder.hidden_size for encoder in encoders] == [32, 32]
 
 
+@pytest.mark.parametrize("objective", ["electra", "rtd"])
 @torch.no_grad()
-def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer):
+def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer, objective):
     from megatron_ddrp.data.batches.batch import Batch
 
-    load = write_checkpoint(tmp_path / "run", tokenizer, "electra")
+    load = write_checkpoint(tmp_path / "run", tokenizer, objective)
     model, _, _ = load_model(load)
     ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
     positions = torch.arange(ids.shape[1]).expand_as(ids) * mask

@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS, load_plugin
 from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.conversion.from_export import load_hugging_face
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.positions import PositionTerms
@@ -141,6 +141,20 @@ def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def test_the_thetas_of_rotations_travel(tmp_path, tokenizer, offline):
+    from transformers import AutoModel
+
+    folder = export_with_expected(tmp_path, tokenizer, position_encoding="rope", rope_theta=50.0, local_rope_theta=3.0)
+    config = load_hugging_face(folder)[0].config
+    assert (config.rope_theta, config.local_rope_theta) == (50.0, 3.0)
+    ids, segments, mask, expected, _ = torch.load(folder / "expected.pt")
+    exported = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        found = exported(input_ids=ids, attention_mask=mask, token_type_ids=segments)[0]
+    assert (found - expected)[mask.bool()].abs().max() < 3e-6 * expected.abs().max()
+    assert all(layer.layer_position.local_theta == 3.0 for layer in exported.layers)
+
+
 def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, monkeypatch, capsys):
     from tools.convert_checkpoint import main
 
@@ -244,7 +258,10 @@ def test_every_position_term_acts_as_its_formula_says(offline):
         products = query[b, h, i] @ (key[b, h, j] + tables[0, h, r]) + key[b, h, j] @ tables[1, h, r]
         torch.testing.assert_close(logits[b, h, i, j], products * 0.3 + bias[0, h, i, j] + offset_bias[h, r])
     changes = {"scale": {"scale": 0.4}, "lowest": {"lowest": 0, "highest": 3}, "highest": {"lowest": -2, "highest": 1}}
+    changes["table_row"] = {"table_row": torch.tensor([0, 1, 1, 3])}
     for field in dataclasses.fields(PositionTerms):  # a field that is new in the contract must act here, too
+        if field.name == "biases_compared":  # HCD's, which belongs to training
+            continue
         changed = dataclasses.replace(terms, **changes.get(field.name, {field.name: None}))
         other = attention_logits(query, key, changed)
         assert not torch.equal(other, logits), field.name

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.config import ENCODINGS
-from megatron_ddrp.conversion.from_export import load_hugging_face
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters

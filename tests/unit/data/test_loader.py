@@ -175,7 +175,7 @@ class CountingLoader:
         self.asked = []
         self.fails_at = fails_at
 
-    def step(self, consumed_samples):
+    def step(self, consumed_samples, steps_done):
         self.asked.append(consumed_samples)
         if consumed_samples == self.fails_at:
             raise UserError("corpus: unreadable")

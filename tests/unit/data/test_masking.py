@@ -92,6 +92,18 @@ def test_equals_the_loop_twin_on_any_ids(rows, mask_prob, epoch, sample, padding
     assert_equals_twin(ids, documents, np.full(len(ids), epoch), samples, mask_prob, masking)
 
 
+def test_a_lower_rate_masks_a_part_of_what_a_higher_one_masks():
+    rng = np.random.default_rng(3)
+    ids, documents = make_rows(20, 96, rng, 0.0)  # words of one piece: none is skipped
+    epochs, samples = np.zeros(20, int), np.arange(20)
+    masker = make_masker(mask_prob=0.3)
+    (few_ids, few), (many_ids, many) = (m(ids, documents, epochs, samples) for m in (masker.at_rate(0.15), masker))
+    predicted = few != IGNORED_LABEL
+    assert np.array_equal(few_ids[predicted], many_ids[predicted]) and np.array_equal(few[predicted], many[predicted])
+    assert 0 < predicted.sum() < 0.6 * (many != IGNORED_LABEL).sum()
+    assert masker.mask_prob == 0.3
+
+
 def test_many_chunks_equal_the_loop_twin():
     rng = np.random.default_rng(1)
     ids, documents = make_rows(300, 257, rng)

@@ -214,11 +214,12 @@ def test_packed_documents_attend_as_if_alone(backend, encoding_name):
     config = tiny_config(position_encoding=encoding_name)
     encoding = encoding_class(encoding_name)(config).double()
     layer_part = encoding.layer_part(config).double().eval()
+    maps = [torch.nn.Linear(12, 12).double() for _ in range(2)]
     query, key, value = (random(1, HEADS, 6, DIM) for _ in range(3))
     none = torch.empty(0, dtype=torch.long)
 
     def context(part, document_ids, position_ids):
-        terms = encoding.terms(config, layer_part(encoding(torch.tensor([position_ids]))))
+        terms = encoding.terms(config, layer_part.of_layer(encoding(torch.tensor([position_ids])), *maps))
         q, k, v = (x[:, :, part] for x in (query, key, value))
         q, k = (layer_part.rotate(x, torch.tensor([position_ids])) for x in (q, k))
         return BACKENDS[backend](Attending(q, k, v, terms, torch.tensor([document_ids]), none))[0]

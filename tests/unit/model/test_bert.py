@@ -3,6 +3,7 @@
 The golden files name every parameter: a rename is a reviewed change of a file here, never a lost checkpoint.
 """
 
+import importlib
 import json
 from pathlib import Path
 
@@ -22,19 +23,34 @@ VARIANTS |= {
     for variant in ("bert_r", "tupe_r", "deberta", "ddrp")
 }
 VARIANTS["ddrp_absolute_embedding"] = {"position_encoding": "ddrp", "absolute_embedding": True}
-GENERATORS = {"electra": "shared", "electra_former": "own"}
-"""Golden file of a model with a generator → the layout of its embeddings."""
+IN_TEST_FILES = {variant for variant in VARIANTS if not (GOLDEN / f"{variant}_params.json").is_file()}
+"""Variants whose position parameters stand in the encoding's test file."""
+GENERATORS = {
+    "electra": ObjectiveConfig(objective="electra"),
+    "electra_former": ObjectiveConfig(objective="electra", generator_embeddings="own"),
+    "rtd": ObjectiveConfig(objective="rtd"),
+}
+"""Golden file of a model with a generator → its objective."""
 RELATIVE = [name for name in ENCODINGS if name != "absolute"]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *GENERATORS])
 def test_names_and_shapes_are_the_golden_ones(variant):
+    """Of an encoding without a golden file, `PARAMETERS` of its test file stands beside the parameters of a BERT."""
     model = build_model(tiny_config(**VARIANTS.get(variant, {"position_encoding": "absolute"})))
     if variant in GENERATORS:
-        objective = ObjectiveConfig(objective="electra", generator_embeddings=GENERATORS[variant])
-        model = build_model(model.config, objective=objective)
+        model = build_model(model.config, objective=GENERATORS[variant])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    assert shapes == json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
+    assert shapes == golden(variant)
+
+
+def golden(variant):
+    """The names of a variant's parameters → shape."""
+    if variant in IN_TEST_FILES:
+        bert = {name: shape for name, shape in golden("absolute").items() if name != "embeddings.absolute.weight"}
+        own = importlib.import_module(f"tests.unit.model.test_{variant}").PARAMETERS
+        return bert | {f"embeddings.position.{name}": shape for name, shape in own.items()}
+    return json.loads((GOLDEN / f"{variant}_params.json").read_text(encoding="utf-8"))
 
 
 def test_pre_norm_adds_one_last_norm():
@@ -47,7 +63,7 @@ def test_pre_norm_adds_one_last_norm():
 
 def test_every_variant_has_its_golden_file_and_no_other():
     assert {path.stem for path in GOLDEN.glob("*.json")} == {
-        f"{variant}_params" for variant in (*VARIANTS, *GENERATORS)
+        f"{variant}_params" for variant in {*VARIANTS, *GENERATORS} - IN_TEST_FILES
     }
 
 
@@ -92,6 +108,12 @@ def test_parameters_of_bert_base():
     assert absolute.embeddings.token.weight.shape == (30592, hidden)  # padded to a multiple of 128
 
 
+SLOPES = ("position.left", "position.right")
+"""Parameters that act through a softplus."""
+OF_THEIR_OWN = ("position.direction", *SLOPES)
+"""Parameters that start elsewhere: test_direction_init.py, test_alibi_asym.py."""
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_initialisation_is_berts(encoding):
     torch.manual_seed(0)
@@ -109,7 +131,7 @@ def test_initialisation_is_berts(encoding):
             assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
         elif name.endswith("bias"):
             assert parameter.eq(0).all(), name
-        elif not name.endswith("position.direction"):  # test_direction_init.py
+        elif not name.endswith(OF_THEIR_OWN):
             count = parameter.numel()
             assert abs(parameter.mean()) < 5 * 0.02 / count**0.5, name
             assert abs(parameter.std() - 0.02) < 5 * 0.02 / (2 * count) ** 0.5, name
@@ -151,8 +173,8 @@ def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
     if not position_parameters(model):  # nothing to take away
         return
     with torch.no_grad():  # without its position parameters the model sees a bag of tokens
-        for parameter in position_parameters(model).values():
-            parameter.zero_()
+        for name, parameter in position_parameters(model).items():
+            parameter.fill_(-torch.inf if name.endswith(SLOPES) else 0.0)
     torch.testing.assert_close(encode(model, permuted), encode(model, batch)[:, order], rtol=0, atol=1e-11)
 
 

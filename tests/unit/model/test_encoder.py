@@ -78,7 +78,7 @@ class Turned(PositionEncoding):
         return PositionTerms(0.5, lowest=-2, highest=1, offset_bias=tensors[0])
 
 
-def turned_twin(name, encoding, layer_part, places):
+def turned_twin(name, encoding, layer_part, places, maps):
     """The logits of `Turned`, pair by pair."""
 
     def turned(vector, place):

@@ -28,14 +28,22 @@ def region_inputs(tokens, dropout):
     generator = torch.Generator().manual_seed(0)
     hidden, added = (torch.randn(2, tokens, 6, generator=generator).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(6, generator=generator).requires_grad_() for _ in range(2))
-    return (hidden, added), (weight, bias, 1e-5, dropout)
+    return (hidden, added), (dropout, weight, bias, 1e-5, False)
 
 
-def bias_gelu(hidden, added, weight, bias, *_):
+def bias_gelu(hidden, added, _, weight, bias, *others):
     return fused.bias_gelu(hidden * added * weight, bias)
 
 
-@pytest.mark.parametrize("region", [fused.add_norm, fused.add_and_norm, bias_gelu])
+def gated_gelu(hidden, added, _, weight, bias, *others):
+    return fused.gated_gelu(hidden * weight, added * bias)
+
+
+def add_rms_norm(hidden, added, dropout, weight, bias, eps, _):
+    return fused.add_norm(hidden, added * bias, dropout, weight, None, eps, True)
+
+
+@pytest.mark.parametrize("region", [fused.add_norm, fused.add_and_norm, add_rms_norm, bias_gelu, gated_gelu])
 def test_a_region_gives_the_numbers_of_its_operations(region, traced):
     for tokens in (3, 4, 5):  # one graph serves them
         states, others = region_inputs(tokens, 0.0)
@@ -43,7 +51,7 @@ def test_a_region_gives_the_numbers_of_its_operations(region, traced):
         for results in (fused.run_compiled(region, states, *others), region(*states, *others)):
             results = results if isinstance(results, tuple) else (results,)
             loss = sum((x * torch.arange(x.numel()).view_as(x)).sum() for x in results)
-            answers.append((*results, *torch.autograd.grad(loss, (*states, *others[:2]))))
+            answers.append((*results, *torch.autograd.grad(loss, (*states, *others[1:3]))))
         for got, expected in zip(*answers, strict=True):
             torch.testing.assert_close(got, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -87,8 +95,10 @@ def test_maps_of_one_input_have_the_gradients_of_maps_apart(with_bias, read):
             "layernorm_position": "pre",
             "ffn_hidden_size": 48,  # the generator's: one graph serves both
         },
+        {"layernorm_position": "pre", "ffn": "geglu", "bias": False, "norm": "rmsnorm", "first_norm": False},
+        {"layernorm_position": "post", "bias": False},
     ],
-    ids=lambda changes: changes["layernorm_position"],
+    ids=["post", "pre", "modern", "no bias"],
 )
 def test_a_compiled_model_has_the_sums_and_gradients_of_the_other(changes, traced):
     batch = tiny_batch()

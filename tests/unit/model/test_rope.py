@@ -11,7 +11,7 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.positions.rope import Rope, Rotation
+from megatron_ddrp.model.positions.rope import Rope, Rotation, set_theta
 from tests.reference.rope import turned
 from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
 
@@ -43,6 +43,28 @@ def test_one_pair_by_hand():
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+def test_another_base_turns_as_a_model_of_that_base():
+    model, batch = tiny_model(position_encoding="rope"), tiny_batch(lengths=(9,))
+    wide = tiny_model(position_encoding="rope", rope_theta=160_000.0)
+    wide.load_state_dict(model.state_dict())
+    set_theta(model, 160_000.0)
+    before = encode(tiny_model(position_encoding="rope"), batch)
+    torch.testing.assert_close(encode(model, batch), encode(wide, batch), rtol=0, atol=0)
+    assert (encode(model, batch) - before).abs().max() > 1e-6
+
+
+def test_a_local_layer_keeps_a_base_of_its_own():
+    rotation = Rotation(tiny_config(position_encoding="rope", rope_theta=99.0))
+    states, places = random(1, 1, 5, 4), torch.arange(5)[None]
+    rotation.local_theta, rotation.is_local = 7.0, True
+    local = rotation.rotate(states, places)
+    set_theta(rotation, 5.0)
+    assert torch.equal(rotation.rotate(states, places), local)
+    rotation.is_local = False
+    expected = torch.stack([turned(vector, place, 5.0) for place, vector in enumerate(states[0, 0])])
+    torch.testing.assert_close(rotation.rotate(states, places)[0, 0], expected, rtol=0, atol=1e-12)
+
+
 def test_only_offsets_count_far_beyond_any_trained_length():
     query, key = random(2, 3, 7, 4), random(2, 3, 7, 4, seed=1)
     near = logits(query, key, torch.arange(7))
@@ -50,6 +72,24 @@ def test_only_offsets_count_far_beyond_any_trained_length():
     assert (
         (logits(query, key, 2 * torch.arange(7)) - near).abs().amax((0, 1)).gt(1e-3).logical_xor(torch.eye(7) > 0).all()
     )
+
+
+def test_theta_is_the_configured_one_and_that_of_local_layers_where_the_layer_is_local():
+    """Training may set another after construction."""
+    config = tiny_config(position_encoding="rope", rope_theta=100.0, local_rope_theta=9.0)
+    rotation, vector = Rotation(config), random(1, 1, 1, 8)
+
+    def assert_turned_by(theta):
+        got = rotation.rotate(vector, torch.tensor([[3]])).flatten()
+        torch.testing.assert_close(got, turned(vector.flatten(), 3, theta), rtol=0, atol=1e-12)
+
+    assert_turned_by(100.0)
+    rotation.theta = 7.0
+    assert_turned_by(7.0)
+    rotation.is_local = True
+    assert_turned_by(9.0)
+    rotation.local_theta = None
+    assert_turned_by(7.0)
 
 
 def test_values_are_not_turned():

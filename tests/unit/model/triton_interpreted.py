@@ -126,7 +126,9 @@ def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeyp
         position_encoding=encoding, num_layers=1, hidden_size=head_dim, num_attention_heads=1, seq_length=max(3, seq)
     )
     positions = encoding_class(encoding)(config)
-    terms = positions.terms(config, positions.layer_part(config)(positions(torch.arange(seq)[None])))
+    maps = [torch.nn.Linear(head_dim, head_dim) for _ in range(2)]
+    tensors = positions.layer_part(config).of_layer(positions(torch.arange(seq)[None]), *maps)
+    terms = positions.terms(config, tensors)
     case = make_case([LAYOUTS[layout](seq)], 0, 0, head_dim=head_dim)
     generator = torch.Generator().manual_seed(seq)
     case.terms = terms.map(lambda x, _: torch.randn(x.shape, generator=generator).requires_grad_())

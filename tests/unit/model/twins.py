@@ -4,6 +4,7 @@
 """
 
 import importlib
+import importlib.util
 
 import torch
 
@@ -11,10 +12,12 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from tests.reference import attention, deberta, losses, mth, positions, tupe
 
 EPS = 1e-12
+WITH_LINES = ("absolute", "ddrp", "bert-r", "deberta", "tupe-a", "tupe-r")
+"""Encodings that `twin_scores` has lines for."""
 
 
 def layer_parameters(layer):
-    """The parameters of an `EncoderLayer` under the twin's names."""
+    """The parameters of an `EncoderLayer`, those that it has, under the twin's names."""
     modules = {
         "query": layer.attention.query,
         "key": layer.attention.key,
@@ -22,10 +25,19 @@ def layer_parameters(layer):
         "attention_output": layer.attention.output,
         "attention_norm": layer.attention_norm,
         "ffn_in": layer.feed_forward.input,
+        "ffn_gate": layer.feed_forward.gate,
         "ffn_out": layer.feed_forward.output,
         "ffn_norm": layer.feed_forward_norm,
     }
-    return {f"{name}.{part}": getattr(module, part) for name, module in modules.items() for part in ("weight", "bias")}
+    parameters = {
+        f"{name}.{part}": getattr(module, part, None) for name, module in modules.items() for part in ("weight", "bias")
+    }
+    return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+
+
+def norm_of(model):
+    """The twin of the norm that a model has everywhere."""
+    return attention.rms_norm if model.config.norm == "rmsnorm" else attention.layer_norm
 
 
 def tupe_parameters(table):
@@ -42,11 +54,21 @@ def deberta_parameters(table, projections):
     return {"table": table.relative, **parts, "query.bias": projections.query.bias}
 
 
-def twin_scores(name, table, projections, place):
+def encoding_module(name):
+    """The module with an encoding's `twin`: tests/reference/NAME.py, or its one test file, test_NAME.py beside this."""
+    slug = name.replace("-", "_")
+    for place in (f"tests.reference.{slug}", f"tests.unit.model.test_{slug}"):
+        if importlib.util.find_spec(place) is not None:
+            return importlib.import_module(place)
+    return None
+
+
+def twin_scores(name, table, projections, place, maps=()):
     """The twin of one encoding as a function of query and key `[heads, S, d]`.
 
-    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers.
-    An encoding without a line here has a module of its name in tests/reference, whose `twin` takes these three.
+    table: the `PositionEncoding` in use; projections: the layer's part of it; place: the S position numbers; maps: the
+    layer's linear maps of queries and keys, which a twin takes where the layer's part uses them.
+    An encoding without a line here has a module of its own, whose `twin` takes these.
     """
     if name == "absolute":
         return positions.absolute_scores
@@ -57,34 +79,43 @@ def twin_scores(name, table, projections, place):
     if name == "deberta":
         params = deberta_parameters(table, projections)
         return lambda query, key: deberta.deberta_scores(query, key, params, place)
-    if name not in ("tupe-a", "tupe-r"):
-        module = importlib.import_module(f"tests.reference.{name.replace('-', '_')}")
-        return module.twin(table, projections, place)
+    if name not in WITH_LINES:
+        own = (table, projections, place)
+        own += tuple(maps) if projections.uses_maps else ()
+        return encoding_module(name).twin(*own)
     params, distance = tupe_parameters(table), getattr(table, "largest_distance", tupe.MAX_DISTANCE)
     return lambda query, key: tupe.tupe_scores(query, key, params, place, distance)
 
 
-def twin_encode(model, batch, row):
-    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row."""
+def twin_encode(model, batch, row, compared=False):
+    """H[L−1] and H[L] `[S, D]`, both before a pre-norm model's last norm, and the L logits `[heads, S, S]` of a row,
+    with `compared` those that HCD compares."""
     config, embeddings = model.config, model.embeddings
     place, document_ids = batch.position_ids[row].tolist(), batch.document_ids[row].tolist()
     rows = []
     tokens, segments = batch.input_ids[row].tolist(), batch.segment_ids[row].tolist()
     for token, segment, position in zip(tokens, segments, place, strict=True):
-        vector = embeddings.token.weight[token] + embeddings.segment.weight[segment]
+        vector = embeddings.token.weight[token]
+        if config.num_segments:
+            vector = vector + embeddings.segment.weight[segment if config.num_segments == 2 else 0]
         rows.append(vector if embeddings.absolute is None else vector + embeddings.absolute.weight[position])
-    hidden = attention.layer_norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, EPS)
+    norm = norm_of(model)
+    hidden = norm(torch.stack(rows), embeddings.norm.weight, embeddings.norm.bias, EPS)
+    if config.embedding_size is not None:
+        hidden = attention.linear(hidden, embeddings.projection.weight, embeddings.projection.bias)
     logits = []
     for number, layer in enumerate(model.layers):
         before = hidden
 
         def scores(query, key, number=number, layer=layer):
-            logits.append(layer_scores(model, layer, place)(query, key))
-            return attention.within_window(logits[-1], config.window(number))
+            found = layer_scores(model, layer, place)(query, key)
+            others = compared_scores(model.config.position_encoding) if compared else None
+            logits.append(found if others is None else others(query, key))
+            return attention.within_window(found, config.window(number))
 
         order = config.layernorm_position
         hidden = attention.bert_layer(
-            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order
+            hidden, layer_parameters(layer), scores, document_ids, config.num_attention_heads, EPS, order, norm=norm
         )
     return before, hidden, logits
 
@@ -92,14 +123,20 @@ def twin_encode(model, batch, row):
 def layer_scores(model, layer, place):
     """`twin_scores` of one layer of a model."""
     table = model.embeddings.position if layer.position is None else layer.position
-    return twin_scores(model.config.position_encoding, table, layer.layer_position, place)
+    maps = layer.attention.query, layer.attention.key
+    return twin_scores(model.config.position_encoding, table, layer.layer_position, place, maps)
+
+
+def compared_scores(name):
+    """The twin of the logits that HCD compares, where they are others: `compared` of the encoding's module, or None."""
+    return getattr(encoding_module(name), "compared", None)
 
 
 def twin_last_norm(model, hidden):
     """The norm that ends a pre-norm model."""
     if model.config.layernorm_position == "post":
         return hidden
-    return attention.layer_norm(hidden, model.head.final_norm.weight, model.head.final_norm.bias, EPS)
+    return norm_of(model)(hidden, model.head.final_norm.weight, model.head.final_norm.bias, EPS)
 
 
 def twin_hidden(model, batch, row):
@@ -137,7 +174,7 @@ def twin_lm(model, predicted_hidden, labels):
     if not wanted:
         return torch.zeros((), dtype=torch.float64)
     inner = attention.gelu(attention.linear(predicted_hidden, head.dense.weight, head.dense.bias))
-    inner = attention.layer_norm(inner, head.norm.weight, head.norm.bias, EPS)
+    inner = norm_of(model)(inner, head.norm.weight, head.norm.bias, EPS)
     vocab = model.config.vocab_size
     logits = attention.linear(inner, model.embeddings.token.weight[:vocab], head.decoder.bias[:vocab])
     return losses.masked_lm(logits, labels[wanted])
@@ -148,7 +185,7 @@ def twin_sums(model, batch, draws):
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
     windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
-        before, hidden, logits = twin_encode(model, batch, row)
+        before, hidden, logits = twin_encode(model, batch, row, compared=True)
         hidden, wanted = twin_last_norm(model, hidden), predicted_places(batch.labels[row])
         predicted = hidden[wanted]
         if wanted and model.mask_decoder is not None:

@@ -43,11 +43,12 @@ def test_every_matrix_of_a_layer_is_cut_and_what_all_heads_share_is_not(encoding
         "bert-r": {"embeddings.position.relative"},
         "ddrp": {"embeddings.position.direction", "embeddings.position.distance"},
         "deberta": {"embeddings.position.relative"},
+        "deberta-v2": {f"embeddings.position.{name}" for name in ("relative", "norm.weight", "norm.bias")},
         "tupe-a": {"embeddings.position.table"},
         "tupe-r": {"embeddings.position.table"},
     }
     assert tables.get(encoding, set()) <= whole
-    assert ("embeddings.position.relative" in whole) == (encoding in ("bert-r", "deberta"))
+    assert ("embeddings.position.relative" in whole) == (encoding in ("bert-r", "deberta", "deberta-v2"))
 
 
 def test_a_rank_alone_holds_everything() -> None:

@@ -113,7 +113,8 @@ class _BlockedAttention(torch.autograd.Function):
         num_heads, keep = query.shape[1], iter(kept)
         whole = [torch.empty_like(x) for x in (query, key, value)]
         wide = torch.promote_types(query.dtype, torch.float32)  # long sums
-        d_tensors = [None if x is None else torch.zeros_like(x, dtype=wide) for x in tensors]
+        needed = ctx.needs_input_grad[-len(tensors) :]
+        d_tensors = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(tensors, needed, strict=True)]
         both_ways = gram_gradient + gram_gradient.transpose(-1, -2)
         d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
         again = len(heads) > 0 and not ctx.logits_are_kept  # a second backward pass: the first restored all

@@ -29,6 +29,7 @@ class BlockPositions:
         self.terms, self.block, self.num_heads = terms, block, num_heads
         self.query_table = None if terms.query_table is None else QueryTable(terms.query_table, query)
         self.key_table = None if terms.key_table is None else KeyTable(terms.key_table, key * terms.scale)
+        self.offset_bias = None if terms.offset_bias is None else OffsetBias(terms, block.length)
 
     def add(self, logits: Tensor, tile: Tile) -> None:
         """Add everything but Q·K to the logits `[g, t, c]` of a tile."""
@@ -39,8 +40,8 @@ class BlockPositions:
             logits += self.key_table.by_key[..., tile.columns].gather(1, self._index(tile).expand_as(logits))
         if self.terms.bias is not None:
             by_head += self._own(self.terms.bias)[:, :, tile.rows, tile.columns]
-        if self.terms.offset_bias is not None:
-            by_head += self.terms.offset_bias[:, self._index(tile)]  # [1 or h, t, c]
+        if self.offset_bias is not None:
+            by_head += self.offset_bias.of_pairs(tile)
 
     def collect(self, d_logits: Tensor, tile: Tile, d_query: Tensor, d_tensors: Tensors) -> None:
         """The adjoint of `add`: add to `d_query` `[g, t, d]` and the biases' gradients; `finish` adds to the others."""
@@ -54,26 +55,38 @@ class BlockPositions:
         if d_bias is not None:
             into = self._own(d_bias)[:, :, tile.rows, tile.columns]
             into += by_head.sum_to_size(into.shape)
-        if d_offset_bias is not None:
-            part = by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])
-            d_offset_bias.index_add_(1, self._index(tile).flatten(), part[0].flatten(1))
+        if self.offset_bias is not None and d_offset_bias is not None:
+            self.offset_bias.collect(by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])[0], tile)
 
     def finish(self, d_key: Tensor, d_tensors: Tensors) -> None:
         """Add to the tables' gradients and to `d_key` `[g, n, d]`, once all tiles are in."""
-        d_query_table, d_key_table, _, _ = d_tensors
+        d_query_table, d_key_table, _, d_offset_bias = d_tensors
         if self.query_table is not None and d_query_table is not None:
             d_query_table += _of_table(self.query_table.d_table, d_query_table)
-        if self.key_table is not None and d_key_table is not None:
+        if self.key_table is not None:
             of_table, of_key = self.key_table.gradients()
-            d_key_table += _of_table(of_table, d_key_table)
             d_key.add_(of_key, alpha=self.terms.scale)
+            if d_key_table is not None:
+                d_key_table += _of_table(of_table, d_key_table)
+        if self.offset_bias is not None and d_offset_bias is not None:
+            self.offset_bias.add_gradient(d_offset_bias)
 
     def _index(self, tile: Tile) -> Tensor:
-        """Return r(i,j), the row of the tables, for each pair of a tile: `[t, c]`."""
-        return self.block.offsets(tile).clamp(self.terms.lowest, self.terms.highest) - self.terms.lowest
+        """Return the row of the tables for each pair of a tile: `[t, c]`."""
+        row = _clipped(self.block.offsets(tile), self.terms)
+        return row if self.terms.table_row is None else self.terms.table_row[row]
 
     def _own(self, bias: Tensor) -> Tensor:
         return bias if len(bias) == 1 else bias[self.block.rows]
+
+
+def _clipped(offset: Tensor, terms: PositionTerms) -> Tensor:
+    """Return r of offsets i − j."""
+    return offset.clamp(terms.lowest, terms.highest) - terms.lowest
+
+
+def _length(places: slice) -> int:
+    return int(places.stop - places.start)
 
 
 def _for_all(table: Tensor, count: int) -> Tensor:
@@ -136,3 +149,44 @@ class KeyTable:
         """Return those of the table `[g, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
         d_by_key = self.d_by_key.to(self.key.dtype)
         return torch.bmm(d_by_key, self.key), torch.bmm(d_by_key.transpose(1, 2), self.table)
+
+
+class OffsetBias:
+    """v of one block for every pair, and its gradient in one backward pass.
+
+    Of a tile's rows, the last one first, each reads the same numbers one place to the right of the row before: one view
+    serves all of them, where a gather would cost more than QKᵀ.
+    """
+
+    def __init__(self, terms: PositionTerms, length: int) -> None:
+        self.length = length
+        self.index = _clipped(torch.arange(length - 1, -length, -1), terms)  # from offset n − 1 down to −(n − 1)
+        assert terms.offset_bias is not None
+        self.by_offset = terms.offset_bias.index_select(1, self.index)  # [1 or h, 2n − 1]
+
+    def of_pairs(self, tile: Tile) -> Tensor:
+        """Return v of a tile, `[1 or h, t, c]`."""
+        shape = (len(self.by_offset), _length(tile.rows), _length(tile.columns))
+        upwards = self.by_offset.as_strided(shape, (self.by_offset.shape[1], 1, 1), self._first(tile))
+        return upwards.flip(1)
+
+    def _first(self, tile: Tile) -> int:
+        """Return the column of `by_offset` that the tile's last row has in its first column."""
+        return self.length - tile.rows.stop + tile.columns.start
+
+    @cached_property
+    def d_by_offset(self) -> Tensor:
+        """The gradient of `by_offset`."""
+        return _wide(torch.zeros_like(self.by_offset))
+
+    def collect(self, d_pairs: Tensor, tile: Tile) -> None:
+        """Add the gradient of a tile, `[1 or h, t, c]`."""
+        heads, rows, columns = d_pairs.shape
+        width, first = rows + columns - 1, self._first(tile)
+        by_row = d_pairs.new_zeros(heads, rows, width)
+        by_row.as_strided((heads, rows, columns), (rows * width, width + 1, 1)).copy_(d_pairs.flip(1))
+        self.d_by_offset[:, first : first + width] += by_row.sum(1)
+
+    def add_gradient(self, d_offset_bias: Tensor) -> None:
+        """Add to the gradient of v `[1 or h, num_relative]`, once all tiles are in."""
+        d_offset_bias.index_add_(1, self.index, self.d_by_offset.to(d_offset_bias.dtype))

@@ -277,6 +277,7 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     cosine = None
     if attending.terms.compared is not attending.terms:
         attending, cosine = tapped_cosine(attending)
+    attending = attending._replace(terms=attending.terms.by_offset)
     query, key, value, terms, _, _, dropout, *_ = attending
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
     context, of_kernels = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)

@@ -1,0 +1,51 @@
+"""The families of models that come from Hugging Face folders and leave as them; one file each, one line here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.families.bert import Bert
+from megatron_ddrp.conversion.families.contract import HEADS, Family
+from megatron_ddrp.conversion.families.deberta import Deberta, refuse_later_layout
+from megatron_ddrp.conversion.families.electra import Electra
+from megatron_ddrp.conversion.families.own import Own
+from megatron_ddrp.conversion.foreign_config import shown
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+__all__ = ["FAMILIES", "HEADS", "Family", "family_of", "leaving_family"]
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Bert(),
+        Electra(),
+        Deberta(),
+        Own(),
+    )
+}
+"""`model_type` of config.json → its family. A trained model leaves as the first that it is one of and fits."""
+
+
+def family_of(path: Path, values: dict[str, Any]) -> Family:
+    """Return the family of a folder by its config.json. Raises `UserError` for a model that is not known here."""
+    kind = values.get("model_type")
+    if kind == "deberta-v2":
+        refuse_later_layout(path, values)
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(f"{path}: model_type is {shown(kind)}; expected {' or '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def leaving_family(config: ModelConfig, head: str, tokenizer: Tokenizer, name: str | None = None) -> Family:
+    """Return the family as which a model of ours leaves: the named one, else the first that it is one of and fits.
+
+    Raises `UserError` where the model is none of the named family.
+    """
+    if name is None:
+        return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(tokenizer))
+    if reason := FAMILIES[name].refusal(config, head):
+        raise UserError(f"--family {name}: {reason}; leave --family out", WRONG_ARGUMENTS)
+    return FAMILIES[name]

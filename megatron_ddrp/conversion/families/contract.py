@@ -1,0 +1,213 @@
+"""What a family is: how a model of transformers lies in a folder, its settings and its weights, both ways.
+
+A family that is new is one file here and one line in `__init__.py`. Most of it is four tables:
+
+- `defaults` and `followed`: what an absent key of config.json means, and the values that our encoder can follow;
+- `fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model leaves as one;
+- `modules` and `head_modules`: names of weights.
+
+What no table can say is a method: `settings` and `folder_settings` for config.json, `from_folder` and `to_folder` for
+tensors that lie otherwise there (fused, split, with more rows). The tests and `benchmarks/parity.py` find a family in
+the registry and compare it with transformers in both directions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
+from megatron_ddrp.conversion.foreign_config import SIZES, model_config, read_settings, shown
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+
+
+class Head(NamedTuple):
+    """A head that a model is exported with."""
+
+    name: str
+    """End of the names of the classes that have it, BertFor… or our own DdrpFor…"""
+    auto: str
+    """End of the class of transformers that loads it, AutoModelFor…"""
+
+
+HEADS = {
+    "masked-lm": Head("MaskedLM", "MaskedLM"),
+    "replaced-token": Head("PreTraining", "PreTraining"),
+    "contextual-replaced-token": Head("ContextualPreTraining", "PreTraining"),
+}
+"""`exported` of an objective → the head of its models."""
+
+NOT_COMPARED = {
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length", "vocab_size"),
+    *("hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_method_std"),
+    *("attention_backend", "compile", "direction_init"),
+    *("global_every", "first_norm", "relative_distance", "rope_theta", "local_rope_theta"),
+}
+"""Fields of `ModelConfig` with which every family agrees: sizes, how it is computed, and what acts only beside a field
+that is compared (`global_every` beside `local_attention`). Of a field that is new, the default alone is a family's."""
+
+SHARED_DEFAULTS = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "initializer_range": 0.02,
+}
+"""What transformers takes for an absent key in most families."""
+
+EXACT_GELU = ("gelu", "gelu_python")
+"""Names of the activation that our feed-forward block has; "gelu_new" is an approximation of it, so another one."""
+
+Table = Mapping[str, Any]
+NOTHING: Table = MappingProxyType({})
+
+
+class Family:
+    """A kind of model that transformers knows by its `model_type`."""
+
+    model_type: str
+    class_name: str
+    """Beginning of its class names in transformers, and its name for people."""
+    heads: tuple[str, ...] = ("masked-lm",)
+    """Keys of `HEADS`: the heads that its folders have."""
+
+    sizes: Mapping[str, str] = MappingProxyType(SIZES)
+    """Key of config.json → field of `ModelConfig`."""
+    defaults: Table = NOTHING
+    """What transformers takes for an absent key, as far as it is not in `SHARED_DEFAULTS`."""
+    followed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    """Keys that change what a model computes → the values that we can follow, transformers' default first."""
+    fields: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    """Fields of `ModelConfig` → the values with which a model of ours is one of this family, the usual one first. A
+    field that is neither here nor in `NOT_COMPARED` must have its default."""
+    training: Table = NOTHING
+    """Settings of `ObjectiveConfig` under which the family's models were trained."""
+    has_code = False
+    """Whether `write_code` writes code that transformers runs only when trusted."""
+
+    prefix: str
+    """Beginning of the names of the encoder's weights, "bert."; a folder of a bare encoder has none."""
+    layers = "encoder.layer"
+    """Name of the list of layers, after `prefix`."""
+    modules: Mapping[str, str]
+    """Module of ours → of theirs, under `prefix`; those of a layer without `layers` and number."""
+    head_modules: Mapping[str, str] = MappingProxyType({})
+    """The same for modules whose names do not begin with `prefix`."""
+    parameters: Mapping[str, str] = MappingProxyType({})
+    """Whole names of ours → of theirs under `prefix`, where a module's on one side is a bare parameter on the other."""
+    more_modules: Mapping[str, str] = MappingProxyType({})
+    """Further modules of theirs in some folders → ours."""
+
+    # ---- from a folder
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json with the keys that it lacks. Raises `UserError` for a value that we cannot follow."""
+        usual = {key: allowed[0] for key, allowed in self.followed.items()}
+        values = {**usual, **SHARED_DEFAULTS, **self.defaults, **values}
+        for key, allowed in self.followed.items():
+            if not any(values[key] == choice for choice in allowed):
+                expected = " or ".join(map(repr, allowed))
+                raise UserError(f"{path}: {key} is {shown(values[key])}, which is not built here: need {expected}")
+        return values
+
+    def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
+        """Return the model of a completed config.json. Raises `UserError` for a size that no model has."""
+        return model_config(path, self.settings(path, values))
+
+    def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of `ModelConfig`: those of `sizes`, the segments, and the usual ones of `fields`."""
+        usual = {name: allowed[0] for name, allowed in self.fields.items()}
+        segments = {"num_segments": values["type_vocab_size"]} if "type_vocab_size" in values else {}
+        return {**usual, **segments, **read_settings(path, values, self.sizes)}
+
+    def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
+        """Return the objective under which a folder's model resumes; `names` are those of its weights."""
+        return ObjectiveConfig("mlm", **self.training)
+
+    def our_name(self, name: str) -> str | None:
+        """Return our name of a weight, with or without `prefix`; None if it has no place here.
+
+        Folders converted from TensorFlow write LayerNorms as gamma and beta.
+        """
+        name = name.removeprefix(self.prefix)
+        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+        whole = {theirs: ours for ours, theirs in self.parameters.items()}.get(name)
+        if whole is not None:
+            return whole
+        layer = re.match(rf"{re.escape(self.layers)}\.(\d+)\.", name)
+        module, _, kind = name[layer.end() if layer else 0 :].rpartition(".")
+        ours = self._ours.get(module)
+        return None if ours is None else f"{f'layers.{layer[1]}.' if layer else ''}{ours}.{kind}"
+
+    def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
+        """Return a folder's tensors, under its names, one by one as ours are. Raises `UserError` where it cannot."""
+        return tensors
+
+    # ---- to a folder
+
+    def refusal(self, config: ModelConfig, head: str) -> str | None:
+        """Return why a model of ours is none of this family, None where it is one."""
+        if head not in self.heads:
+            return f"its head is {head}, and {self.class_name} has {' or '.join(self.heads)}"
+        default = ModelConfig(position_encoding=config.position_encoding)
+        for field in fields(ModelConfig):
+            value = getattr(config, field.name)
+            allowed = self.fields.get(field.name, (getattr(default, field.name),))
+            if (field.name in self.fields or field.name not in NOT_COMPARED) and value not in allowed:
+                expected = " or ".join(map(str, allowed))
+                return f"{flag(field.name)} is {value}, and {self.class_name} has {expected}"
+        return None
+
+    def fits(self, tokenizer: Tokenizer) -> bool:
+        """Return whether models with such a tokenizer belong to this family rather than to one that is equal."""
+        return True
+
+    def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the content of config.json, with every key that decides what the model computes."""
+        return {
+            "model_type": self.model_type,
+            "architectures": [f"{self.class_name}For{HEADS[head].name}"],
+            **{key: getattr(config, name) for key, name in self.sizes.items()},
+            "intermediate_size": config.ffn_size,
+            "hidden_act": "gelu",
+            "type_vocab_size": config.num_segments,
+            "tie_word_embeddings": True,
+            "pad_token_id": tokenizer.pad_id,
+            "torch_dtype": "float32",
+        }
+
+    def their_name(self, name: str, head: str) -> str:
+        """Return the name in the folder of a weight of ours, in a model with `head`."""
+        if name in self.parameters:
+            return self.prefix + self.parameters[name]
+        layer, inside = "", name
+        if name.startswith("layers."):
+            _, number, inside = name.split(".", 2)
+            layer = f"{self.layers}.{number}."
+        module, _, kind = inside.rpartition(".")
+        if module in self.head_modules:
+            return f"{self.head_modules[module]}.{kind}"
+        return f"{self.prefix}{layer}{self.modules[module]}.{kind}"
+
+    def to_folder(self, tensors: dict[str, Tensor], config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:
+        """Return tensors under the folder's names as they lie there."""
+        return tensors
+
+    def write_code(self, folder: Path, config: ModelConfig) -> None:
+        """Write the code that such a folder needs beside transformers; none for a model that it has."""
+
+    @cached_property
+    def _ours(self) -> dict[str, str]:
+        both = {**self.modules, **self.head_modules}
+        return {theirs: ours for ours, theirs in both.items()} | dict(self.more_modules)

@@ -1,0 +1,144 @@
+"""DeBERTa in its v1 layout (He et al., arXiv:2006.03654) as transformers has it, without the enhanced mask decoder.
+
+Query, key and value are fused head by head, and there is no key bias. Beside BERT's names for the head, folders have
+those of the release (`lm_predictions`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.families.bert import BERT_HEAD, BERT_MODULES
+from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
+from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, shown, whole_number
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.embeddings import adds_absolute_embedding
+
+SECOND_LAYOUT = {
+    "position_buckets": "relative positions in logarithmic buckets",
+    "norm_rel_ebd": "a LayerNorm over the relative table",
+    "share_att_key": "position projections shared with the content's",
+    "conv_kernel_size": "a convolution beside the first layer",
+}
+"""Settings of DeBERTa v2 and v3 → what they switch on."""
+
+
+class Deberta(Family):
+    """DeBERTa v1; its absolute positions, where it has any, join the input."""
+
+    model_type, class_name, prefix = "deberta", "Deberta", "deberta."
+    defaults = {
+        "vocab_size": 50265,
+        "layer_norm_eps": 1e-7,
+        "relative_attention": False,  # which our encoder cannot follow
+        "max_relative_positions": -1,
+        "pos_att_type": None,
+    }
+    followed = {
+        "hidden_act": EXACT_GELU,
+        "relative_attention": (True,),
+        "position_biased_input": (True, False),
+        "talking_head": (False,),
+        "type_vocab_size": (0, 1, 2),
+    }
+    fields = {
+        "position_encoding": ("deberta",),
+        "key_bias": (False,),
+        "num_segments": (0, 1, 2),
+        "absolute_embedding": (None, True),
+        "deberta_emd": (False,),
+    }
+    modules = BERT_MODULES | {
+        "layer_position.key": "attention.self.pos_proj",
+        "layer_position.query": "attention.self.pos_q_proj",
+    }
+    head_modules = BERT_HEAD
+    parameters = {"embeddings.position.relative": "encoder.rel_embeddings.weight"}
+    more_modules = {
+        "lm_predictions.lm_head.dense": "head.dense",
+        "lm_predictions.lm_head.LayerNorm": "head.norm",
+        "lm_predictions.lm_head": "head.decoder",
+        "cls.predictions.decoder": "head.decoder",
+    }
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        if _second_layout(values):
+            refuse_later_layout(path, values)
+        values = super().complete(path, values)
+        terms = values["pos_att_type"] or []
+        terms = terms.split("|") if isinstance(terms, str) else terms
+        if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
+            raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
+        width = values.get("embedding_size", values["hidden_size"])
+        if width != values["hidden_size"]:
+            raise UserError(f"{path}: embedding_size is {shown(width)}, which is not built here: need hidden_size")
+        return values
+
+    def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        settings = super().settings(path, values)
+        furthest = whole_number(path, values, "max_relative_positions", least=-LARGEST_SIZE)
+        distance = furthest if furthest > 0 else settings["seq_length"]
+        return settings | {"relative_distance": distance, "absolute_embedding": values["position_biased_input"]}
+
+    def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
+        """Split `in_proj` `[heads · 3 · d, hidden]`: for each head the d rows of query, of key, of value."""
+        split, num_heads = {}, values["num_attention_heads"]
+        for name, tensor in tensors.items():
+            layer, _, kind = name.rpartition("attention.self.")
+            if kind == "in_proj.weight":
+                if len(tensor) % (3 * num_heads):
+                    raise UserError(
+                        f"{name} has {len(tensor)} rows: no query, key and value for each of {num_heads} heads"
+                    )
+                parts = tensor.unflatten(0, (num_heads, 3, -1))  # [heads, 3, d, hidden]
+                for number, part in enumerate(("query", "key", "value")):
+                    split[f"{layer}attention.self.{part}.weight"] = parts[:, number].flatten(0, 1)
+            elif kind in ("q_bias", "v_bias"):
+                part = "query" if kind == "q_bias" else "value"
+                split[f"{layer}attention.self.{part}.bias"] = tensor
+            else:
+                split[name] = tensor
+        return split
+
+    def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        return super().folder_settings(config, head, tokenizer) | {
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "max_relative_positions": config.relative_distance,
+            "position_biased_input": adds_absolute_embedding(config),
+            "legacy": True,
+        }
+
+    def to_folder(self, tensors: dict[str, Tensor], config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:
+        fused, heads = dict(tensors), (config.num_attention_heads, -1)
+        for number in range(config.num_layers):
+            place = f"{self.prefix}{self.layers}.{number}.attention.self."
+            parts = [fused.pop(f"{place}{part}.weight").unflatten(0, heads) for part in ("query", "key", "value")]
+            fused[f"{place}in_proj.weight"] = torch.stack(parts, 1).flatten(0, 2)  # [heads · 3 · d, hidden]
+            for part in ("query", "value"):
+                fused[f"{place}{part[0]}_bias"] = fused.pop(f"{place}{part}.bias")
+        return fused
+
+
+def refuse_later_layout(path: Path, values: dict[str, Any]) -> NoReturn:
+    """Raise `UserError` for a DeBERTa v2 or v3."""
+    missing = ", ".join(_second_layout(values)) or "other projections of the relative table"
+    raise UserError(
+        f"{path}: a DeBERTa of the v2/v3 layout; missing here: {missing}. Give one of the v1 layout, or a BERT"
+    )
+
+
+def _second_layout(values: dict[str, Any]) -> list[str]:
+    """Return the parts that a DeBERTa has and v1 has not."""
+    on = {
+        key: value not in (None, False, "none", "") and not (isinstance(value, int) and value < 1)
+        for key, value in values.items()
+        if key in SECOND_LAYOUT
+    }
+    return [f"{what} ({key})" for key, what in SECOND_LAYOUT.items() if on.get(key)]

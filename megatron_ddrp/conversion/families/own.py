@@ -1,0 +1,85 @@
+"""Our own exports: any model of ours, under the names that it was trained with, beside the code that transformers runs.
+
+Here that code is never run: the folder is read as settings and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.config.older import model_as_meant
+from megatron_ddrp.conversion.families.contract import HEADS, Family
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
+from megatron_ddrp.conversion.foreign_config import model_config as checked_config
+from megatron_ddrp.conversion.model_code import write_model_code
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.embeddings import adds_absolute_embedding
+
+ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
+"""Settings of `OWN_SETTINGS` that folders of all versions have; the others came later and have their defaults then."""
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
+"""Head of a folder → the objective that trains it, where the folder names none."""
+
+
+class Own(Family):
+    """Every model of ours; the family of what transformers has no equal for."""
+
+    model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
+    heads = tuple(HEADS)
+    has_code = True
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        return values
+
+    def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
+        keys = SIZES | {name: name for name in OWN_SETTINGS if name in values or name in ALWAYS}
+        if missing := [key for key in keys if key not in values]:
+            raise UserError(f"{path}: no {missing[0]}; export the checkpoint again")
+        return checked_config(path, model_as_meant(read_settings(path, values, keys)))
+
+    def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
+        names = set(names)
+        head = "replaced-token" if "head.output.weight" in names else "masked-lm"
+        if head == "replaced-token" and "head.norm.weight" in names:
+            head = "contextual-replaced-token"
+        return ObjectiveConfig(OBJECTIVES[head])
+
+    def our_name(self, name: str) -> str | None:
+        if name == "head.bias":
+            return "head.decoder.bias"
+        if name.startswith("encoder.final_norm."):
+            return name.replace("encoder.", "head.", 1)
+        return name.removeprefix(self.prefix)
+
+    def refusal(self, config: ModelConfig, head: str) -> str | None:
+        return None
+
+    def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        settings = super().folder_settings(config, head, tokenizer)
+        return {
+            "model_type": settings["model_type"],
+            "architectures": settings["architectures"],
+            "auto_map": {
+                "AutoConfig": "configuration_ddrp.DdrpConfig",
+                "AutoModel": "modeling_ddrp.DdrpModel",
+                f"AutoModelFor{HEADS[head].auto}": f"modeling_ddrp.DdrpFor{HEADS[head].name}",
+                "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
+            },
+            **settings,
+            **{name: getattr(config, name) for name in OWN_SETTINGS},
+            "absolute_embedding": adds_absolute_embedding(config),
+        }
+
+    def their_name(self, name: str, head: str) -> str:
+        if name == "head.decoder.bias":
+            return "head.bias"
+        if name.startswith("head.final_norm."):
+            return name.replace("head.", "encoder.", 1)
+        return name if name.startswith(("head.", "mask_decoder.")) else f"{self.prefix}{name}"
+
+    def write_code(self, folder: Path, config: ModelConfig) -> None:
+        write_model_code(folder, config.position_encoding)

@@ -1,0 +1,112 @@
+"""A Hugging Face folder of any family, read as a model of ours: settings, weights and tokenizer, no code.
+
+Hidden states and logits are those of transformers. Poolers and classifiers are left out; a folder without the head that
+its objective trains gets a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.conversion.families import Family, family_of
+from megatron_ddrp.conversion.foreign_config import read_config_file
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
+from megatron_ddrp.conversion.huggingface_weights import (
+    SEGMENT_EMBEDDING,
+    TOKEN_EMBEDDING,
+    Weights,
+    fill,
+    read_weights,
+    refuse_sizes,
+    rename,
+)
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import Encoder, build_model, on_meta_device
+
+SEED = 1234
+"""Of what a folder lacks, and of the rows that pad the vocabulary."""
+
+PADDED_ROWS = 255
+"""Rows that a model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""
+
+
+@dataclass(frozen=True)
+class ReadFolder:
+    """The model of a Hugging Face folder as one of ours, and what became of the folder's tensors."""
+
+    source: Path
+    family: Family
+    config: ModelConfig
+    objective: ObjectiveConfig
+    model: Encoder
+    weights: Weights
+    embedded_pieces: int
+    """Rows of the folder's word embedding; those beyond the tokenizer's vocabulary are left out."""
+    tokenizer: Tokenizer | None
+
+
+def read_folder(source: Path) -> ReadFolder:
+    """Read a folder of a family in the registry.
+
+    Raises `UserError` where its model is none of them, and where a weight is missing or does not fit.
+    """
+    # Every size is held against the weights before anything of that size is allocated.
+    path, values = source / "config.json", read_config_file(source)
+    family = family_of(path, values)
+    values = family.complete(path, values)
+    config, tensors = family.model_config(path, values), read_weights(source)
+    refuse_sizes(config, tensors, source)
+    objective = family.objective(path, values, tensors)
+    shapes = on_meta_device(config, objective)
+    wanted = dict(shapes.named_parameters()) | checkpoint.persistent_buffers(shapes)
+    weights = rename(family.from_folder(tensors, values), family.our_name, wanted, source)
+    _refuse_other_tables(config, weights, source)
+    tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
+    pieces = tokenizer.vocab_size if tokenizer else rows
+    if pieces > rows:
+        raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
+    config = dataclasses.replace(config, vocab_size=pieces)
+    torch.manual_seed(SEED)
+    model = build_model(config, objective=objective)
+    fill(model, weights, pieces, source)
+    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer)
+
+
+def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
+    """Return (model on the CPU in fp32 and eval mode, tokenizer, sizes) of a folder.
+
+    Raises `UserError` as `read_folder` does, and where the folder has no tokenizer or another's.
+    """
+    read = read_folder(folder)
+    if read.tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
+    if read.embedded_pieces - read.tokenizer.vocab_size > PADDED_ROWS:
+        raise UserError(
+            f"{folder}: its tokenizer has {read.tokenizer.vocab_size} pieces and its model embeds "
+            f"{read.embedded_pieces}; put the vocabulary there that the model was trained with"
+        )
+    return read.model.eval(), read.tokenizer, read.config
+
+
+def _refuse_other_tables(config: ModelConfig, weights: Weights, source: Path) -> None:
+    """Raise `UserError` where the embeddings of words or segments are not those of config.json."""
+    words, segments = (weights.ours.get(name, ()) for name in (TOKEN_EMBEDDING, SEGMENT_EMBEDDING))
+    if not len(words):
+        raise UserError(f"{source}: no word embedding among its weights; give a folder with a whole encoder")
+    if len(words) != config.vocab_size:
+        raise UserError(
+            f"{source}: config.json says {config.vocab_size} pieces and the weights embed {len(words)}: they do not "
+            "match; copy or export the folder again"
+        )
+    if len(segments) != config.num_segments:
+        raise UserError(
+            f"{source}: config.json says type_vocab_size {config.num_segments}, and the weights embed {len(segments)} "
+            "segments: they do not match; copy the folder again"
+        )

@@ -1,0 +1,188 @@
+"""Muon against its slow twin, what it takes and what it leaves to AdamW, and its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig
+from megatron_ddrp.engine.build import build_optimizer
+from megatron_ddrp.engine.checkpoint import _check_optimizer
+from megatron_ddrp.engine.layout import GradientClipping
+from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW, hidden_matrices, optimizer_remarks
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.memory import by_zero_stage
+from megatron_ddrp.model import build_model, on_meta_device
+from megatron_ddrp.parallel.process_group import Ranks
+from tests.reference import muon as twin
+from tests.unit.model.tiny import tiny_config
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
+SETTINGS = OptimizerConfig(optimizer="muon", lr=0.1, weight_decay=0.3)
+LAYER = {f"{block}.weight" for block in ("attention.query", "attention.key", "attention.value", "attention.output")} | {
+    "feed_forward.input.weight",
+    "feed_forward.output.weight",
+}
+
+
+def make(settings: OptimizerConfig = SETTINGS, **changes: Any) -> tuple[torch.nn.Module, MuonBesideAdamW]:
+    torch.manual_seed(0)
+    config = tiny_config(**changes)
+    model = build_model(config)
+    adamw = build_optimizer(model, settings, config.position_encoding)
+    return model, MuonBesideAdamW(adamw, model, settings, config, RANKS)
+
+
+def give_gradients(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def off(got: Tensor, before: Tensor, expected: list[list[float]]) -> float:
+    """The distance of a change from the expected one, in units of the latter."""
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    return float((got.double() - wanted).norm() / (wanted - before.double()).norm())
+
+
+@pytest.mark.parametrize("name", ["layers.0.attention.key.weight", "layers.1.feed_forward.output.weight"])
+def test_two_steps_are_those_of_the_twin_to_the_precision_of_bf16(name: str) -> None:
+    model, optimizer = make()
+    before, gradients = weights_of(model)[name], []
+    for seed in (1, 2):
+        gradients.append(give_gradients(model, seed)[name].tolist())
+        optimizer.step()
+    after = weights_of(model)[name]
+    assert off(after, before, twin.steps(before.tolist(), gradients, 0.1, 0.3)) < 0.02
+    for changed in (
+        twin.steps(before.tolist(), gradients, 0.1, 0.0),
+        twin.steps(before.tolist(), gradients, 0.1, 0.3, nesterov=False),
+        twin.steps(before.tolist(), gradients[1:], 0.1, 0.3),
+        twin.steps(before.tolist(), gradients, 0.09, 0.3),
+    ):
+        assert off(after, before, changed) > 0.04
+
+
+def test_the_halves_of_geglu_are_orthogonalised_apart() -> None:
+    model, optimizer = make(ffn="geglu")
+    name = "layers.0.feed_forward.input.weight"
+    before, gradient = weights_of(model)[name], give_gradients(model, 1)[name]
+    optimizer.step()
+    after = weights_of(model)[name]
+    pieces = zip(after.chunk(2), before.chunk(2), gradient.chunk(2), strict=True)
+    for got, half, of_half in pieces:
+        assert off(got, half, twin.steps(half.tolist(), [of_half.tolist()], 0.1, 0.3)) < 0.02
+    assert off(after, before, twin.steps(before.tolist(), [gradient.tolist()], 0.1, 0.3)) > 0.2
+
+
+def test_everything_else_takes_the_step_of_adamw() -> None:
+    model, optimizer = make()
+    plain = make()[0]
+    adamw = build_optimizer(plain, SETTINGS, "ddrp")
+    for each, chosen in ((model, optimizer), (plain, adamw)):
+        give_gradients(each, 1)
+        chosen.step()
+    ours, theirs = weights_of(model), weights_of(plain)
+    matrices = hidden_matrices(model, tiny_config())
+    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == set(matrices)
+    kept = {name: set(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+    assert all((kept[name] == {MOMENTUM}) == (name in matrices) for name in kept)
+    assert all({"exp_avg", "exp_avg_sq"} < kept[name] for name in kept.keys() - matrices.keys())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "projections"),
+    [
+        ("absolute", set()),
+        ("ddrp", set()),
+        ("t5", set()),
+        ("rope", set()),
+        ("tupe-r", {"embeddings.position.query.weight", "embeddings.position.key.weight"}),
+        ("deberta", {f"layers.{i}.layer_position.{kind}.weight" for i in (0, 1) for kind in ("query", "key")}),
+    ],
+)
+def test_it_takes_the_layers_and_the_projections_of_positions(encoding: str, projections: set[str]) -> None:
+    config = tiny_config(position_encoding=encoding)
+    found = hidden_matrices(build_model(config), config)
+    assert found == dict.fromkeys({f"layers.{i}.{name}" for i in (0, 1) for name in LAYER} | projections, 1)
+
+
+def test_it_takes_the_layers_of_a_generator_too() -> None:
+    config, objective = tiny_config(num_attention_heads=3), ObjectiveConfig(objective="electra")
+    found = hidden_matrices(build_model(config, objective=objective), config)
+    assert len(found) == 4 * len(LAYER) and sum("generator" in name for name in found) == 2 * len(LAYER)
+    assert not any(word in name for name in found for word in ("head", "embeddings", "norm"))
+
+
+def test_gradients_are_clipped_once_before_either_steps() -> None:
+    model, optimizer = make()
+    optimizer.register_step_pre_hook(GradientClipping(model, 1.0, RANKS))
+    gradients = give_gradients(model, 1)
+    optimizer.step()
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    for name, parameter in model.named_parameters():
+        state, key, share = optimizer.state[parameter], "exp_avg", 0.1
+        if MOMENTUM in state:
+            key, share = MOMENTUM, 0.05
+        torch.testing.assert_close(state[key], share * gradients[name] / norm, rtol=1e-4, atol=1e-8)
+
+
+def test_a_norm_that_is_not_finite_changes_nothing() -> None:
+    model, optimizer = make()
+    optimizer.register_step_pre_hook(GradientClipping(model, 1.0, RANKS))
+    before = weights_of(model)
+    give_gradients(model, 1)
+    next(model.parameters()).grad[0] = torch.inf
+    optimizer.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+    give_gradients(model, 1)
+    optimizer.step()
+    assert not any(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+
+
+def test_the_first_lines_name_what_it_takes() -> None:
+    config = Config(model=tiny_config(position_encoding="tupe-a"))
+    model = build_model(config.model)
+    assert optimizer_remarks(model, config) == ()
+    chosen = config.replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
+    [line] = optimizer_remarks(model, chosen)
+    assert line.startswith("optimizer: muon for 14 matrices with 1,920 parameters (")
+    assert "layers.attention.query 2" in line and "position.key 1" in line
+    assert line.endswith(f"tensors with {sum(p.numel() for p in model.parameters()) - 1920:,}")
+
+
+def test_its_memory_is_one_moment_of_each_matrix() -> None:
+    config = Config(model=tiny_config()).replace(parallel={"zero_stage": 0})
+    model = on_meta_device(config.model, config.objective)
+    adamw = by_zero_stage(model, config, 1, 1)
+    muon = by_zero_stage(model, config.replace(optimizer={"optimizer": "muon"}), 1, 1)
+    matrices = sum(model.get_parameter(name).numel() for name in hidden_matrices(model, config.model))
+    assert list(adamw) == [0, 1, 2, 3] and list(muon) == [0]
+    assert adamw[0][0].optimizer - muon[0][0].optimizer == 4 * matrices
+
+
+def test_it_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--optimizer muon with --zero-stage 1.*use --zero-stage 0") as refused:
+        Config().replace(optimizer={"optimizer": "muon"})
+    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(UserError, match="needs torch 2.9 or newer"):
+        make()
+
+
+def test_state_of_the_other_optimizer_is_refused() -> None:
+    stored = Config().to_dict()
+    del stored["optimizer"]["optimizer"]  # as an older version stored it
+    _check_optimizer(Path("run"), {"config": stored}, Config())
+    muon = Config().replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
+    with pytest.raises(UserError, match="its optimizer state is of --optimizer adamw, this is muon"):
+        _check_optimizer(Path("run"), {"config": stored}, muon)

@@ -1,0 +1,113 @@
+"""Masking rates and row lengths by step: values worked out by hand, one way to write each, refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.checkpoint.weights import read_config
+from megatron_ddrp.config import Config, changed_settings
+from megatron_ddrp.config.schedules import MaskRates, parse_phases, phase_at
+from megatron_ddrp.dry_run import hours_of
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.cost import DEVICES
+
+ROPE = {"position_encoding": "rope", "relative_distance": None, "seq_length": 64, "rope_theta": 160_000.0}
+
+
+def test_a_rate_goes_from_its_start_by_equal_steps() -> None:
+    rates = MaskRates.parse("0.3:0.15")
+    assert [rates.at(done, 3) for done in range(4)] == pytest.approx([0.3, 0.25, 0.2, 0.15])
+    assert rates.at(9, 3) == rates.end and rates.mean == pytest.approx(0.225)
+
+
+def test_one_rate_stays_to_the_last_bit() -> None:
+    for rate in (0.15, 0.1 + 0.2):
+        assert {MaskRates.parse(rate).at(done, 7) for done in range(8)} == {rate}
+
+
+@pytest.mark.parametrize("value, stored", [(0.4, 0.4), ("0.4", 0.4), ("0.3:0.15", "0.3:0.15"), ("0.20:.2", 0.2)])
+def test_rates_are_stored_in_one_way(value: Any, stored: Any, tmp_path: Path) -> None:
+    assert parse_arguments(["--mask-prob", str(value)]).config.objective.mask_prob == stored
+    (tmp_path / "f.yaml").write_text(f"mask-prob: {value}\n")
+    config = parse_arguments(["--config", str(tmp_path / "f.yaml")]).config
+    assert config.objective.mask_prob == stored
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_change_of_rates_is_told_as_it_is_typed() -> None:
+    before, after = Config().to_dict(), Config().replace(objective={"mask_prob": "0.3:0.15"})
+    assert changed_settings(before, after) == ["--mask-prob: 0.15 → 0.3:0.15"]
+
+
+@pytest.mark.parametrize("value", ["0.3:1.5", "0:0.1", "0.3:", "many", "0.1:0.2:0.3", True, None, [0.3]])
+def test_what_is_no_rate_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="--mask-prob is ") as refused:
+        Config().replace(objective={"mask_prob": value})
+    assert refused.value.exit_code == 2 and "\n" not in str(refused.value)
+
+
+def test_each_step_has_its_phase() -> None:
+    phases = parse_phases(("128:0.7", "256:0.9"), 512)
+    lengths = [phase_at(phases, done, 10).seq_length for done in range(11)]
+    assert lengths == [128] * 7 + [256] * 2 + [512] * 2
+    assert [phase_at(phases, done, 1).seq_length for done in (0, 1)] == [128, 512]
+    assert phase_at(parse_phases((), 512), 0, 10).seq_length == 512
+
+
+def test_theta_switches_with_the_phase() -> None:
+    training = {"seq_length_phases": ("16:0.5:10000", "32:0.75"), "train_iters": 8}
+    config = Config().replace(model=ROPE, training=training)
+    assert [config.rope_theta_at(done) for done in range(8)] == [10_000.0] * 4 + [160_000.0] * 4
+    assert config.mean_seq_length == 16 / 2 + 32 / 4 + 64 / 4
+
+
+def test_a_checkpoint_is_read_with_the_theta_of_its_phase(tmp_path: Path) -> None:
+    training = {"seq_length_phases": ("16:0.5:10000",), "train_iters": 8}
+    config = Config().replace(model=ROPE, training=training).to_dict()
+    for iteration, theta in ((0, 10_000.0), (4, 10_000.0), (5, 160_000.0)):
+        (tmp_path / "state.json").write_text(json.dumps({"iteration": iteration, "config": config}))
+        assert read_config(tmp_path).model.rope_theta == theta
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("128",), "expected LENGTH:END"),
+        (("128:x",), "expected LENGTH:END"),
+        (("128:0.9:1:1",), "expected LENGTH:END"),
+        (("2:0.9",), "it must lie in"),
+        (("128:1.0",), "it must lie in"),
+        (("128:0.9:0.5",), "it must be at least 1"),
+        (("512:0.9",), "of growing lengths below --seq-length 512"),
+        (("128:0.9", "256:0.7"), "growing ends"),
+        (("128:0.9:10000",), "--position-encoding ddrp, which has none"),
+    ],
+)
+def test_impossible_phases_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        Config().replace(training={"seq_length_phases": words})
+    assert refused.value.exit_code == 2 and str(refused.value).startswith("--seq-length-phases")
+
+
+def test_phases_come_from_the_command_line_and_from_yaml(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text('seq-length-phases: ["128:0.7", "256:0.9"]\n')
+    for words in (["--seq-length-phases", "128:0.7", "256:0.9"], ["--config", str(tmp_path / "f.yaml")]):
+        config = parse_arguments(words).config
+        assert config.training.seq_length_phases == ("128:0.7", "256:0.9")
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    (tmp_path / "f.yaml").write_text("seq-length-phases: 128:0.9\n")  # a time to YAML
+    with pytest.raises(UserError, match="quote it in YAML"):
+        parse_arguments(["--config", str(tmp_path / "f.yaml")])
+
+
+def test_a_dry_run_adds_up_the_hours_of_the_phases() -> None:
+    sizes = {"position_encoding": "absolute", "relative_distance": None, "num_layers": 1}
+    a100, config = DEVICES["a100"], Config().replace(model=sizes, training={"train_iters": 10})
+    hours = {length: hours_of(config.replace(model={"seq_length": length}), 10**8, 8, a100) for length in (128, 512)}
+    phased = config.replace(training={"seq_length_phases": ("128:0.9",)})
+    assert hours_of(phased, 10**8, 8, a100) == pytest.approx(0.9 * hours[128] + 0.1 * hours[512])
