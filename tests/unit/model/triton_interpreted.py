@@ -74,7 +74,7 @@ CASES = {
     "window beside the band": (PACKED, (-2, 1), {"tables": "qKV", "heads": 2, "window": 4}),
     "window over more than the row": (PADDED, (-4, 3), {"tables": "q", "window": 40}),
     "window of tiles": ([[1] * 50 + [2] * 80], (-40, 70), {"tables": "qk", "window": 33}),
-    "window of tiles, bins": ([[1] * 130], (-4, 3), {"tables": "qk", "bias_batch": 1, "window": 20}),
+    "window of tiles, bins": ([[1] * 130], (-4, 3), {"tables": "qk", "bias_batch": 1, "window": 40}),
 }
 
 
