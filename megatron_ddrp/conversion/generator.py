@@ -18,9 +18,11 @@ COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "seq
 
 def refuse_generator(objective: ObjectiveConfig, source: Path) -> None:
     """Raise `UserError` where `--generator` was given for a folder that is no discriminator's."""
-    if objective_class(objective.objective).exported != "replaced-token":
+    head = objective_class(objective.objective).exported
+    if head != "replaced-token":
+        kind = "a masked LM" if head == "masked-lm" else "a DeBERTa's"
         raise UserError(
-            f"--generator goes with the folder of an ELECTRA discriminator, and {source} is a masked LM: give the "
+            f"--generator goes with the folder of an ELECTRA discriminator, and {source} is {kind}: give the "
             "discriminator's as --from-hf, or leave --generator out",
             WRONG_ARGUMENTS,
         )
