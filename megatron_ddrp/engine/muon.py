@@ -7,7 +7,7 @@ nearest matrix with orthonormal rows or columns, nearly, by five steps of a Newt
     W ← W(1 − lr·λ) − lr·0.2·√max(rows, columns)·O
 
 The factor gives the update the size of AdamW's, so that its learning rate and weight decay serve both (Moonlight, Liu
-et al., arXiv:2502.16982, section 2.2). `torch.optim.Muon` does the arithmetic; it multiplies in bf16.
+et al., arXiv:2502.16982). `torch.optim.Muon` does the arithmetic; it multiplies in bf16.
 
 A matrix is what one linear map applies. Queries, keys and values are apart in our model; GEGLU's first map holds two,
 of which each is orthogonalised on its own. Where tensor parallelism cuts a matrix, every rank gathers the whole one:
@@ -116,9 +116,9 @@ def optimizer_remarks(model: nn.Module, config: Config) -> tuple[str, ...]:
     kinds: Counter[str] = Counter()
     for name, count in matrices.items():
         kinds[".".join(word for word in name.split(".")[:-1] if not word.isdigit())] += count
-    sizes = [sum(parameters[name].numel() for name in names) for names in (matrices, parameters.keys() - matrices)]
+    size = sum(parameters[name].numel() for name in matrices)
     taken = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
     return (
-        f"optimizer: muon for {sum(matrices.values()):,} matrices with {sizes[0]:,} parameters ({taken}), adamw for "
-        f"{len(parameters) - len(matrices):,} tensors with {sizes[1]:,}",
+        f"optimizer: muon for {sum(matrices.values()):,} matrices with {size:,} parameters ({taken}), adamw for the "
+        f"other {len(parameters) - len(matrices):,} tensors",
     )
