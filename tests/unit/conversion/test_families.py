@@ -84,7 +84,7 @@ def test_a_bert_goes_on_under_masked_lm_and_a_discriminator_under_electra(offlin
         "megatron_ddrp, replaced-token",
     }
     by_token = {name.partition(",")[0] for name, objective in objectives.items() if objective.masking == "token"}
-    assert by_token == {"roberta", "xlm-roberta", "electra"}
+    assert by_token == {"roberta", "xlm-roberta", "electra", "modernbert"}
 
 
 def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
