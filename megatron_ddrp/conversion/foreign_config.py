@@ -102,10 +102,9 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
 
 def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
     """Return settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
-    if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
-        settings = settings | {"ffn_hidden_size": None}
     try:
-        return ModelConfig(**settings)
+        usual = ModelConfig(**settings | {"ffn_hidden_size": None})
+        return usual if usual.ffn_size == settings["ffn_hidden_size"] else ModelConfig(**settings)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
