@@ -69,7 +69,9 @@ def example(case: Case, folder: Path) -> tuple[ModelConfig, Tokenizer]:
     """Return a tiny model of the case's family and a tokenizer that fits it; its vocab.txt is written into `folder`."""
     settings = SIZES | {name: allowed[0] for name, allowed in case.family.fields.items()}
     settings |= {"embedding_size": 16} if "embedding_size" in case.family.sizes else {}
-    settings |= {"relative_distance": 5} if ModelConfig(**settings).relative_distance else {}
+    if "local_attention" in case.family.sizes.values():
+        settings |= {"num_layers": 4, "local_attention": 10, "rope_theta": 50.0, "local_rope_theta": 5.0}
+    settings |= {"relative_distance": 4} if ModelConfig(**settings).relative_distance else {}
     config = ModelConfig(**settings)
     folder.mkdir(exist_ok=True)
     for pieces in VOCABULARIES:
@@ -146,7 +148,7 @@ def compare(theirs: Any, ours: Any, pad_id: int) -> Differences:
     states[-1:] = [ours.encode(ids, segments, mask, place * mask)]
     for hook in hooks:
         hook.remove()
-    logits = ours.head.logits_of_rows(states[-1])
+    logits = ours.head.logits(states[-1])
     logits = logits if output.logits.dim() == 2 else logits[..., : config.vocab_size]
     pairs = zip(output.hidden_states, states, strict=True)
     return Differences(max(_gap(*pair, mask.bool()) for pair in pairs), _gap(output.logits, logits, mask.bool()))

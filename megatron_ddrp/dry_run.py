@@ -30,6 +30,8 @@ GIB = 2**30
 NOT_GIVEN = {
     "absolute_embedding": "as --position-encoding has it",
     "deberta_emd": "as --position-encoding has it",
+    "lr_wsd_decay_iters": "the last tenth",
+    "lr_warmup_iters": "as --lr-warmup-fraction has it",
     "num_threads": "torch chooses",
     "index_cache_dir": "beside the data",
     "split": "none: training and validation data are given apart",

@@ -28,6 +28,7 @@ from megatron_ddrp.engine.deepspeed_file import offload_device
 from megatron_ddrp.engine.muon import hidden_matrices
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.encoder import EncoderLayer
+from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.pipeline import split_stages
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters, split_dimension
 
@@ -98,7 +99,7 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
             sizes[0 if decays(name, config.model.position_encoding) else 1].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
         in_flight = min(pipeline - place, micro_batches)
-        matrices = hidden_matrices(modules, config.model) if config.optimizer.optimizer == "muon" else {}
+        matrices = hidden_matrices(modules) if config.optimizer.optimizer == "muon" else {}
         muon = sum(held[name] for name in matrices)
         parts.append(Part((tuple(sizes[0]), tuple(sizes[1])), widths, place == pipeline - 1, muon, in_flight))
     return parts
@@ -164,8 +165,8 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
     feed-forward width, or four in GEGLU, which tensor parallelism shares out; and attention logits where the encoding
     adds to them. HCD keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway).
-    Under `--attention-backend triton` no logits stay. The head keeps the predicted tokens' logits in fp32, twice. With
-    recomputation only the layers' inputs stay, and one layer's rest.
+    Under `--attention-backend triton` no logits stay. An objective may keep maps of attention besides. The head keeps
+    the predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay, and one layer's rest.
     """
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
@@ -180,6 +181,7 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
         if model.attention_backend != "triton":
             kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
             kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
+        kept += tokens * model.seq_length * (heads // tensor) * FP32 * make_objective(objective).kept_maps
         boundaries += tokens * hidden // parts * width
         layers.append(kept)
     inside = max(layers, default=0) if config.parallel.checkpoint_activations else sum(layers) * part.in_flight

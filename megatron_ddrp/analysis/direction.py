@@ -23,13 +23,15 @@ from megatron_ddrp.model.stages import Draws, Inputs
 
 @torch.no_grad()
 def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
-    """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`; padding's rows and columns are 0."""
-    allowed = allowed_pairs(batch.document_ids)
+    """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`; padding's rows and columns are 0.
+
+    So is in a local layer all outside of its window.
+    """
     nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs.of(batch, nothing))
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
-        logits = layer.logits(state)
+        logits, allowed = layer.logits(state), allowed_pairs(batch.document_ids, layer.attention.window)
         yield probabilities(logits, allowed, dropout=0.0).masked_fill(~allowed, 0.0)
         state = layer(state)
 

@@ -18,8 +18,9 @@ class ObjectiveConfig:
     objective: str = option(
         "mth",
         "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
-        "detection by the model proper; rtd: DeBERTaV3's, whose detection leaves the generator's embedding alone; "
-        "token-contrast: masked LM + SimCTG's contrast of tokens",
+        "detection by the model proper; token-contrast: masked LM + SimCTG's contrast of tokens; rtd: DeBERTaV3's "
+        "replaced-token detection, which leaves the generator's embedding alone; head-disagreement: masked LM + the "
+        "disagreement of all heads of a layer",
         choices=OBJECTIVES,
     )
     objective_options: tuple[str, ...] = option(

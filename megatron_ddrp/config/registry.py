@@ -38,8 +38,9 @@ OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",
     "mth": "megatron_ddrp.objectives.mth:Mth",
     "electra": "megatron_ddrp.objectives.electra:ReplacedTokenDetection",
-    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
     "token-contrast": "megatron_ddrp.objectives.token_contrast:TokenContrast",
+    "rtd": "megatron_ddrp.objectives.rtd:DisentangledDetection",
+    "head-disagreement": "megatron_ddrp.objectives.head_disagreement:HeadDisagreement",
 }
 """Value of `--objective` → "module:Class"."""
 

@@ -103,10 +103,11 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
 def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
     """Return settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
     try:
+        config = ModelConfig(**settings)
         usual = ModelConfig(**settings | {"ffn_hidden_size": None})
-        return usual if usual.ffn_size == settings["ffn_hidden_size"] else ModelConfig(**settings)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    return usual if usual.ffn_size == config.ffn_size else config
 
 
 def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:

@@ -28,7 +28,7 @@ DRAWN = {
     r"head\.own\.": "modules of the objective",
     r"head\.(?!own\.|final_norm\.)": "head",
     r"generator\.": "generator",
-    r"embeddings\.difference\.": "difference of the discriminator's embedding from the generator's, 0 at first",
+    r"embeddings\.difference\.": "embeddings' difference, all 0",
 }
 """Weights that a folder may lack as a whole, since they are drawn anew → their name for people."""
 

@@ -29,6 +29,7 @@ from megatron_ddrp.model.stages import Inputs
 from megatron_ddrp.objectives.contract import Objective, count, losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts, sum_over_ranks
+from megatron_ddrp.parallel.seeding import seed_draws
 
 VALIDATION_STEP = 0
 """The step whose draws every validation uses."""
@@ -191,7 +192,8 @@ def seed_dropout(seed: int, step: int, micro_batch: int, ranks: Ranks) -> None:
     """Make dropout a function of (seed, step, micro-batch, place in the grid): a resumed run drops what the first
     would have. Alike on tensor-parallel ranks, whose replicated tensors must stay equal."""
     rank = ranks.pipeline_rank * ranks.data_size + ranks.data_rank
-    torch.manual_seed(int(hash_uint64(seed, "dropout", np.uint64(step), micro_batch, rank)) & (2**63 - 1))
+    drawn = int(hash_uint64(seed, "dropout", np.uint64(step), micro_batch, rank)) & (2**63 - 1)
+    seed_draws(drawn, ranks.device)
 
 
 def _global_counts(micro_batches: list[MicroBatch], ranks: Ranks) -> Tensor:

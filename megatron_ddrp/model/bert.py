@@ -31,7 +31,8 @@ class Encoder(nn.Module):
         self.config = config
         self.checkpoint_activations = checkpoint_activations
         self.embeddings = self.embeddings_class(config, objective.notes_share)
-        self.layers = nn.ModuleList(EncoderLayer(config, number) for number in range(config.num_layers))
+        judge = objective if objective.looks_inside else None
+        self.layers = nn.ModuleList(EncoderLayer(config, number, judge) for number in range(config.num_layers))
         self.mask_decoder: EnhancedMaskDecoder | None = None  # on the class, this would hide a subclass's module
 
     def _initialise(self, module: nn.Module) -> None:

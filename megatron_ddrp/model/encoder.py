@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ddrp.config import ModelConfig, encoding_class
-from megatron_ddrp.model.attention.attending import Attending, Demand
+from megatron_ddrp.model.attention.attending import Attended, Attending, Demand
 from megatron_ddrp.model.attention.backends import attend_from, backend_function, resolve_backend
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.fused import GeluLinear, ResidualNorm, add, compiles, gated_gelu, maps_of, run_compiled
 from megatron_ddrp.model.positions import PositionTerms
-from megatron_ddrp.model.stages import State
+from megatron_ddrp.model.stages import Judge, State
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """Type of `LayerPositions.rotate`: states and position ids → rotated states."""
@@ -37,12 +38,13 @@ class Projecting(nn.Module):
 class SelfAttention(Projecting):
     """Projections around the one attention. The number of heads here follows from the weights' shapes.
 
-    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness` and `cosine_apart`.
+    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness`, `cosine_apart` and
+    `mean_of_heads`. `judge` is the objective if it looks inside.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None, judge: Judge | None = None) -> None:
         super().__init__(config)
-        self.head_dim, self.window = config.head_dim, window
+        self.head_dim, self.window, self.judge = config.head_dim, window, judge
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
         self.encoding = encoding_class(config.position_encoding)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
@@ -61,6 +63,10 @@ class SelfAttention(Projecting):
         """
         return None
 
+    def mean_of_heads(self, x: Tensor) -> Tensor:
+        """Return the mean over all heads of the layer: `[batch, heads, ..]` → `[batch, ..]`."""
+        return x.mean(1)
+
     def split(self, projected: Tensor) -> Tensor:
         """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -71,9 +77,9 @@ class SelfAttention(Projecting):
 
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; and HCD's cosine summed over the
-        documents (None without HCD)."""
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; HCD's cosine summed over the
+        documents (None without HCD); and what is then the state's `own`."""
         inputs = state.inputs
         demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
@@ -89,7 +95,10 @@ class SelfAttention(Projecting):
             attending = attending._replace(heads=heads[:0])
         with self.own_randomness():
             context, cosine = backend_function(backend)(attending)
-        return hidden, self.merge(context), cosine if apart is None else apart
+        own = state.own
+        if self.judge is not None:
+            own = self.judge.look_inside(state, Attended(attending, context, self.mean_of_heads))
+        return hidden, self.merge(context), cosine if apart is None else apart, own
 
 
 class FeedForward(Projecting):
@@ -119,10 +128,10 @@ class FeedForward(Projecting):
 class EncoderLayer(nn.Module):
     """One layer: `State` → `State`. Adds this layer's HCD to `head_cosine`."""
 
-    def __init__(self, config: ModelConfig, number: int) -> None:
+    def __init__(self, config: ModelConfig, number: int, judge: Judge | None = None) -> None:
         super().__init__()
         self.config, self.number = config, number
-        self.attention = SelfAttention(config, config.window(number))
+        self.attention = SelfAttention(config, config.window(number), judge)
         self.norm_before = config.layernorm_position == "pre"
         has_norm = number > 0 or config.first_norm
         self.attention_norm = ResidualNorm(config) if has_norm else nn.Identity()
@@ -137,8 +146,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, state: State) -> State:
         source, rotate = self._attention_input(state.hidden), self.layer_position.rotate
-        source, attended, cosine = self.attention(source, self.terms(state), rotate, state, self.number)
-        state = state._replace(hidden=self._join(state.hidden if self.norm_before else source, attended))
+        source, attended, cosine, own = self.attention(source, self.terms(state), rotate, state, self.number)
+        state = state._replace(hidden=self._join(state.hidden if self.norm_before else source, attended), own=own)
         if cosine is not None:
             state = state._replace(head_cosine=state.head_cosine + cosine.to(state.head_cosine.dtype))
         return state

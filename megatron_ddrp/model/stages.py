@@ -127,7 +127,7 @@ class State(NamedTuple):
     head_cosine: Tensor
     """fp32 (or fp64) scalar: HCD summed over documents and layers, as far as the layers have come."""
     own: Any = None
-    """A named tuple of tensors that an earlier stage of the objective leaves for the last one, or None."""
+    """A named tuple of tensors that earlier stages or layers leave for the objective's sums, or None."""
 
 
 LEARNED = ("hidden", "position", "head_cosine", "own")
@@ -162,8 +162,15 @@ class Judge(Protocol):
     def notes_share(self) -> float:
         """λ of Taking Notes: the share of a note in the input; 0 without notes."""
 
+    @property
+    def looks_inside(self) -> bool:
+        """Whether layers are to call `look_inside`."""
+
     def modules(self, hidden_size: int) -> nn.Module | None:
         """Return the objective's own modules, or None."""
+
+    def look_inside(self, state: State, attended: Any) -> Any:
+        """Return the `own` of the next state, from what entered a layer and its `Attended`."""
 
     def output(self, end: End) -> Output:
         """Return the sums of the objective's terms and rates, and the notes taken."""

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from megatron_ddrp.config import ModelConfig, Number, ObjectiveConfig, objective_class
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.model.attention.attending import Attended
 from megatron_ddrp.model.bert import Bert, Encoder
 from megatron_ddrp.model.notes import window_means
 from megatron_ddrp.model.similarity import token_cosine
-from megatron_ddrp.model.stages import Draws, End, Output
+from megatron_ddrp.model.stages import Draws, End, Output, State
 from megatron_ddrp.objectives.draws import sample_heads, sample_tokens
 
 
@@ -101,6 +102,12 @@ class Objective:
     generates = False
     """Whether a generator replaces tokens and the model proper detects them."""
 
+    looks_inside: bool = False
+    """Whether every layer of the model proper calls `look_inside`."""
+
+    kept_maps: int = 0
+    """Maps of attention, fp32 `[seq, seq]` per head, that `look_inside` keeps in each layer for the backward pass."""
+
     exported = "masked-lm"
     """The head that an exported folder has, a key of `HEADS` in `conversion/families/contract.py`."""
 
@@ -172,6 +179,14 @@ class Objective:
     def draw_own(self, batch: Batch, seed: int, step: int) -> Any:
         """Return a named tuple of tensors that the objective alone draws, a type in `travelling`, or None."""
         return None
+
+    def look_inside(self, state: State, attended: Attended) -> Any:
+        """Return the `own` of the next state: a named tuple of sums, a type in `travelling`, to which a layer adds.
+
+        Called inside each layer where `looks_inside`, `state` being the one that entered. `state.inputs.draws.own` is
+        None where nobody asks for the sums, as when the model is fine-tuned.
+        """
+        return state.own
 
     def sums(self, end: End) -> dict[str, Tensor]:
         """Return every sum of `sum_names` over this micro-batch, in the last stage."""

@@ -33,6 +33,7 @@ from megatron_ddrp.parallel.collectives import all_reduced, sum_of_ranks
 from megatron_ddrp.parallel.column_maps import Entrance, column_map, column_maps, replicated
 from megatron_ddrp.parallel.cosine import CosineOfAllRanks
 from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.parallel.sharding import own_part, split_dimension
 from megatron_ddrp.parallel.vocabulary import MaskedLMHeadOfRanks, VocabularyParallelEmbedding
 
@@ -60,6 +61,9 @@ class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
 
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
+
+    def mean_of_heads(self, x: Tensor) -> Tensor:
+        return sum_of_ranks(x.mean(1), self.ranks) / self.ranks.tensor_size
 
     def cosine_apart(self, attending: Attending) -> Tensor:
         part = self.encoding.layer_part
@@ -177,5 +181,5 @@ def own_randomness(ranks: Ranks) -> Iterator[None]:
     """
     seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
-        torch.manual_seed(seed + ranks.tensor_rank)
+        seed_draws(seed + ranks.tensor_rank, ranks.device)
         yield

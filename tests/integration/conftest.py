@@ -31,7 +31,13 @@ TINY: dict[str, Any] = {
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:
-    """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out."""
+    """`{"train_iters": 5, "bf16": True}` → `--train-iters 5 --bf16`; None and False leave a flag out.
+
+    So does a distance beside an encoding that refuses it.
+    """
+    name = flags.get("position_encoding", "ddrp")
+    if name in ENCODINGS and encoding_class(name).relative_distance is None:
+        flags = flags | {"relative_distance": None}
     words = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -46,10 +52,6 @@ def flags(tiny_corpus: TinyCorpus) -> Callable[..., list[str]]:
     data = {"data_path": tiny_corpus.prefix, "vocab_file": tiny_corpus.vocab_file}
 
     def tiny(**changes: Any) -> list[str]:
-        settings = TINY | data | changes
-        name = settings.get("position_encoding", "ddrp")
-        if name in ENCODINGS and encoding_class(name).relative_distance is None:
-            settings.pop("relative_distance", None)
-        return command_line(settings)
+        return command_line(TINY | data | changes)
 
     return tiny

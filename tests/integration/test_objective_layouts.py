@@ -1,4 +1,4 @@
-"""`rtd` in every layout: gradients of one process in float64, and its losses from the engine in fp32."""
+"""`rtd` and `head-disagreement` in every layout: one process's gradients in float64, its losses from the engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ pytestmark = pytest.mark.slow
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "rtd": {"tcd_weight": 1.0, "hcd_weight": 0.01},
+    "head-disagreement": {"objective_options": ("value=0.5", "attention=0.1"), "tcd_weight": 1.0, "hcd_weight": 0.01},
 }
 """Objective → its settings, beside MTH's two terms where it has room for them."""
-ENCODINGS = ("absolute", "ddrp", "t5")
+CASES = [("rtd", "ddrp"), ("head-disagreement", "ddrp"), ("head-disagreement", "t5")]
+"""(objective, encoding): tables that all heads share, and rows of single heads."""
 
 
 def test_each_rank_has_its_part_of_the_gradients_of_one_process() -> None:
     for report in run_ranks(2, _compare, [[]], TIMEOUT):
-        assert len(report) == len(OBJECTIVES) * len(ENCODINGS) * 2
+        assert len(report) == len(CASES) * 2
         for case, (sums, gradients) in report.items():
             assert sums < 1e-12 and gradients < 1e-10, (case, sums, gradients)
 
@@ -40,20 +42,19 @@ def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[float, fl
     """Case → the largest differences of a sum and of a gradient to one process's, relative to the norm."""
     ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
     found = {}
-    for name in OBJECTIVES:
-        for encoding in ENCODINGS:
-            config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
-            for cuts in (False, True):
-                whole, part = (_build(config, name) for _ in range(2))
-                expected_sums, expected = _gradients(whole)
-                apply_tensor_parallel(part, config, ranks)
-                if cuts:
-                    part.checkpoint_activations = True
-                    apply_sequence_parallel(part, ranks)
-                sums, gradients = _gradients(part)
-                assert gradients.keys() == expected.keys()
-                off = max(_distance(gradients[n], own_part(n, g, config, ranks), g) for n, g in expected.items())
-                found[f"{name} {encoding}{' in parts' * cuts}"] = (_distance(sums, expected_sums, expected_sums), off)
+    for name, encoding in CASES:
+        config = tiny_config(num_attention_heads=4, hidden_size=16, seq_length=16, position_encoding=encoding)
+        for cuts in (False, True):
+            whole, part = (_build(config, name) for _ in range(2))
+            expected_sums, expected = _gradients(whole)
+            apply_tensor_parallel(part, config, ranks)
+            if cuts:
+                part.checkpoint_activations = True
+                apply_sequence_parallel(part, ranks)
+            sums, gradients = _gradients(part)
+            assert gradients.keys() == expected.keys()
+            off = max(_distance(gradients[n], own_part(n, g, config, ranks), g) for n, g in expected.items())
+            found[f"{name} {encoding}{' in parts' * cuts}"] = (_distance(sums, expected_sums, expected_sums), off)
     return found
 
 
@@ -88,13 +89,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """ZeRO 3 changes torch for good and comes last."""
 
 
-def test_every_layout_follows_one_process(flags: Flags) -> None:
-    model = {"num_layers": 3, "micro_batch_size": 2, "train_iters": 3}
-    lines = [{**model, "objective": name, **settings} for name, settings in OBJECTIVES.items()]
-    expected = train_runs(1, [flags(**line, zero_stage=0) for line in lines])
-    runs = train_runs(2, [flags(**line, **layout) for layout in LAYOUTS.values() for line in lines])
-    for number, rows in enumerate(runs):
-        layout, line = list(LAYOUTS)[number // len(lines)], lines[number % len(lines)]
-        differences = largest_differences(rows, expected[number % len(lines)])
-        assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm"} <= differences.keys()
-        assert max(differences.values()) < 5e-5, (line["objective"], layout, differences)
+def test_every_layout_follows_one_process(flags: Flags, tmp_path: Path) -> None:
+    """Among them one that resumes what one process saved."""
+
+    def command_line(name: str, **layout: Any) -> list[str]:
+        settings = dict(OBJECTIVES[name])
+        options = settings.pop("objective_options", ())
+        words = flags(objective=name, micro_batch_size=2, train_iters=2, **settings, **layout)
+        return [*words, *(("--objective-options", *options) if options else ())]
+
+    expected = dict(
+        zip(OBJECTIVES, train_runs(1, [command_line(name, zero_stage=0) for name in OBJECTIVES]), strict=True)
+    )
+    cases = [(layout, name) for layout in LAYOUTS for name in OBJECTIVES]
+    train_runs(1, [command_line("rtd", zero_stage=0, exit_interval=1, save=tmp_path)])
+    resumed = command_line("rtd", **LAYOUTS["tensor 2"], load=tmp_path)
+    again, *runs = train_runs(2, [resumed, *(command_line(name, **LAYOUTS[layout]) for layout, name in cases)])
+    assert len(again) == 1 and max(largest_differences(again, expected["rtd"][1:]).values()) < 5e-5
+    for (layout, name), rows in zip(cases, runs, strict=True):
+        differences = largest_differences(rows, expected[name])
+        assert {"lm_loss", "tcd_loss", "hcd_loss", "grad_norm"} <= differences.keys() and len(differences) > 5
+        assert max(differences.values()) < 5e-5, (name, layout, differences)

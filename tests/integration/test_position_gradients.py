@@ -181,6 +181,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "by-offset": {"position_encoding": "by-offset"},
     "fixed": {"position_encoding": "fixed", "relative_table": "per-layer"},
     "deberta": {"position_encoding": "deberta"},
+    "deberta-v2": {"position_encoding": "deberta-v2", "deberta_emd": True},
     "tupe-r": {
         "position_encoding": "tupe-r",
         "absolute_embedding": True,
@@ -195,6 +196,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("fixed", {"zero_stage": 2, "sequence_parallel": True, "checkpoint_activations": True}),
         ("deberta", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
         ("tupe-r", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
+        ("deberta-v2", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL, "sequence_parallel": True}),
         ("fixed", {"zero_stage": 3, "deepspeed_config": ZERO_3_OF_ALL}),
         ("by-head", {"zero_stage": 3}),
     ],
@@ -229,7 +231,7 @@ def test_the_engine_steps_by_the_gradients_of_one_process(flags: Flags, tmp_path
         for number, (name, layout) in enumerate(layouts):
             _assert_equal(tmp_path / f"{size}-{number}", tmp_path / name, f"{name} {layout}")
     # A layout reads what another wrote, what is fixed included.
-    line = command_line("fixed", "again", zero_stage=1, tensor_model_parallel_size=2, load=tmp_path / "2-5")
+    line = command_line("fixed", "again", zero_stage=1, tensor_model_parallel_size=2, load=tmp_path / "2-6")
     run_ranks(2, _train, [line], TIMEOUT)
     _assert_equal(tmp_path / "again", tmp_path / "fixed", "loaded")
 

@@ -3,12 +3,14 @@ layout alike."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ddrp.checkpoint import StoredTensors
 from tests.integration.training_runs import Rows, largest_differences, train_runs
 
 Flags = Callable[..., list[str]]
@@ -55,6 +57,13 @@ def test_resumed_across_a_phase_is_the_run_never_stopped(runs: tuple[Path, dict[
     rows = runs[1]
     assert rows["first"][: SAVED - 1] == rows["whole"][: SAVED - 1]
     assert rows["rest"] == rows["whole"][SAVED:]
+
+
+def test_deepspeed_steps_both_optimizers(runs: tuple[Path, dict[str, Rows]]) -> None:
+    stored = StoredTensors(runs[0] / "first" / f"iter_{SAVED:07d}", "optimizer")
+    kinds = Counter(name.partition("/")[0] for name in stored.names)
+    assert kinds["momentum_buffer"] == 12 and kinds["exp_avg"] == kinds["exp_avg_sq"] > 12
+    assert all(stored[name].abs().max() > 0 for name in stored.names if "embedding" in name or "momentum" in name)
 
 
 def test_a_branch_off_a_checkpoint_is_the_run_planned_so(runs: tuple[Path, dict[str, Rows]]) -> None:

@@ -2,7 +2,7 @@
 
 Jordan's post: the momentum B ← μB + g, Nesterov's look ahead g + μB, and five Newton-Schulz steps on the matrix over
 its Frobenius norm, X ← aX + b(XXᵀ)X + c(XXᵀ)²X with (a, b, c) = (3.4445, −4.7750, 2.0315). A factor on the momentum
-changes nothing, since the norm takes it off. Moonlight, eq. 4: W ← W − lr(0.2·√max(rows, columns)·O + λW). Matrices are
+changes nothing, since the norm takes it off. Moonlight: W ← W − lr(0.2·√max(rows, columns)·O + λW). Matrices are
 lists of rows; nothing here multiplies more than two numbers at a time.
 """
 

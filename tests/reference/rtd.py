@@ -1,6 +1,6 @@
 """Slow twins of DeBERTaV3's replaced-token detection (He et al., arXiv:2111.09543, section 3, and its released code).
 
-Token embeddings of the discriminator, eq. of section 3.3: E_D = sg(E_G) + E_Δ, here as the table it stands for. The
+Token embeddings of the discriminator: E_D = sg(E_G) + E_Δ, here as the table it stands for. The
 head: y_t = W₂ · gelu(W₁ · LN(h_[CLS] + h_t)), [CLS] being the first token of t's own document. Everything is
 torch.float64 and differentiable.
 """

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
+from tests.integration.launch import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -30,9 +31,10 @@ def test_a_recipe_says_what_it_needs_and_gives(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
-    done = run_recipe(path, tmp_path)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
+    """What its shell gives to `python` is read here and run in a process that need not import torch again."""
+    program, *words = words_for_python(path, tmp_path)
+    assert program == "pretrain_bert.py"
+    facts = json.loads(start_ranks(words, None).check().stdout[0].splitlines()[-1])
     encoders = 1 + ("electra" in path.name)
     relative = 67 * 64 * encoders  # D and K^rd at head size 64; absolute positions are one for generator and model
     assert facts["position_parameters"] == (512 * 768 if "tnf" in path.name else relative)
@@ -163,12 +165,14 @@ def test_the_papers_corpus_is_built_from_wikipedia_and_books(tmp_path: Path) -> 
         assert f"{missing}={tmp_path / 'nowhere'}: no such" in done.stderr
 
 
-def run_script(path: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """A script with this Python in front, and nothing else of ours."""
-    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def run_script(
+    path: Path, environment: dict[str, str], *words: str, in_front: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A script that finds programs `in_front` and beside this Python first."""
+    folders = [*([in_front] if in_front else []), Path(sys.executable).parent, os.environ["PATH"]]
     return subprocess.run(
         ["bash", str(path), *words],
-        env={**os.environ, "PATH": paths, **environment},
+        env={**os.environ, "PATH": os.pathsep.join(map(str, folders)), **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -179,15 +183,19 @@ def run_recipe(path: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedP
     """A recipe under DRY_RUN=1, on a dataset of its own."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]) + "\n")
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "DATA": write_dataset(tmp_path),
-        "VOCAB": str(vocabulary),
-        "SAVE": str(tmp_path / "save"),
-        "DRY_RUN": "1",
-    }
-    return subprocess.run(["bash", str(path), *flags], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {"DATA": write_dataset(tmp_path), "VOCAB": str(vocabulary), "SAVE": str(tmp_path / "save")}
+    return run_script(path, environment | {"DRY_RUN": "1"}, *flags, in_front=tmp_path / "bin")
+
+
+def words_for_python(path: Path, tmp_path: Path) -> list[str]:
+    """The words after `python` in the command of a recipe under DRY_RUN=1."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
+    python.chmod(0o755)
+    done = run_recipe(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\0")[:-1]
 
 
 def write_dataset(folder: Path) -> str:

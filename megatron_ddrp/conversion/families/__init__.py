@@ -10,6 +10,7 @@ from megatron_ddrp.conversion.families.bert import Bert
 from megatron_ddrp.conversion.families.contract import HEADS, Family
 from megatron_ddrp.conversion.families.deberta import Deberta, refuse_later_layout
 from megatron_ddrp.conversion.families.electra import Electra
+from megatron_ddrp.conversion.families.modernbert import ModernBert
 from megatron_ddrp.conversion.families.own import Own
 from megatron_ddrp.conversion.families.roberta import Camembert, Roberta, XlmRoberta
 from megatron_ddrp.conversion.foreign_config import shown
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         Bert(),
         Electra(),
         Deberta(),
+        ModernBert(),
         Own(),
     )
 }

@@ -44,11 +44,7 @@ class Own(Family):
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
         if "objective" not in values:
-            names = set(names)
-            head = "replaced-token" if "head.output.weight" in names else "masked-lm"
-            if head == "replaced-token" and "head.norm.weight" in names:
-                head = "contextual-replaced-token"
-            return ObjectiveConfig(OBJECTIVES[head])
+            return ObjectiveConfig(OBJECTIVES[_head(set(names))])
         try:
             stored = Config.from_dict({"objective": values["objective"]}).objective
         except UserError as error:
@@ -90,3 +86,10 @@ class Own(Family):
 
     def write_code(self, folder: Path, config: ModelConfig) -> None:
         write_model_code(folder, config.position_encoding)
+
+
+def _head(names: set[str]) -> str:
+    """Return the key of `HEADS` of the head that is among a folder's weights."""
+    if "head.output.weight" not in names:
+        return "masked-lm"
+    return "contextual-replaced-token" if "head.norm.weight" in names else "replaced-token"

@@ -68,6 +68,17 @@ class Attending(NamedTuple):
         return Demand(self.query.device, self.query.dtype, self.dropout, self.query.shape[-1], self.window)
 
 
+class Attended(NamedTuple):
+    """Attention of one layer, as an objective sees it that looks inside."""
+
+    attending: Attending
+    """Under tensor parallelism the heads here are those of this rank."""
+    context: Tensor
+    """`[b, h, s, d]`: what each head gives, before the output projection."""
+    mean_of_heads: Callable[[Tensor], Tensor]
+    """Mean over all heads of the layer, those of other ranks included: `[b, h, ..]` → `[b, ..]`."""
+
+
 Backend = Callable[[Attending], tuple[Tensor, Tensor | None]]
 """Returns the context `[b, h, s, d]`, and HCD's mean pairwise cosine summed over the counted documents (None for no
 heads)."""

@@ -119,6 +119,12 @@ def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
 
 
+def attention_map(attending: Attending) -> Tensor:
+    """Return the probabilities of every head before dropout, fp32 (or fp64) `[b, h, s, s]`, whatever the backend."""
+    logits = attention_logits(attending.query, attending.key, attending.terms)
+    return probabilities(logits, allowed_pairs(attending.document_ids, attending.window), 0.0)
+
+
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
 """Backends that run everywhere."""
 

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.tasks.glue.data import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.tasks.glue.metrics import METRICS
 from megatron_ddrp.tasks.glue.runs import Run
@@ -117,7 +118,7 @@ class FineTuning:
             if number % self.world_size != self.rank:
                 continue
             micro = rows[start : start + size]
-            torch.manual_seed(_seed(self.run.seed, "fine-tuning dropout", self.steps, number))
+            seed_draws(_seed(self.run.seed, "fine-tuning dropout", self.steps, number), self.device)
             targets = torch.from_numpy(self.train.targets[micro]).to(self.device)
             loss = _loss_sum(self.task, self._logits(self.train, micro), targets) / len(rows)
             self.scaler.scale(loss).backward()

@@ -10,7 +10,7 @@ from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.triangle import measure_triangles, triangle_parts
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
-from tests.reference import analyses
+from tests.reference import analyses, attention
 from tests.unit.model.tiny import tiny_batch, tiny_model
 from tests.unit.model.twins import twin_encode, twin_last_norm
 
@@ -60,6 +60,16 @@ def test_maps_are_softmax_of_the_logits_without_padding(model):
             expected = analyses.softmax(logits[row][number])
             torch.testing.assert_close(maps[row, :, :n, :n], expected, rtol=1e-9, atol=1e-12)
             assert not maps[row, :, n:].any() and not maps[row, :, :, n:].any()
+
+
+def test_maps_of_a_local_layer_are_those_of_its_window():
+    model, batch = tiny_model(local_attention=4, global_every=2).eval(), tiny_batch(LENGTHS)
+    _, logits = twin_sentences(model, batch)
+    whole, local = layer_maps(model, batch)
+    for maps, number, window in ((whole, 0, None), (local, 1, 2)):
+        expected = analyses.softmax(attention.within_window(logits[0][number], window))
+        torch.testing.assert_close(maps[0], expected, rtol=1e-9, atol=1e-12)
+    assert local[0, :, 0, 2].gt(0).all() and not local[0, :, 0, 3].any()
 
 
 def test_triangle_shares_are_those_of_the_loops(model):

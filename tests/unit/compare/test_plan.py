@@ -136,6 +136,14 @@ def test_budgets_become_steps(values, open_work, budget, steps):
     assert set(open_work(values).steps.values()) == {steps}
 
 
+def test_a_budget_of_tokens_counts_the_rows_of_each_phase(values, open_work, write):
+    values["training"] = dict(values.get("training") or {}) | {"seq-length-phases": ["16:0.5"]}
+    values["budget"] = {"tokens": 12_800}  # 4 x 24 tokens per step on average
+    assert set(open_work(values).steps.values()) == {133}
+    with pytest.raises(UserError, match="budget: minutes with seq-length-phases.*give steps or tokens"):
+        read_plan(write(values | {"budget": {"minutes": 1}}))
+
+
 def test_minutes_wait_for_a_probe_of_every_model(values, open_work):
     values["budget"] = {"minutes": 0.5}
     work = open_work(values)

@@ -120,7 +120,7 @@ def test_every_two_values_meet():
 def test_every_encoding_at_every_length(encoding, seq, head_dim, layout, monkeypatch):
     """Each encoding's own terms, with random numbers in them, against eager attention in float64."""
     monkeypatch.setattr(
-        module, "tiles", lambda *_: Tiles(*(Tile(128, 256, 4, 1),) * 4)
+        module, "tiles", lambda *_: Tiles(*(Tile(256, 256, 4, 1),) * 4)
     )  # fewer steps of the interpreter
     config = ModelConfig(
         position_encoding=encoding, num_layers=1, hidden_size=head_dim, num_attention_heads=1, seq_length=max(3, seq)

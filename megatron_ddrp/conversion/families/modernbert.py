@@ -1,0 +1,230 @@
+"""ModernBERT (Warner et al., arXiv:2412.13663) as transformers has it.
+
+Rotary positions with one θ for layers that attend to whole documents and one for local layers, GEGLU, pre-norm without
+a norm before the first attention. Query, key and value are one matrix of a folder, the two maps that read the
+feed-forward block's input another. A classifier's folder has a `head` of its own, which is left out.
+
+transformers 4 says in three numbers which layers are local and what θ is, transformers 5 in a list of layers and a
+table; a folder may have either, and leaves with both. Where both are there, the list and the table decide.
+
+Dropout is not the same: ours acts on the output of both blocks at `mlp_dropout`, theirs on the output of attention at
+`attention_dropout` and inside the feed-forward block.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.families.contract import EXACT_GELU, HEADS, Family
+from megatron_ddrp.conversion.foreign_config import shown, whole_number
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""The two kinds of layers in `layer_types` and `rope_parameters`."""
+THETAS = {FULL: "global_rope_theta", LOCAL: "local_rope_theta"}
+EVERY = "global_attn_every_n_layers"
+BIASES = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
+FUSED = {
+    "attn.Wqkv": ("attn.query", "attn.key", "attn.value"),
+    "mlp.Wi": ("mlp.input", "mlp.gate"),
+}
+"""Matrix of a layer → the maps whose rows it holds, one after the other; their names are in no folder."""
+
+
+class ModernBert(Family):
+    """ModernBERT, also with a bias in every map and norm, which its class has a switch for."""
+
+    model_type, class_name, prefix, layers = "modernbert", "ModernBert", "model.", "layers"
+    sizes = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "intermediate_size": "ffn_hidden_size",
+        "mlp_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+        "max_position_embeddings": "seq_length",
+        "initializer_range": "init_method_std",
+        "norm_eps": "layernorm_epsilon",
+        "norm_bias": "bias",
+        "local_attention": "local_attention",
+        EVERY: "global_every",
+        THETAS[FULL]: "rope_theta",
+        THETAS[LOCAL]: "local_rope_theta",
+    }
+    defaults = {
+        "vocab_size": 50368,
+        "num_hidden_layers": 22,
+        "intermediate_size": 1152,
+        "max_position_embeddings": 8192,
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "classifier_bias": False,
+        "attention_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "mlp_dropout": 0.0,
+        "local_attention": 128,
+        EVERY: 3,
+        THETAS[FULL]: 160_000.0,
+        THETAS[LOCAL]: 10_000.0,
+        "layer_types": None,
+        "rope_parameters": None,
+    }
+    followed = {
+        "hidden_activation": EXACT_GELU,
+        "classifier_activation": EXACT_GELU,
+        "decoder_bias": (True,),
+        "rope_scaling": (None,),
+    }
+    fields = {
+        "position_encoding": ("rope",),
+        "layernorm_position": ("pre",),
+        "first_norm": (False,),
+        "ffn": ("geglu",),
+        "bias": (False, True),
+        "key_bias": (True, False),
+        "num_segments": (0,),
+        "deberta_emd": (None, False),
+        "relative_table": ("shared", "per-layer"),  # there is no table
+    }
+    training = {"masking": "token", "mask_prob": 0.3}
+    modules = {
+        "embeddings.token": "embeddings.tok_embeddings",
+        "embeddings.norm": "embeddings.norm",
+        "attention_norm": "attn_norm",
+        "attention.query": "attn.query",
+        "attention.key": "attn.key",
+        "attention.value": "attn.value",
+        "attention.output": "attn.Wo",
+        "feed_forward_norm": "mlp_norm",
+        "feed_forward.input": "mlp.input",
+        "feed_forward.gate": "mlp.gate",
+        "feed_forward.output": "mlp.Wo",
+        "head.final_norm": "final_norm",
+    }
+    head_modules = {
+        "masked-lm": {"head.dense": "head.dense", "head.norm": "head.norm", "head.decoder": "decoder"},
+    }
+
+    def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
+        values = super().complete(path, values)
+        _refuse_different(path, values, BIASES, "here all maps and norms have one, or none has")
+        _refuse_different(path, values, ("embedding_dropout", "mlp_dropout"), "--hidden-dropout is one number for both")
+        values |= _thetas(path, values) | {EVERY: _period(path, values)}
+        if values[EVERY] == 1:
+            return values | {"local_attention": None, THETAS[LOCAL]: None}
+        if values["local_attention"] is None:
+            raise UserError(f"{path}: local_attention is None, and some of its layers are local: expected a number")
+        return values | {
+            THETAS[LOCAL]: None if values[THETAS[LOCAL]] == values[THETAS[FULL]] else values[THETAS[LOCAL]]
+        }
+
+    def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
+        split = {}
+        for name, tensor in tensors.items():
+            place, _, kind = name.rpartition(".")
+            whole = next((matrix for matrix in FUSED if place.endswith(f".{matrix}")), None)
+            if whole is None:
+                split[name] = tensor
+                continue
+            parts = torch.atleast_1d(tensor).tensor_split(len(FUSED[whole]))
+            split |= {
+                f"{place.removesuffix(whole)}{part}.{kind}": rows
+                for part, rows in zip(FUSED[whole], parts, strict=True)
+            }
+        if "decoder.bias" not in split:
+            return {name: tensor for name, tensor in split.items() if not name.startswith("head.")}
+        return split
+
+    def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
+        thetas = {FULL: config.rope_theta, LOCAL: config.local_rope_theta or config.rope_theta}
+        every = 1 if config.local_attention is None else config.global_every
+        layers = range(config.num_layers)
+        return {
+            "model_type": self.model_type,
+            "architectures": [f"{self.class_name}For{HEADS[head].name}"],
+            **{key: getattr(config, name) for key, name in self.sizes.items()},
+            "intermediate_size": config.ffn_size,
+            "embedding_dropout": config.hidden_dropout,
+            **dict.fromkeys(BIASES, config.bias),
+            "decoder_bias": True,
+            "hidden_activation": "gelu",
+            "classifier_activation": "gelu",
+            "local_attention": config.local_attention or self.defaults["local_attention"],
+            "layer_types": [LOCAL if number % every else FULL for number in layers],
+            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in thetas.items()},
+            EVERY: every,
+            **{THETAS[kind]: base for kind, base in thetas.items()},
+            "tie_word_embeddings": True,
+            "pad_token_id": tokenizer.pad_id,
+            "bos_token_id": tokenizer.cls_id,
+            "cls_token_id": tokenizer.cls_id,
+            "eos_token_id": tokenizer.sep_id,
+            "sep_token_id": tokenizer.sep_id,
+            "torch_dtype": "float32",
+        }
+
+    def to_folder(self, tensors: dict[str, Tensor], config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:
+        fused = dict(tensors)
+        for number in range(config.num_layers):
+            place = f"{self.prefix}{self.layers}.{number}."
+            if config.bias and not config.key_bias:
+                fused[f"{place}attn.key.bias"] = torch.zeros(config.hidden_size)
+            for whole, parts in FUSED.items():
+                for kind in ("weight", "bias") if config.bias else ("weight",):
+                    fused[f"{place}{whole}.{kind}"] = torch.cat([fused.pop(f"{place}{part}.{kind}") for part in parts])
+        return fused
+
+
+def _refuse_different(path: Path, values: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
+    """Raise `UserError` where settings that are one for us differ."""
+    for key in keys:
+        if values[key] != values[keys[0]]:
+            raise UserError(
+                f"{path}: {key} is {shown(values[key])} and {keys[0]} is {shown(values[keys[0]])}: {reason}"
+            )
+
+
+def _period(path: Path, values: dict[str, Any]) -> int:
+    """Return N where the layers 0, N, 2N, … are the ones that attend to whole documents."""
+    every, layers = whole_number(path, values, EVERY), whole_number(path, values, "num_hidden_layers")
+    types = values["layer_types"]
+    if types is None:
+        return every
+    if not isinstance(types, list) or len(types) != layers:
+        raise UserError(f"{path}: layer_types is {shown(types)}, expected a list with one kind for each layer")
+    second = next((number for number, kind in enumerate(types) if number and kind == FULL), layers)
+    for number in (every, second):
+        if types == [LOCAL if layer % number else FULL for layer in range(layers)]:
+            return number
+    raise UserError(
+        f"{path}: layer_types has an order that is not built here: need {FULL!r} in the layers 0, N, 2N, … and "
+        f"{LOCAL!r} in the others"
+    )
+
+
+def _thetas(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return θ of both kinds of layers, under the keys of transformers 4."""
+    table = values["rope_parameters"]
+    if table is None:
+        return {}
+    if not isinstance(table, dict) or not all(table[key] is None or isinstance(table[key], dict) for key in table):
+        raise UserError(f"{path}: rope_parameters is {shown(table)}, expected one table for each of {FULL}, {LOCAL}")
+    thetas = {}
+    for kind, settings in table.items():
+        settings = settings or {}
+        if kind not in THETAS or settings.get("rope_type", "default") != "default":
+            raise UserError(
+                f"{path}: rope_parameters of {shown(kind)} are {shown(settings)}, which is not built here: need {FULL} "
+                f"or {LOCAL} with rope_type 'default'"
+            )
+        thetas[THETAS[kind]] = settings.get("rope_theta", values[THETAS[kind]])
+    return thetas

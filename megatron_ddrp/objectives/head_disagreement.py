@@ -1,0 +1,118 @@
+"""Masked LM with heads that disagree (Li et al., arXiv:1810.10183): the nearest relative of HCD.
+
+    loss = MLM − Σ_parts λ · D,  D ≤ 0, of h heads with values V^a, probabilities P^a and outputs O^a = P^a V^a
+
+    value       D = −(1/h²) Σ_{a,b} cos(V^a, V^b)            per token
+    output      D = −(1/h²) Σ_{a,b} cos(O^a, O^b)            per token
+    attention   D = −(1/h²) Σ_{a,b} Σ_{i,j} P^a_ij P^b_ij    per document
+
+A cosine is that of each token, then the mean over the tokens of a document. Documents of at least two tokens count, as
+for TCD and HCD. Pairs a = b are in the sum, so that D has a closed form over all heads: with unit vectors v̂,
+−D = ‖(1/h) Σ_a v̂_a‖², and ‖(1/h) Σ_a P^a‖² for the maps. −D is logged, and its sum over layers is minimised.
+
+HCD is another term: it takes the cosine of whole maps of logits, before the softmax, of a few sampled heads, without
+self-pairs, as a mean over layers. Options: `output`, `value` and `attention` are λ; a part of weight 0 is not computed.
+
+Open readings: the paper's D is of one layer and input; how tokens, sequences and layers add up is ours. Outputs are
+those that the model goes on with, dropout on the probabilities included; the maps are those before dropout. `attention`
+computes the maps apart from the attention backend and keeps h · n² probabilities per layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp.config import Number
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.model.attention.attending import Attended
+from megatron_ddrp.model.attention.backends import attention_map
+from megatron_ddrp.model.similarity import SMALLEST_NORM
+from megatron_ddrp.model.stages import End, State
+from megatron_ddrp.objectives.contract import Objective, Term
+
+PARTS = ("value", "output", "attention")
+
+
+class DocumentLengths(NamedTuple):
+    """What the layers need to know of the documents."""
+
+    lengths: Tensor
+    """int64 `[batch, seq]`: tokens of the document that each token belongs to; 0 at padding and in documents of one
+    token."""
+
+
+class Agreement(NamedTuple):
+    """How much the heads agree, on the way through the layers."""
+
+    sums: Tensor
+    """fp32 (or fp64) `[parts]`: −D of the parts with a weight, summed over documents and layers."""
+
+
+class HeadDisagreement(Objective):
+    """Masked LM and the disagreement of all heads of each layer."""
+
+    options = {part: Number(float(part == "output"), "[0, inf)") for part in PARTS}
+    travelling = (DocumentLengths, Agreement)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts with a weight."""
+        return tuple(part for part in PARTS if self.numbers[part])
+
+    @property
+    def looks_inside(self) -> bool:  # type: ignore[override]
+        return bool(self.parts)
+
+    @property
+    def kept_maps(self) -> int:  # type: ignore[override]
+        return int("attention" in self.parts)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        own = (Term(_loss(part), "sequences", f"{part} alike", self.numbers[part]) for part in self.parts)
+        return (*super().terms, *own)
+
+    def draw_own(self, batch: Batch, seed: int, step: int) -> DocumentLengths:
+        return DocumentLengths(torch.from_numpy(document_lengths(batch.document_ids)))
+
+    def look_inside(self, state: State, attended: Attended) -> Any:
+        drawn = state.inputs.draws.own
+        if drawn is None:
+            return None
+        sums = torch.stack([agreement(part, attended, drawn.lengths) for part in self.parts])
+        return Agreement(sums if state.own is None else state.own.sums + sums)
+
+    def own_sums(self, end: End) -> dict[str, Tensor]:
+        own = end.state.own
+        sums = end.state.head_cosine.new_zeros(len(self.parts)) if own is None else own.sums
+        return {**super().own_sums(end), **{_loss(part): x for part, x in zip(self.parts, sums, strict=True)}}
+
+
+def _loss(part: str) -> str:
+    return f"{part}_disagreement_loss"
+
+
+def document_lengths(document_ids: np.ndarray) -> np.ndarray:
+    """Return `DocumentLengths.lengths` of int64 `[batch, seq]`."""
+    rows, seq = document_ids.shape
+    numbers = document_ids + np.arange(rows)[:, None] * (seq + 1)  # one per document: a row holds at most seq
+    lengths = np.bincount(numbers.ravel())[numbers]
+    return np.where((document_ids > 0) & (lengths > 1), lengths, 0)
+
+
+def agreement(part: str, attended: Attended, lengths: Tensor) -> Tensor:
+    """Return −D of a part of one layer, summed over documents: fp32 (or fp64) scalar."""
+    if part == "attention":
+        mean = attended.mean_of_heads(attention_map(attended.attending))  # [b, s, s]
+        weights = (lengths > 0).to(mean.dtype)
+    else:
+        x = attended.context if part == "output" else attended.attending.value
+        x = x if x.dtype.itemsize >= 4 else x.float()
+        mean = attended.mean_of_heads(F.normalize(x, dim=-1, eps=SMALLEST_NORM))  # [b, s, d]
+        weights = torch.where(lengths > 0, 1 / lengths.to(mean.dtype), 0.0)
+    return (mean.pow(2).sum(-1) * weights).sum()
