@@ -58,7 +58,8 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
         hidden = model.encode(ids, segments, mask, place * mask)
         gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
         if model.mask_decoder is None:
-            logits = model.head.logits(hidden)[valid]  # with the vocabulary's padding, or one per token
+            head: Any = model.head
+            logits = head.logits(hidden)[valid]  # with the vocabulary's padding, or one per token
             gaps["logits"] = _gap(output.logits[valid], logits if logits.dim() == 1 else logits[:, : config.vocab_size])
     for what, gap in gaps.items():
         if not gap <= TOLERANCE:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
-from megatron_ddrp.config import ENCODINGS, ModelConfig
+from megatron_ddrp.config import ENCODINGS, ModelConfig, flag
 from megatron_ddrp.conversion import hub
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.from_huggingface import import_folder
@@ -69,14 +69,19 @@ def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, f
     config = parse_arguments(flags).config
     expected = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
     assert start.objective.objective == expected[case.head] and f"--objective {expected[case.head]} " in line + " "
-    by_token = case.family.model_type in ("roberta", "xlm-roberta", "electra")
-    assert (start.objective.masking == "token") == ("--masking token" in line) == by_token
+    for name, value in case.family.training.items():
+        assert getattr(start.objective, name) == value and f"{flag(name)} {value}" in line
     assert config.objective == start.objective == load_model(tmp_path / "start")[2].objective
     dry_run(config)
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["parameters"] == count_parameters(start.model)[0]
     vocabulary = {"vocab_size": start.config.vocab_size}
     assert config.replace(model=vocabulary).model == start.config
+
+
+def test_single_tokens_are_masked_where_they_were():
+    by_token = {name for name, family in FAMILIES.items() if family.training.get("masking") == "token"}
+    assert {"roberta", "xlm-roberta", "electra"} <= by_token and not {"bert", "camembert"} & by_token
 
 
 def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
