@@ -51,13 +51,14 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
             output = loaded.eval()(**inputs, output_hidden_states=True)
     except Exception as error:  # the code of a plug-in may raise anything
         raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
-    if strange := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+    has_logits = "logits" in output  # else the class is the encoder's alone, and the head's weights lie beside it
+    if strange := sorted({*report["missing_keys"], *(report["unexpected_keys"] if has_logits else ())}):
         raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
     valid = mask.bool()
     with torch.no_grad():
         hidden = model.encode(ids, segments, mask, place * mask)
         gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
-        if model.mask_decoder is None:
+        if has_logits and model.mask_decoder is None:
             head: Any = model.head
             logits = head.logits(hidden)[valid]  # with the vocabulary's padding, or one per token
             gaps["logits"] = _gap(output.logits[valid], logits if logits.dim() == 1 else logits[:, : config.vocab_size])

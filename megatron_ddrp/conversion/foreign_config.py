@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -46,6 +46,8 @@ OWN_SETTINGS = (
     "bias",
     "key_bias",
     "first_norm",
+    "local_attention",
+    "global_every",
     "embedding_size",
     "num_segments",
 )
@@ -93,7 +95,7 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
             settings[name] = one_of(path, values, key, tuple(choices))
         elif "float" not in kind:
             settings[name] = whole_number(path, values, key)
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
         else:
             settings[name] = value

@@ -24,10 +24,13 @@ SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
 """The reason told for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
+DIFFERENCE = "difference of the embeddings"
+"""E_Δ of `model/rtd.py`, which begins with 0."""
 DRAWN = {
     r"head\.own\.": "modules of the objective",
     r"head\.(?!own\.|final_norm\.)": "head",
     r"generator\.": "generator",
+    r"embeddings\.difference\.": DIFFERENCE,
 }
 """Weights that a folder may lack as a whole, since they are drawn anew → their name for people."""
 
@@ -131,6 +134,7 @@ def _complete(parameters: Mapping[str, Tensor], weights: Weights, source: Path) 
         whole = {name for name in parameters if re.match(pattern, name)}
         if whole and whole <= missing:
             missing -= whole
-            weights.initialised.append(f"{kind * (part == 'head')}{part} (drawn anew; the folder has none)")
+            begins = "0" if part == DIFFERENCE else "drawn anew"
+            weights.initialised.append(f"{kind * (part == 'head')}{part} ({begins}; the folder has none)")
     if missing:
         raise UserError(f"{source}: no weight for {min(missing)}, and {len(missing) - 1} more; the folder is not whole")

@@ -18,7 +18,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
 from megatron_ddrp.conversion.export_check import check_export
 from megatron_ddrp.conversion.export_sums import write_sums
-from megatron_ddrp.conversion.families import HEADS, Family, leaving_family
+from megatron_ddrp.conversion.families import Family, leaving_family
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
@@ -44,7 +44,7 @@ class Export:
 
     def summary(self) -> str:
         """Return a few lines: what was loaded, written, left out and not there."""
-        model, name, family = self.config, HEADS[self.head].auto, self.family
+        model, family, loader = self.config, self.family, self.family.classes(self.head)[1]
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
         table = "" if model.position_encoding == "absolute" else f", {model.relative_table} table"
@@ -64,7 +64,7 @@ class Export:
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
             "checked": self.check_line,
-            "wrote": f'{self.output}, {kind}: AutoModelFor{name}.from_pretrained("{self.output}"{trust})',
+            "wrote": f'{self.output}, {kind}: {loader}.from_pretrained("{self.output}"{trust})',
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
@@ -120,9 +120,9 @@ def _is_hugging_face(folder: Path) -> bool:
 
 def _group(name: str) -> str:
     """Return the part of the model that a weight of the folder belongs to, for the summary."""
-    if name.startswith(("head.output", "discriminator_predictions.")):
+    if name.startswith(("head.output", "discriminator_predictions.", "mask_predictions.")):
         return "replaced-token head"
-    if name.startswith(("head.", "cls.", "lm_head.", "generator_")):
+    if name.startswith(("head.", "cls.", "lm_head.", "lm_predictions.", "decoder.", "generator_")):
         return "head"
     if "embeddings." in name:
         return "embeddings"

@@ -37,7 +37,8 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     facts = json.loads(start_ranks(words, None).check().stdout[0].splitlines()[-1])
     encoders = 1 + ("electra" in path.name)
     relative = 67 * 64 * encoders  # D and K^rd at head size 64; absolute positions are one for generator and model
-    assert facts["position_parameters"] == (512 * 768 if "tnf" in path.name else relative)
+    expected = {"pretrain_bert_tnf": 512 * 768, "pretrain_electra_tnf": 512 * 768, "pretrain_modern_base": 0}
+    assert facts["position_parameters"] == expected.get(path.stem, relative)
     assert not (tmp_path / "save").exists()
     assert_fits(facts, machine_of(path), path)
 

@@ -8,7 +8,8 @@ from typing import Any
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.families.bert import Bert
 from megatron_ddrp.conversion.families.contract import HEADS, Family
-from megatron_ddrp.conversion.families.deberta import Deberta, refuse_later_layout
+from megatron_ddrp.conversion.families.deberta import Deberta
+from megatron_ddrp.conversion.families.deberta_v2 import DebertaV2
 from megatron_ddrp.conversion.families.electra import Electra
 from megatron_ddrp.conversion.families.modernbert import ModernBert
 from megatron_ddrp.conversion.families.own import Own
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
         Bert(),
         Electra(),
         Deberta(),
+        DebertaV2(),
         ModernBert(),
         Own(),
     )
@@ -46,8 +48,6 @@ NEAR = {
 def family_of(path: Path, values: dict[str, Any]) -> Family:
     """Return the family of a folder by its config.json. Raises `UserError` for a model that is not known here."""
     kind = values.get("model_type")
-    if kind == "deberta-v2":
-        refuse_later_layout(path, values)
     if not isinstance(kind, str) or kind not in FAMILIES:
         near = f"; {NEAR[kind]}" if isinstance(kind, str) and kind in NEAR else ""
         raise UserError(f"{path}: model_type is {shown(kind)}{near}; supported are {', '.join(FAMILIES)}")

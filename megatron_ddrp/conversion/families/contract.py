@@ -101,6 +101,8 @@ class Family:
     """Module of ours → of theirs, under `prefix`; those of a layer without `layers` and number."""
     head_modules: Mapping[str, Mapping[str, str]]
     """Key of `HEADS`, for each head that its folders may have → the same for the head's modules, without `prefix`."""
+    bare_heads: tuple[str, ...] = ()
+    """Keys of `head_modules` for which transformers has no class: it loads such a folder as an encoder alone."""
     parameters: Mapping[str, str] = MappingProxyType({})
     """Whole names of ours → of theirs under `prefix`, where a module's on one side is a bare parameter on the other."""
     more_modules: Mapping[str, str] = MappingProxyType({})
@@ -174,7 +176,7 @@ class Family:
         """Return the content of config.json, with every key that decides what the model computes."""
         return {
             "model_type": self.model_type,
-            "architectures": [f"{self.class_name}For{HEADS[head].name}"],
+            "architectures": [self.classes(head)[0]],
             **{key: getattr(config, name) for key, name in self.sizes.items()},
             "intermediate_size": config.ffn_size,
             "hidden_act": "gelu",
@@ -183,6 +185,12 @@ class Family:
             "pad_token_id": tokenizer.pad_id,
             "torch_dtype": "float32",
         }
+
+    def classes(self, head: str) -> tuple[str, str]:
+        """Return the class that a folder with `head` names, and the class of transformers that loads it for users."""
+        if head in self.bare_heads:
+            return f"{self.class_name}Model", "AutoModel"
+        return f"{self.class_name}For{HEADS[head].name}", f"AutoModelFor{HEADS[head].auto}"
 
     def their_name(self, name: str, head: str) -> str:
         """Return the name in the folder of a weight of ours, in a model with `head`."""

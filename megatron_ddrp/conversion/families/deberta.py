@@ -7,7 +7,7 @@ those of the release (`lm_predictions`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,16 +68,9 @@ class Deberta(Family):
     }
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
-        if _second_layout(values):
-            refuse_later_layout(path, values)
+        _refuse_later_layout(path, values)
         values = super().complete(path, values)
-        terms = values["pos_att_type"] or []
-        terms = terms.split("|") if isinstance(terms, str) else terms
-        if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
-            raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
-        width = values.get("embedding_size", values["hidden_size"])
-        if width != values["hidden_size"]:
-            raise UserError(f"{path}: embedding_size is {shown(width)}, which is not built here: need hidden_size")
+        refuse_other_terms(path, values)
         return values
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -126,19 +119,24 @@ class Deberta(Family):
         return fused
 
 
-def refuse_later_layout(path: Path, values: dict[str, Any]) -> NoReturn:
-    """Raise `UserError` for a DeBERTa v2 or v3."""
-    missing = ", ".join(_second_layout(values)) or "other projections of the relative table"
-    raise UserError(
-        f"{path}: a DeBERTa of the v2/v3 layout; missing here: {missing}. Give one of the v1 layout, or a BERT"
-    )
+def refuse_other_terms(path: Path, values: dict[str, Any]) -> None:
+    """Raise `UserError` for attention with other terms than DeBERTa's three, and for embeddings of another width."""
+    terms = values["pos_att_type"] or []
+    terms = terms.split("|") if isinstance(terms, str) else terms
+    if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
+        raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
+    width = values.get("embedding_size", values["hidden_size"])
+    if width != values["hidden_size"]:
+        raise UserError(f"{path}: embedding_size is {shown(width)}, which is not built here: need hidden_size")
 
 
-def _second_layout(values: dict[str, Any]) -> list[str]:
-    """Return the parts that a DeBERTa has and v1 has not."""
-    on = {
-        key: value not in (None, False, "none", "") and not (isinstance(value, int) and value < 1)
-        for key, value in values.items()
-        if key in SECOND_LAYOUT
-    }
-    return [f"{what} ({key})" for key, what in SECOND_LAYOUT.items() if on.get(key)]
+def _refuse_later_layout(path: Path, values: dict[str, Any]) -> None:
+    """Raise `UserError` for a folder that says v1 and has parts that came with v2."""
+    for key, what in SECOND_LAYOUT.items():
+        value = values.get(key)
+        is_off = value in (None, False, "none", "") or (isinstance(value, int) and value < 1)
+        if not is_off:
+            raise UserError(
+                f"{path}: {key} is {shown(value)}, {what}, which is of the v2/v3 layout: such a folder has model_type "
+                "'deberta-v2'"
+            )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.families.contract import EXACT_GELU, HEADS, Family
+from megatron_ddrp.conversion.families.contract import EXACT_GELU, Family
 from megatron_ddrp.conversion.foreign_config import shown, whole_number
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -140,8 +140,8 @@ class ModernBert(Family):
                 f"{place.removesuffix(whole)}{part}.{kind}": rows
                 for part, rows in zip(FUSED[whole], parts, strict=True)
             }
-        if "decoder.bias" not in split:
-            return {name: tensor for name, tensor in split.items() if not name.startswith("head.")}
+        if "decoder.bias" not in split:  # a classifier's head, not the masked LM's
+            return {f"classifier.{name}" if name.startswith("head.") else name: rows for name, rows in split.items()}
         return split
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class ModernBert(Family):
         layers = range(config.num_layers)
         return {
             "model_type": self.model_type,
-            "architectures": [f"{self.class_name}For{HEADS[head].name}"],
+            "architectures": [self.classes(head)[0]],
             **{key: getattr(config, name) for key, name in self.sizes.items()},
             "intermediate_size": config.ffn_size,
             "embedding_dropout": config.hidden_dropout,

@@ -31,23 +31,33 @@ ARCHITECTURES = [
     {"position_encoding": "ddrp", "absolute_embedding": True},
     {"position_encoding": "deberta", "absolute_embedding": True, "layernorm_position": "pre"},
     {"position_encoding": "tupe-r", "absolute_embedding": True, "relative_distance": 12},
+    {
+        "position_encoding": "rope",
+        "local_attention": 6,
+        "global_every": 2,
+        "local_rope_theta": 9.0,
+        "deberta_emd": True,
+    },
 ]
+PLAIN = {"absolute": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
+"""Encoding → the class of transformers that is equal to its post-norm model with a shared table."""
 
 
 @pytest.mark.parametrize("settings", ARCHITECTURES, ids=lambda settings: " ".join(map(str, settings.values())))
 @torch.no_grad()
 def test_hidden_states_and_logits_are_equal(tmp_path, tokenizer, offline, settings):
-    from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertForMaskedLM
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
     load = write_checkpoint(tmp_path / "run", tokenizer, **settings)
     export = export_checkpoint(load, tmp_path / "hf")
     model, _, config = load_model(load)
     assert sum(weight.numel() for weight in export.weights.values()) == count_parameters(model)[0]
 
-    plain = settings == {"position_encoding": "absolute", "layernorm_position": "post", "relative_table": "shared"}
+    usual = {"layernorm_position": "post", "relative_table": "shared"}.items() <= settings.items()
+    plain = PLAIN.get(settings["position_encoding"]) if usual else None
     options = {} if plain else {"trust_remote_code": True}
     loaded, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True, **options)
-    assert isinstance(loaded, BertForMaskedLM) == plain
+    assert type(loaded).__name__ == (plain or "DdrpForMaskedLM")
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert loaded.config.vocab_size == tokenizer.vocab_size < config.model.padded_vocab_size
 
