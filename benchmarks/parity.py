@@ -41,7 +41,7 @@ VOCABULARIES = (
 """Pieces of vocab.txt; a family gets the first by which its models are told from those of other families."""
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 24}
 LENGTHS = (24, 13, 2)
-OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -49,7 +49,13 @@ class Differences(NamedTuple):
     """Worst differences of one model in one precision, relative to the largest value."""
 
     hidden_states: float
-    logits: float
+    logits: float | None = None
+    """None where transformers has no class with the head."""
+
+    @property
+    def all(self) -> list[float]:
+        """Those that there are."""
+        return [self.hidden_states] if self.logits is None else [self.hidden_states, self.logits]
 
 
 class Case(NamedTuple):
@@ -148,10 +154,13 @@ def compare(theirs: Any, ours: Any, pad_id: int) -> Differences:
     states[-1:] = [ours.encode(ids, segments, mask, place * mask)]
     for hook in hooks:
         hook.remove()
+    pairs = zip(output.hidden_states, states, strict=True)
+    of_states = max(_gap(*pair, mask.bool()) for pair in pairs)
+    if not hasattr(output, "logits"):  # transformers has the encoder, and no class for its head
+        return Differences(of_states)
     logits = ours.head.logits(states[-1])
     logits = logits if output.logits.dim() == 2 else logits[..., : config.vocab_size]
-    pairs = zip(output.hidden_states, states, strict=True)
-    return Differences(max(_gap(*pair, mask.bool()) for pair in pairs), _gap(output.logits, logits, mask.bool()))
+    return Differences(of_states, _gap(output.logits, logits, mask.bool()))
 
 
 def _gap(theirs: Tensor, ours: Tensor, valid: Tensor) -> float:
@@ -166,7 +175,7 @@ def rows() -> Iterator[str]:
                 theirs, ours = convert(case, Path(folder))
             pad_id = theirs.config.pad_token_id
             found = [compare(theirs.to(dtype), ours.to(dtype), pad_id) for dtype in DTYPES]
-            cells = [" / ".join(f"{difference:.0e}" for difference in pair) for pair in zip(*found, strict=True)]
+            cells = [" / ".join("–" if x is None else f"{x:.0e}" for x in pair) for pair in zip(*found, strict=True)]
             yield f"| {case} | {direction} | {' | '.join(cells)} |"
 
 

@@ -99,7 +99,7 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
             sizes[0 if decays(name, config.model.position_encoding) else 1].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
         in_flight = min(pipeline - place, micro_batches)
-        matrices = hidden_matrices(modules, config.model) if config.optimizer.optimizer == "muon" else {}
+        matrices = hidden_matrices(modules) if config.optimizer.optimizer == "muon" else {}
         muon = sum(held[name] for name in matrices)
         parts.append(Part((tuple(sizes[0]), tuple(sizes[1])), widths, place == pipeline - 1, muon, in_flight))
     return parts

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_ddrp.config.option import COUNT, check_range, check_ranges, option, refuse
-from megatron_ddrp.config.registry import ENCODINGS, encoding_class
+from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_class
 
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
@@ -61,14 +61,13 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
     position_encoding: str = option(
         "ddrp",
-        "how positions enter the model: absolute as in BERT, bert-r relative embeddings in the keys, tupe-a and tupe-r "
-        "untied positions (TUPE), deberta disentangled attention, ddrp the paper's, rope rotary positions, "
-        "t5 one learned number per bucket of distances and head",
+        f"how positions enter the model ({ENCODING_WORDS})",
         choices=ENCODINGS,
     )
     relative_distance: int = option(  # None is resolved below
         None,
-        "r_s: relative distances from here on share one embedding (default: 64; for tupe-r and t5 128, as released)",
+        "r_s: relative distances from here on share one embedding; for deberta-v2 the buckets per direction (default: "
+        "64; as released 128 for tupe-r and t5, 256 for deberta-v2)",
         within=COUNT,
     )
     relative_table: str = option(

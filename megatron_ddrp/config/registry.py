@@ -19,20 +19,27 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 _POSITIONS = "megatron_ddrp.model.positions"
 
-ENCODINGS = {
-    "absolute": f"{_POSITIONS}.absolute:Absolute",
-    "bert-r": f"{_POSITIONS}.bert_r:BertR",
-    "tupe-a": f"{_POSITIONS}.tupe:TupeA",
-    "tupe-r": f"{_POSITIONS}.tupe:TupeR",
-    "deberta": f"{_POSITIONS}.deberta:Deberta",
-    "ddrp": f"{_POSITIONS}.ddrp:Ddrp",
-    "rope": f"{_POSITIONS}.rope:Rope",
-    "t5": f"{_POSITIONS}.t5:T5",
-    "alibi": f"{_POSITIONS}.alibi:Alibi",
-    "alibi-asym": f"{_POSITIONS}.alibi_asym:AlibiAsym",
-    "deberta-v2": f"{_POSITIONS}.deberta_v2:DebertaV2",
+_ENCODINGS = {
+    "absolute": ("absolute:Absolute", "one learned vector per position, as in BERT"),
+    "bert-r": ("bert_r:BertR", "relative embeddings in the keys"),
+    "tupe-a": ("tupe:TupeA", "untied absolute positions (TUPE)"),
+    "tupe-r": ("tupe:TupeR", "the same and T5's bias"),
+    "deberta": ("deberta:Deberta", "disentangled attention, version 1"),
+    "ddrp": ("ddrp:Ddrp", "the paper's, direction times distance"),
+    "rope": ("rope:Rope", "rotary positions"),
+    "t5": ("t5:T5", "one learned number per bucket of distances and head"),
+    "alibi": ("alibi:Alibi", "a fixed slope per head"),
+    "alibi-asym": ("alibi_asym:AlibiAsym", "learned slopes per head, left and right"),
+    "deberta-v2": ("deberta_v2:DebertaV2", "disentangled attention as of version 2, with logarithmic buckets"),
+    "nope": ("nope:Nope", "no positions, a control"),
 }
+"""Value of `--position-encoding` → (file and class in model/positions/, the words of `--help`)."""
+
+ENCODINGS = {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.items()}
 """Value of `--position-encoding` → "module:Class"."""
+
+ENCODING_WORDS = "; ".join(f"{name}: {words}" for name, (_, words) in _ENCODINGS.items())
+"""What `--help` says of the encodings."""
 
 OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",

@@ -44,8 +44,8 @@ class Config:
         self._check_layout()
         if self.optimizer.optimizer == "muon" and self.parallel.zero_stage:
             refuse(
-                f"--optimizer muon with --zero-stage {self.parallel.zero_stage}, which cuts matrices anywhere: use "
-                "--zero-stage 0"
+                f"--optimizer muon with --zero-stage {self.parallel.zero_stage}: Muon needs whole matrices, and ZeRO "
+                "cuts them into flat parts; use --zero-stage 0"
             )
         self._check_schedules()
         if self.logging.log_similarity and self.model.num_attention_heads < 2:

@@ -21,7 +21,7 @@ class TrainingConfig:
         "(arXiv:1810.04805, appendix A.2), and rows of --seq-length to the rest; GPT-BERT has three phases, "
         "128:0.7 256:0.9 (arXiv:2410.24159). A third number is --rope-theta until then, switched at once as in "
         "ModernBERT: 1024:0.9:10000 (arXiv:2412.13663). Every phase has --global-batch-size sequences per step; "
-        "validation has rows of --seq-length throughout",
+        "validation has rows of --seq-length throughout (default: one phase)",
         nargs="+",
         metavar="LENGTH:END[:THETA]",
     )

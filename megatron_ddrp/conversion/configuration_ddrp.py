@@ -29,6 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "bias": True,
     "key_bias": True,
     "first_norm": True,
+    "local_attention": None,
+    "global_every": 3,
     "embedding_size": None,
     "num_segments": 2,
     "pad_token_id": 0,
@@ -56,6 +58,12 @@ class DdrpConfig(PretrainedConfig):
             if encoding == "tupe-r":
                 settings["relative_distance"] = 128
         super().__init__(**(DEFAULTS | settings))
+
+    def window(self, layer: int) -> int | None:
+        """Return how far left and right the tokens of a layer attend; None: to all tokens."""
+        if self.local_attention is None or layer % self.global_every == 0:
+            return None
+        return self.local_attention // 2
 
     @property
     def embedding_width(self) -> int:

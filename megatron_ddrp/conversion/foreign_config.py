@@ -46,6 +46,8 @@ OWN_SETTINGS = (
     "bias",
     "key_bias",
     "first_norm",
+    "local_attention",
+    "global_every",
     "embedding_size",
     "num_segments",
 )

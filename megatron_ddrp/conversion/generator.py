@@ -1,63 +1,58 @@
-"""The generator of an ELECTRA out of a folder of its own, joined to its discriminator."""
+"""The generator of a discriminator out of a folder of its own, joined to it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig, objective_class
-from megatron_ddrp.conversion.huggingface_weights import Weights
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weights
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.model.electra import generator_config
 
 ADVICE = "leave --generator out, and a new one is drawn"
 COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "seq_length", "layernorm_epsilon")
+DIFFERENCE, PROJECTION = "embeddings.difference.weight", "generator.embeddings.projection."
 
 
-def refuse_generator(objective: ObjectiveConfig, source: Path) -> None:
-    """Raise `UserError` where `--generator` was given for a folder that is no discriminator's."""
-    head = objective_class(objective.objective).exported
-    if head != "replaced-token":
-        kind = "a masked LM" if head == "masked-lm" else "a DeBERTa's"
-        raise UserError(
-            f"--generator goes with the folder of an ELECTRA discriminator, and {source} is {kind}: give the "
-            "discriminator's as --from-hf, or leave --generator out",
-            WRONG_ARGUMENTS,
-        )
+def generator_objective(objective: ObjectiveConfig, config: ModelConfig, generator: ModelConfig) -> ObjectiveConfig:
+    """Return the discriminator's objective with a generator of the folder's sizes; `config` is the discriminator's.
 
-
-def sized_objective(objective: ObjectiveConfig, config: ModelConfig, generator: ModelConfig) -> ObjectiveConfig:
-    """Return the objective whose generator has as many heads as the folder's; `config` is the discriminator's."""
-    if objective.generator_heads(config.num_attention_heads) == generator.num_attention_heads:
-        return objective
-    share = round(generator.num_attention_heads / config.num_attention_heads, 4)
-    return replace(objective, generator_size=min(1.0, share))
-
-
-def join_generator(
-    weights: Weights, config: ModelConfig, objective: ObjectiveConfig, other: Weights, other_config: ModelConfig
-) -> None:
-    """Add a generator's weights to those of its discriminator, whose embeddings are one with its own.
-
-    Raises `UserError` where the generator is of another shape than ours beside this discriminator, or embeds otherwise.
+    Raises `UserError` where the objective trains no generator, or none of these sizes beside this discriminator.
     """
-    expected = generator_config(config, objective)
-    for name in COMPARED:
-        there, here = getattr(other_config, name), getattr(expected, name)
-        if there != here:
+    share = round(min(1.0, generator.num_attention_heads / config.num_attention_heads), 4)
+    for candidate in (objective, replace(objective, generator_size=share)):
+        expected = candidate.generator_config(config)
+        if expected is None:
             raise UserError(
-                f"--generator: its {name} is {there}, beside this discriminator it must be {here}; {ADVICE}"
+                "--generator goes with the folder of a discriminator, and the one given as --from-hf is a masked LM: "
+                "give the discriminator's there, or leave --generator out",
+                WRONG_ARGUMENTS,
             )
-    own = {name: tensor for name, tensor in other.ours.items() if name.startswith(("layers.", "head."))}
-    own |= {name: tensor for name, tensor in other.ours.items() if name.startswith("embeddings.projection.")}
-    for name in sorted(other.ours.keys() - own.keys()):
-        if not torch.equal(other.ours[name], weights.ours[name]):
+        wrong = [name for name in COMPARED if getattr(generator, name) != getattr(expected, name)]
+        if not wrong:
+            return candidate
+    there, here = getattr(generator, wrong[0]), getattr(expected, wrong[0])
+    raise UserError(f"--generator: its {wrong[0]} is {there}, beside this discriminator {here} is needed; {ADVICE}")
+
+
+def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) -> None:
+    """Add a generator's weights to those of its discriminator; `wanted` are the names of both together.
+
+    What the two share must be equal, except for token embeddings whose difference is a weight. Raises `UserError` where
+    it is not.
+    """
+    for name, tensor in other.ours.items():
+        if f"generator.{name}" in wanted:
+            weights.ours[f"generator.{name}"] = tensor
+        elif name == TOKEN_EMBEDDING and DIFFERENCE in wanted and tensor.shape == weights.ours[name].shape:
+            weights.ours.update({DIFFERENCE: weights.ours[name] - tensor, name: tensor})
+        elif not torch.equal(tensor, weights.ours[name]):
             raise UserError(
                 f"--generator: {name} is not the discriminator's, and here the two share their embeddings; {ADVICE}"
             )
-    if other_config.embedding_width == other_config.hidden_size:  # nothing projects there
-        own["embeddings.projection.weight"] = torch.eye(other_config.hidden_size)
-        own["embeddings.projection.bias"] = torch.zeros(other_config.hidden_size)
-    weights.ours.update({f"generator.{name}": tensor for name, tensor in own.items()})
+    if PROJECTION + "weight" in wanted and PROJECTION + "weight" not in weights.ours:  # nothing projects there
+        width = len(weights.ours["generator.layers.0.attention.query.weight"])
+        weights.ours[PROJECTION + "weight"] = torch.eye(width)
+        weights.ours[PROJECTION + "bias"] = torch.zeros(width)

@@ -16,7 +16,7 @@ from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.families import Family, family_of
 from megatron_ddrp.conversion.foreign_config import read_config_file
-from megatron_ddrp.conversion.generator import join_generator, refuse_generator, sized_objective
+from megatron_ddrp.conversion.generator import generator_objective, join_generator
 from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.conversion.huggingface_weights import (
     SEGMENT_EMBEDDING,
@@ -60,10 +60,9 @@ def read_folder(source: Path, generator: Path | None = None) -> ReadFolder:
     """
     config, objective, family, weights = _settings_and_weights(source)
     if generator is not None:
-        refuse_generator(objective, source)
         other_config, _, _, other = _settings_and_weights(generator)
-        objective = sized_objective(objective, config, other_config)
-        join_generator(weights, config, objective, other, other_config)
+        objective = generator_objective(objective, config, other_config)
+        join_generator(weights, other, dict(on_meta_device(config, objective).named_parameters()))
     tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
     pieces = tokenizer.vocab_size if tokenizer else rows
     if pieces > rows:

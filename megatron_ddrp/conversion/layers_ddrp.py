@@ -148,6 +148,8 @@ class EncoderLayer(nn.Module):
         self.feed_forward_norm = norm(config)
         self.position = encoding(config) if config.relative_table == "per-layer" else None
         self.layer_position = encoding.layer_part(config)
+        self.window = config.window(number)
+        self.layer_position.is_local = self.window is not None
         self.name_terms = encoding.terms
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -159,9 +161,16 @@ class EncoderLayer(nn.Module):
         rotate = partial(self.layer_position.rotate, position_ids=inputs.position_ids)
         sides = (hidden, hidden if source is None else source)
         queries, keys = (self.attention_norm(states) if self.norm_before else states for states in sides)
-        attended, probabilities = self.attention(queries, keys, inputs.allowed, terms, rotate)
+        attended, probabilities = self.attention(queries, keys, self._within_window(inputs.allowed), terms, rotate)
         hidden = hidden + self.dropout(attended)
         hidden = hidden if self.norm_before else self.attention_norm(hidden)
         expanded = self.feed_forward(self.feed_forward_norm(hidden) if self.norm_before else hidden)
         hidden = hidden + self.dropout(expanded)
         return hidden if self.norm_before else self.feed_forward_norm(hidden), probabilities
+
+    def _within_window(self, allowed: Tensor) -> Tensor:
+        """Mark the allowed pairs, bool `[batch, 1, 1, seq]`, or `[batch, 1, seq, seq]` in a layer with a window."""
+        if self.window is None:
+            return allowed
+        place = torch.arange(allowed.shape[-1], device=allowed.device)
+        return allowed & ((place[:, None] - place).abs() <= self.window)

@@ -27,7 +27,7 @@ def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
     if not tensor.requires_grad:
         return ()
     optimizer = engine.optimizer
-    is_matrix = isinstance(optimizer, MuonBesideAdamW) and any(tensor is own for own, _ in optimizer.matrices.values())
+    is_matrix = isinstance(optimizer, MuonBesideAdamW) and any(tensor is own for own in optimizer.matrices.values())
     return (MOMENTUM,) if is_matrix else ADAM_MOMENTS
 
 

@@ -89,6 +89,7 @@ class SelfAttention(Projecting):
         query, key = rotate(query, batch.position_ids), rotate(key, batch.position_ids)
         heads = state.heads[layer]
         rows = (batch.document_ids, heads, dropout, state.counted, inputs.layout, self.window)
+        terms = terms if self.window is None else terms.within(self.window)
         attending = Attending(query, key, value, terms, *rows)
         apart = self.cosine_apart(attending) if len(heads) else None
         if apart is not None:

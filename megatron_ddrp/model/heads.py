@@ -100,13 +100,12 @@ class ReplacedTokenHead(Head):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.output = nn.Linear(config.hidden_size, 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
-        return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
+    def logits(self, hidden: Tensor, runs: Tensor | None = None) -> Tensor:
+        """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`.
 
-    def judge(self, end: End) -> Tensor:
-        """Return the logits of "replaced" of a micro-batch, `[batch, seq]`."""
-        return self.logits(end.hidden)
+        `runs` as in `Layout` says where documents begin, for heads that ask; without it every row is one document.
+        """
+        return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
 
 
 class ContextualReplacedTokenHead(ReplacedTokenHead):
@@ -119,12 +118,9 @@ class ContextualReplacedTokenHead(ReplacedTokenHead):
         super().__init__(config, objective)
         self.norm = Norm(config.hidden_size, config)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Sums h_[CLS] + h_t `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`."""
-        return super().logits(self.norm(hidden))
-
-    def judge(self, end: End) -> Tensor:
-        return self.logits(end.hidden + first_of_run(end.hidden, end.state.inputs.layout.runs))
+    def logits(self, hidden: Tensor, runs: Tensor | None = None) -> Tensor:
+        first = hidden[:, :1] if runs is None else first_of_run(hidden, runs)
+        return super().logits(self.norm(hidden + first))
 
 
 class EnhancedMaskDecoder(nn.Module):

@@ -6,7 +6,8 @@ heads, averaged over layers. Means over pairs come from closed forms, exact and 
     Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
     ⟨A¹,A²⟩ = ⟨Q¹ᵀQ², K¹ᵀK²⟩ for content-only heads, d×d matrices, padded rows zeroed.
 
-A flattened head is the vector of its valid×valid entries; padding never enters.
+A flattened head is the vector of its valid×valid entries, in local layers of those within the window; padding never
+enters.
 
 Open reading: HCD compares all learned terms of the logits, TUPE's bias B included, although one B serves all layers.
 """

@@ -48,7 +48,9 @@ class ReplacedTokenDetection(Objective):
 
     def own_sums(self, end: End) -> dict[str, Tensor]:
         generator = end.state.own
-        loss, correct, replaced, found = rtd_sums(end.head.judge(end), end.state.inputs.batch.labels)
+        inputs = end.state.inputs
+        logits = end.head.logits(end.hidden, inputs.layout.runs)
+        loss, correct, replaced, found = rtd_sums(logits, inputs.batch.labels)
         return {
             "lm_loss": generator.lm,
             "generator_correct": generator.correct,

@@ -3,16 +3,19 @@
     linear      6 · weights of the layers' linear maps                    per token
     attention   12 · S · D · layers                                       QKᵀ and the product with V
     tables      6 · min(rows, 2S − 1) · D · layers                        Q·T^q, and the same again for K·T^k
+    local       12 · min(S, 2w + 1) · D and 6 · min(rows, 2w + 1) · D     the same in a layer with a window of w
     head        6 · masked share · (D · D + D · vocabulary)               the vocabulary is padded to a multiple of 128
 
 A multiplication with an addition is 2 FLOP, and the backward pass takes twice the forward pass: 2 · (1 + 2) = 6. D is
 the hidden size, S the length of the row. Every position of a row counts, padding included, and every pair of a packed
-row, as in dense products. Not counted: element-wise work, recomputed activations, TCD and HCD, notes, and what an
-encoding multiplies once per micro-batch (TUPE's B, DeBERTa's projected tables: 0.1 % of a base model at 32 x 512).
+row, as in dense products; in a local layer only the pairs within its window. Not counted: element-wise work, recomputed
+activations, TCD and HCD, notes, and what an encoding multiplies once per micro-batch (TUPE's B, DeBERTa's projected
+tables: 0.1 % of a base model at 32 x 512).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -88,8 +91,16 @@ def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, floa
     """Return the FLOP per token of so many layers: linear maps, attention, tables."""
     hidden = model.hidden_size
     linear = TRAINING * (4 * hidden**2 + model.ffn_maps * hidden * model.ffn_size)
-    tables = TRAINING * hidden * sum(_useful_rows(model, length))
-    return layers * linear, layers * 2 * TRAINING * length * hidden, layers * tables
+    shares = [min(1.0, layers - number) for number in range(math.ceil(layers))]
+    pairs = sum(share * _keys(model, length, number) for number, share in enumerate(shares))
+    rows = sum(share * sum(_useful_rows(model, length, number)) for number, share in enumerate(shares))
+    return layers * linear, 2 * TRAINING * pairs * hidden, TRAINING * rows * hidden
+
+
+def _keys(model: ModelConfig, length: int, layer: int) -> int:
+    """Return the keys that a query of a layer is multiplied with."""
+    window = model.window(layer)
+    return length if window is None else min(length, 2 * window + 1)
 
 
 def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tuple[float, float]:
@@ -102,16 +113,20 @@ def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tup
     head = TRAINING * share * (hidden * width + width * model.padded_vocab_size)
     if not decodes_masks(model):
         return head, 0.0
-    of_queries, of_keys = _useful_rows(model, length)
-    by_query = 2 * hidden**2 + model.ffn_maps * hidden * model.ffn_size + 2 * length * hidden + of_queries * hidden
+    last = model.num_layers - 1
+    of_queries, of_keys = _useful_rows(model, length, last)
+    by_query = 2 * hidden**2 + model.ffn_maps * hidden * model.ffn_size
+    by_query += 2 * _keys(model, length, last) * hidden + of_queries * hidden
     once = 2 * hidden**2
     return head, TRAINING * (once + EnhancedMaskDecoder.APPLICATIONS * (share * by_query + of_keys * hidden))
 
 
-def _useful_rows(model: ModelConfig, length: int) -> tuple[int, int]:
-    """Return the rows of T^q and of T^k that rows of `length` tokens can meet; 0 without such a table."""
+def _useful_rows(model: ModelConfig, length: int, layer: int) -> tuple[int, int]:
+    """Return the rows of T^q and of T^k that rows of `length` tokens can meet in a layer; 0 without such a table."""
+    window = model.window(layer)
+    offsets = 2 * (length if window is None else min(length, window + 1)) - 1
     of_queries, of_keys = _table_rows(model, length)
-    return min(of_queries, 2 * length - 1), min(of_keys, 2 * length - 1)
+    return min(of_queries, offsets), min(of_keys, offsets)
 
 
 @cache

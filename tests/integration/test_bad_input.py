@@ -242,11 +242,12 @@ def test_a_run_is_not_laid_over_another_one(flags: Flags, tmp_path: Path) -> Non
 
 
 def test_load_of_what_is_no_run_is_told_the_way(flags: Flags, tmp_path: Path) -> None:
-    """A single checkpoint or a Hugging Face folder would else count as empty, and training start afresh."""
+    """A checkpoint of the run itself would be laid over, and a Hugging Face folder would count as empty."""
     one, exported = tmp_path / "run" / "iter_0000001", tmp_path / "exported"
     for folder in (one, exported):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").touch()
     (one / "state.json").touch()
-    assert_refused(start_ranks(flags(load=one)), FAILURE, "one checkpoint", f"--load {one.parent}")
+    command = flags(load=one, save=one.parent)
+    assert_refused(start_ranks(command), FAILURE, "one checkpoint", f"--load {one.parent}")
     assert_refused(start_ranks(flags(load=exported)), FAILURE, "Hugging Face folder", f"--from-hf {exported}")

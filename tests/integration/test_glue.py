@@ -69,7 +69,7 @@ def predictions(out: Path) -> dict[str, str]:
 
 def run(words: list[str], ranks: int | None = None) -> str:
     """Standard output of `python -m tasks.glue WORDS`, or of rank 0 under a launcher; it must end well."""
-    return start_ranks(words, ranks, module="tasks.glue").check().stdout[0]
+    return start_ranks(words, ranks, program="tasks.glue").check().stdout[0]
 
 
 def launched(words: list[str]) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def kill_a_worker(commands: list[Any]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alone):
     out = folder / "one killed"
-    start_ranks(command(folder, out, "--workers", "2"), None, module="tasks.glue", during=kill_a_worker).check()
+    start_ranks(command(folder, out, "--workers", "2"), None, program="tasks.glue", during=kill_a_worker).check()
     assert rows(out) == rows(alone)
     assert (out / "table.md").is_file()
 
@@ -141,7 +141,7 @@ def test_killed_commands_end_as_one_undisturbed(folder, alone):
         commands[0].kill()
 
     for _ in range(2):
-        killed = start_ranks(words, None, module="tasks.glue", during=kill)
+        killed = start_ranks(words, None, program="tasks.glue", during=kill)
         assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
     run(words)
     assert rows(out) == rows(alone)

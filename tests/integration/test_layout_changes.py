@@ -17,7 +17,7 @@ from tests.integration.launch import start_ranks, training_rows
 from tests.integration.training_runs import Rows, largest_differences, train_runs
 
 Flags = Callable[..., list[str]]
-SAVED, STEPS = 3, 8
+SAVED, STEPS = 2, 5
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank (ZeRO 0, fp32)": (1, {"zero_stage": 0}),
@@ -82,7 +82,7 @@ def test_every_layout_goes_on_from_every_other(saved: Path, flags: Flags) -> Non
     )
     for (kind, source, target), rows in zip(pairs, runs, strict=True):
         differences = largest_differences(rows, expected[kind])
-        assert max(differences.values()) <= 1e-5, f"{kind}: {source} → {target}: {differences}"
+        assert max(differences.values()) <= 5e-6, f"{kind}: {source} → {target}: {differences}"
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 WHOLE_VOCABULARY = 30522
 COURSE = {"train_iters": 10, "micro_batch_size": 2, "zero_stage": 0}
+TWO_MICRO_BATCHES = {"micro_batch_size": 4}
+"""Where no data-parallel rank takes a part and no pipeline needs more."""
 
 
 def layout(tensor: int = 1, pipeline: int = 1, **changes: Any) -> dict[str, Any]:
@@ -34,12 +36,15 @@ MODERN = {
 }
 LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
-        "tensor 2": ({"position_encoding": "ddrp"}, layout(2, zero_stage=1)),
+        "tensor 2": ({"position_encoding": "ddrp"}, layout(2, zero_stage=1, **TWO_MICRO_BATCHES)),
         "pipeline 2": ({"position_encoding": "tupe-r", "packing": True}, layout(1, 2, checkpoint_activations=True)),
         "tensor 2, modern": (MODERN, layout(2, zero_stage=2)),
     },
     4: {
-        "tensor 4": ({"position_encoding": "deberta", "tcd_tokens": 0, "hcd_heads": 0, "vocabulary": True}, layout(4)),
+        "tensor 4": (
+            {"position_encoding": "deberta", "tcd_tokens": 0, "hcd_heads": 0, "vocabulary": True},
+            layout(4, **TWO_MICRO_BATCHES),
+        ),
         "pipeline 2 x data 2": ({"position_encoding": "absolute", "layernorm_position": "pre"}, layout(1, 2)),
         "tensor 2 x pipeline 2": ({"position_encoding": "deberta"}, layout(2, 2, zero_stage=1)),
         "pipeline 4": ({"relative_table": "per-layer", "num_layers": 4, "objective": "mlm"}, layout(1, 4)),

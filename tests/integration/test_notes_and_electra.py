@@ -1,4 +1,7 @@
-"""Notes and ELECTRA in every kind of layout: ten fp32 steps give the losses and the dictionary of one process."""
+"""Notes and ELECTRA in every kind of layout: ten fp32 steps give the losses and the dictionary of one process.
+
+Steps have two micro-batches or more, but for four data-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from tests.integration.launch import start_ranks, training_rows
 Flags = Callable[..., list[str]]
 NOTES = {"notes": True, "notes_min_count": 4, "notes_max_count": 30, "notes_window": 5, "zero_stage": 1}
 COURSE = {**NOTES, "train_iters": 10, "global_batch_size": 16, "generator_size": 0.5}
+TENSOR_2 = {"tensor_model_parallel_size": 2, "micro_batch_size": 8}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
-    "tensor 2": (2, {"tensor_model_parallel_size": 2}),
-    "tensor 2 with sequence": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "packing": True}),
+    "tensor 2": (2, TENSOR_2),
+    "tensor 2 with sequence": (2, {**TENSOR_2, "sequence_parallel": True, "packing": True}),
     "pipeline 2": (2, {"pipeline_model_parallel_size": 2}),
     "data 4": (4, {"packing": True}),
     "tensor 2 x pipeline 2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),

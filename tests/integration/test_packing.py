@@ -41,8 +41,8 @@ def print_rows() -> None:
     """Print how many rows each step has. Runs in a rank, before the training program."""
     step = BatchLoader.step
 
-    def counting(self: BatchLoader, consumed_samples: int) -> list[Batch]:
-        batches = step(self, consumed_samples)
+    def counting(self: BatchLoader, *place: int) -> list[Batch]:
+        batches = step(self, *place)
         print("rows:", sum(len(batch.input_ids) for batch in batches), flush=True)
         return batches
 

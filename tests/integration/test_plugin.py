@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ddrp.run.metrics import read_rows
-from tests.integration.launch import ROOT, start_ranks
+from tests.integration.launch import ROOT, Result, start_ranks
 
 Flags = Callable[..., list[str]]
 
@@ -32,9 +32,8 @@ def plugins(tmp_path: Path) -> list[str]:
     return ["--plugin", *words]
 
 
-def convert(run: Path, output: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), "--load", str(run), "--output", str(output)]
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=300)
+def convert(run: Path, output: Path, *words: str) -> Result:
+    return start_ranks(["--load", run, "--output", output, *words], None, program="tools/convert_checkpoint.py")
 
 
 LOADS = """
@@ -70,8 +69,8 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     assert {path.name for path in (one / "plugins").iterdir()} == {"my_plugin_encoding.py", "my_plugin_objective.py"}
 
     refused = convert(one, tmp_path / "huggingface")
-    assert refused.returncode == 2 and "--plugin" in refused.stderr and len(refused.stderr.splitlines()) == 1
-    assert "damaged" not in refused.stderr
+    (line,) = refused.stderr[0].splitlines()
+    assert refused.exit_codes == [2] and "--plugin" in line and "damaged" not in line
     changed = Path(plugins[1])
     changed.write_text(changed.read_text() + "# another line\n")
     again = start_ranks([*plugins, *flags(save=one, load=one, train_iters=6, **VALIDATION), *NAMES]).check()
@@ -79,8 +78,7 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     assert told + "my_plugin_encoding-2.py" in again.stdout[0] and len(list((one / "plugins").iterdir())) == 3
     forgotten = start_ranks(flags(save=one, load=one, train_iters=9, **VALIDATION))
     assert forgotten.exit_codes == [2] and "--plugin" in forgotten.stderr[0] and "damaged" not in forgotten.stderr[0]
-    done = convert(one, tmp_path / "huggingface", *plugins)
-    assert done.returncode == 0, done.stderr
+    convert(one, tmp_path / "huggingface", *plugins).check()
     loaded = subprocess.run(
         [sys.executable, "-c", LOADS, str(tmp_path / "huggingface")],
         **{"capture_output": True, "text": True, "timeout": 300},

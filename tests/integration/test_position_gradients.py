@@ -108,7 +108,9 @@ def register_own() -> None:
     ENCODINGS.update({name: f"{__name__}:{own.__name__}" for name, own in OWN.items()})
 
 
-CASES = [(name, table) for name in (*ENCODINGS, *OWN) for table in ("shared", "per-layer")]
+CASES = [(name, table, {}) for name in (*ENCODINGS, *OWN) for table in ("shared", "per-layer")]
+LOCAL = {"local_attention": 4, "global_every": 2, "deberta_emd": True}
+CASES += [("absolute", "local", LOCAL), ("deberta-v2", "local", LOCAL)]
 NOTHING_LEARNED = [name for name in ENCODINGS if not list(encoding_class(name)(tiny_config()).parameters())]
 WAYS: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {
     "sampled heads": (((0, 3), (1, 2)), False),
@@ -134,10 +136,10 @@ def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str]
     register_own()
     ranks = place_in_grid(torch.device("cpu"), ParallelConfig(tensor_model_parallel_size=2))
     found = {}
-    for encoding, table in CASES:
-        config = tiny_config(
-            num_attention_heads=4, hidden_size=16, position_encoding=encoding, relative_table=table, deberta_emd=False
-        )
+    for encoding, name, options in CASES:
+        table = "per-layer" if name == "per-layer" else "shared"
+        settings = {"num_attention_heads": 4, "hidden_size": 16, "relative_table": table, "deberta_emd": False}
+        config = tiny_config(position_encoding=encoding, **settings | options)
         for electra in (False, True):
             for way, (heads, cuts) in WAYS.items():
                 whole, part = (_build(config, electra) for _ in range(2))
@@ -148,9 +150,9 @@ def _compare(_words: list[list[str]], _error: Path) -> dict[str, tuple[list[str]
                     apply_sequence_parallel(part, ranks)
                 ours = _gradients(part, heads)
                 assert ours.keys() == expected.keys()
-                off = max(_difference(name, ours[name], expected[name], config, ranks) for name in expected)
+                off = max(_difference(n, ours[n], expected[n], config, ranks) for n in expected)
                 names = [n for n in expected if ".position." in n or "layer_position" in n]
-                found[f"{encoding} {table}{' electra' * electra}, {way}"] = (names, off)
+                found[f"{encoding} {name}{' electra' * electra}, {way}"] = (names, off)
     return found
 
 

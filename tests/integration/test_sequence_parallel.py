@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 SHARED = {"micro_batch_size": 2, "zero_stage": 0, "sequence_parallel": True}
 TENSOR_2: dict[str, Any] = {**SHARED, "tensor_model_parallel_size": 2}
+TWO_MICRO_BATCHES = {"micro_batch_size": 4}
+"""Where no data-parallel rank takes a part and no pipeline needs more."""
 MODELS: dict[str, dict[str, Any]] = {
     "ddrp": {"position_encoding": "ddrp"},
     "deberta": {"position_encoding": "deberta"},
@@ -37,15 +39,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
-        ("ddrp", {**TENSOR_2, "zero_stage": 1}),
-        ("absolute", TENSOR_2),
-        ("modern", TENSOR_2),
-        ("deberta", {**TENSOR_2, "checkpoint_activations": True, "zero_stage": 2}),
-        ("ddrp", {**TENSOR_2, "zero_stage": 3}),
+        ("ddrp", {**TENSOR_2, **TWO_MICRO_BATCHES, "zero_stage": 1}),
+        ("absolute", {**TENSOR_2, **TWO_MICRO_BATCHES}),
+        ("modern", {**TENSOR_2, **TWO_MICRO_BATCHES}),
+        ("deberta", {**TENSOR_2, **TWO_MICRO_BATCHES, "checkpoint_activations": True, "zero_stage": 2}),
+        ("ddrp", {**TENSOR_2, **TWO_MICRO_BATCHES, "zero_stage": 3}),
     ],
     4: [
-        ("absolute", {**SHARED, "tensor_model_parallel_size": 4, "zero_stage": 1}),
-        ("deberta", {**SHARED, "tensor_model_parallel_size": 4}),
+        ("absolute", {**SHARED, **TWO_MICRO_BATCHES, "tensor_model_parallel_size": 4, "zero_stage": 1}),
+        ("deberta", {**SHARED, **TWO_MICRO_BATCHES, "tensor_model_parallel_size": 4}),
         ("ddrp", {**TENSOR_2, "pipeline_model_parallel_size": 2, "zero_stage": 1}),
         ("deberta", {**TENSOR_2, "pipeline_model_parallel_size": 2}),
         ("absolute", TENSOR_2),

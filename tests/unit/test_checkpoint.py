@@ -288,3 +288,17 @@ def test_ranks_share_the_reading_of_the_sums(run):
     faults = [fault(path, (checkpoint.MODEL,), part, 2) for part in (0, 1)]
     assert faults[0] and "CRC-32" in faults[0] and faults[1] is None
     assert fault(path, (checkpoint.OPTIMIZER,)) is None
+
+
+def test_a_checkpoint_that_is_named_is_the_only_candidate_and_must_be_there(tmp_path: Path) -> None:
+    """A run that is to branch off it never starts afresh instead."""
+    run = tmp_path / "run"
+    for name in ("iter_0000002", "iter_0000004"):
+        (run / name).mkdir(parents=True)
+    for name in ("iter_0000002", "iter_0000003"):
+        assert checkpoint.candidates(run / name).paths == [run / name]
+    with pytest.raises(UserError, match="iter_0000003: missing or incomplete"):
+        checkpoint.newest(run / "iter_0000003")
+    checkpoint.refuse_folders(tmp_path / "branch", run / "iter_0000002")
+    with pytest.raises(UserError, match="one checkpoint of --save"):
+        checkpoint.refuse_folders(run, run / "iter_0000002")

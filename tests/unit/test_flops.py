@@ -98,6 +98,20 @@ def test_short_rows_meet_few_rows_of_a_table():
     assert flop_per_token(config, 2).tables == flop_per_token(config).tables * 3 / 5
 
 
+def test_local_layers_count_the_keys_of_their_window():
+    base = {"seq_length": 512, "relative_distance": 64, "num_layers": 4}
+    whole = flop_per_token(configuration("deberta", **base))
+    local = flop_per_token(configuration("deberta", local_attention=20, global_every=3, **base))
+    # Layers 0 and 3 are global, the last one counts a third: its ordinary output is the decoder's input at best.
+    assert local.attention / whole.attention == pytest.approx((4 / 3 * 512 + 2 * 21) / (10 / 3 * 512))
+    assert local.tables / whole.tables == pytest.approx((4 / 3 * 128 + 2 * 21) / (10 / 3 * 128))
+    assert (local.linear, local.head, local.mask_decoder) == (whole.linear, whole.head, whole.mask_decoder)
+    last = flop_per_token(configuration("deberta", local_attention=20, global_every=2, **base))
+    assert last.mask_decoder < whole.mask_decoder
+    wide = flop_per_token(configuration("deberta", local_attention=2000, **base))
+    assert wide == whole
+
+
 def test_terms_add_up():
     assert TokenFlop(1, 2, 3, 4, 5, 6).total == 21
 

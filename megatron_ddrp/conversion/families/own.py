@@ -22,7 +22,7 @@ from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
 """Settings of `OWN_SETTINGS` that folders of all versions have; the others came later and have their defaults then."""
-OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra"}
+OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
 """Head of a folder → the objective that trains it, where the folder names none."""
 
 

@@ -45,7 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
             layout = json.loads(content)
             self._backend = RustTokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception, and Python's reader RecursionError
-            raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({error})") from None
+            raise UserError(f"{file}: not a tokenizer.json of the tokenizers library ({str(error)[:200]})") from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self._read_specials_as_text()

@@ -111,6 +111,20 @@ class PositionTerms:
             return self
         return replace(self, bias=None, offset_bias=None)
 
+    def within(self, window: int) -> PositionTerms:
+        """Return the terms for attention over the offsets −window, …, window alone: other rows are left out."""
+        lowest, highest = max(self.lowest, -window), min(self.highest, window)
+        if (lowest, highest) == (self.lowest, self.highest):
+            return self
+        kept, row = slice(lowest - self.lowest, highest - self.lowest + 1), self.table_row
+        query_table, key_table = (
+            x if x is None or row is not None else x[:, kept] for x in (self.query_table, self.key_table)
+        )
+        offset_bias = None if self.offset_bias is None else self.offset_bias[:, kept]
+        row = None if row is None else row[kept]
+        fields = (query_table, key_table, self.bias, lowest, highest, offset_bias, self.biases_compared, row)
+        return PositionTerms(self.scale, *fields)
+
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> PositionTerms:
         """Return the terms with other tensor fields, given in the order of `HEAD_DIMENSIONS`."""
         return replace(self, **dict(zip(HEAD_DIMENSIONS, tensors, strict=True)))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.tasks.glue.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
@@ -42,8 +43,7 @@ def test_the_discriminators_states_and_logits_are_equal(tmp_path, tokenizer, off
     hidden = model.encode(ids, segments, mask, torch.arange(ids.shape[1]).expand_as(ids) * mask)
     inputs = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask}
     output = loaded.eval()(**inputs, output_hidden_states=True)
-    logits = model.head.logits(hidden if objective == "electra" else hidden[:, :1] + hidden)
-    torch.testing.assert_close(output.logits[valid], logits[valid], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.logits[valid], model.head.logits(hidden)[valid], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(output.hidden_states[-1][valid], hidden[valid], atol=1e-5, rtol=1e-5)
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **options)
@@ -64,3 +64,18 @@ def test_fine_tuning_starts_from_the_discriminator(tmp_path, tokenizer, objectiv
     encoder = load_encoder(load / "iter_0000003").fresh(0, torch.device("cpu")).eval()
     batch = Batch(ids, ids, mask, positions, segments, mask)
     torch.testing.assert_close(encoder(batch), model.encode(ids, segments, mask, positions))
+
+
+@torch.no_grad()
+def test_a_run_goes_on_from_an_exported_rtd_model(tmp_path, tokenizer, offline):
+    """Its one table becomes the generator's, beside a difference of 0; head and layers are those of before."""
+    load = write_checkpoint(tmp_path / "run", tokenizer, "rtd")
+    export_checkpoint(load, tmp_path / "hf")
+    imported = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert "generator (drawn anew" in imported.summary() and "difference, all 0" in imported.summary()
+    (before, _, _), (after, _, config) = load_model(load), load_model(tmp_path / "again")
+    assert config.objective.objective == "rtd" and not after.embeddings.difference.weight.any()
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    inputs = (ids, segments, mask, torch.arange(ids.shape[1]).expand_as(ids) * mask)
+    logits = [model.head.logits(model.encode(*inputs))[mask.bool()] for model in (before, after)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)

@@ -141,12 +141,13 @@ def test_our_own_readers_take_every_encoding_and_a_plugin_that_is_named(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
-def test_the_thetas_of_rotations_travel(tmp_path, tokenizer, offline):
+def test_local_layers_and_the_thetas_of_rotations_travel(tmp_path, tokenizer, offline):
     from transformers import AutoModel
 
-    folder = export_with_expected(tmp_path, tokenizer, position_encoding="rope", rope_theta=50.0, local_rope_theta=3.0)
+    settings = {"rope_theta": 50.0, "local_rope_theta": 3.0, "local_attention": 6, "global_every": 2}
+    folder = export_with_expected(tmp_path, tokenizer, position_encoding="rope", **settings)
     config = load_hugging_face(folder)[0].config
-    assert (config.rope_theta, config.local_rope_theta) == (50.0, 3.0)
+    assert settings == {name: getattr(config, name) for name in settings}
     ids, segments, mask, expected, _ = torch.load(folder / "expected.pt")
     exported = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():

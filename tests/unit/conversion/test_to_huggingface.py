@@ -31,6 +31,13 @@ ARCHITECTURES = [
     {"position_encoding": "ddrp", "absolute_embedding": True},
     {"position_encoding": "deberta", "absolute_embedding": True, "layernorm_position": "pre"},
     {"position_encoding": "tupe-r", "absolute_embedding": True, "relative_distance": 12},
+    {
+        "position_encoding": "rope",
+        "local_attention": 6,
+        "global_every": 2,
+        "local_rope_theta": 9.0,
+        "deberta_emd": True,
+    },
 ]
 PLAIN = {"absolute": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
 """Encoding → the class of transformers that is equal to its post-norm model with a shared table."""

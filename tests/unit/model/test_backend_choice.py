@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn import attention
 
+from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.model.attention import backends
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import eager_attention, resolve_backend, sdpa_attention
 from megatron_ddrp.model.attention.gpu import varlen
 from megatron_ddrp.model.stages import layout_of
+from megatron_ddrp.run.device import choices
 from tests.unit.model.attention_cases import make_case
+from tests.unit.model.tiny import tiny_config
 
 
 def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64, window=None):
@@ -32,6 +36,18 @@ def test_auto_chooses_on_cpus_by_encoding_and_dropout():
     ):
         assert resolve_backend("auto", demand("cpu", dropout=dropout, window=window), in_logits)[0] == expected
     assert resolve_backend("eager", demand("cpu"), True) == ("eager", "as asked for")
+
+
+def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
+    whole = tiny_config(position_encoding="rope", hidden_size=24, num_layers=4)
+    cpu, local = torch.device("cpu"), {"local_attention": 4}
+    assert choices(Config(model=whole), cpu) == (
+        "sdpa attention (fastest on CPUs without terms in the logits and without dropout), fp32"
+    )
+    assert choices(Config(model=replace(whole, **local)), cpu).endswith(
+        "without dropout), in local layers blocked attention (fastest on CPUs for local layers), fp32"
+    )
+    assert "local" not in choices(Config(model=replace(whole, attention_backend="eager", **local)), cpu)
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,20 @@ def test_each_absolute_embedding_moves_the_logits_of_its_own_place():
         assert moved.nonzero().flatten().tolist() == [row]
 
 
+def has_positions(encoding):
+    """Whether an encoding says where tokens stand: in the logits, in the input or by rotating."""
+    own = encoding_class(encoding)
+    rotates = own.layer_part.rotate is not LayerPositions.rotate
+    return own.in_logits or own.adds_absolute_embedding or rotates
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_permuting_tokens_does_more_than_permute_the_outputs(encoding):
     model, batch = tiny_model(position_encoding=encoding), tiny_batch(lengths=(7,))
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
     permuted = batch._replace(input_ids=batch.input_ids[:, order], segment_ids=batch.segment_ids[:, order])
     difference = (encode(model, permuted) - encode(model, batch)[:, order]).abs().max()
-    assert difference > 1e-2
+    assert difference > 1e-2 if has_positions(encoding) else difference < 1e-11
     if not position_parameters(model):  # nothing to take away
         return
     with torch.no_grad():  # without its position parameters the model sees a bag of tokens

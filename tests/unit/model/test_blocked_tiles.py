@@ -82,6 +82,22 @@ def test_tiled_attention_equals_eager(monkeypatch, tile_rows, numbers, table_hea
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
+def test_keys_out_of_reach_are_neither_read_nor_kept():
+    length, window, rows = 400, 20, blocks.SMALLEST_TILE
+    query, key, value = (random(1, HEADS, length, DIM) for _ in range(3))
+    kept = []
+    with torch.no_grad():
+        key[:, :, 200:], value[:, :, 200:] = torch.nan, torch.nan
+    attending = Attending(
+        query, key, value, PositionTerms(0.5), torch.ones(1, length, dtype=torch.long), torch.arange(0), window=window
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda _: None):
+        context, _ = blocked_attention(attending)
+    assert context[:, :, : 200 - rows - window].isfinite().all() and context[:, :, 200:].isnan().all()
+    inputs = 3 * HEADS * length * DIM + length
+    assert sum(kept) - inputs <= HEADS * length * (rows + 2 * window) < HEADS * length**2 // 5
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_second_backward_pass_finds_what_the_first_one_used(dropout):
     torch.manual_seed(2)

@@ -220,7 +220,7 @@ def test_terms_that_are_switched_off_are_zero():
     torch.testing.assert_close(sums, twin_sums(model, batch, Draws.none(3, 2)), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("encoding", ["absolute", "deberta"])
+@pytest.mark.parametrize("encoding", ["deberta", "deberta-v2", "alibi"])
 def test_model_with_local_layers_equals_the_twin(encoding):
     """In the last of two layers a token attends to two others on either side; the mask decoder applies it too."""
     model = tiny_model(position_encoding=encoding, local_attention=5, global_every=2, deberta_emd=True)

@@ -9,7 +9,6 @@ from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.rtd import half_as_deep
-from megatron_ddrp.model.stages import End
 from megatron_ddrp.objectives.contract import make_objective
 from tests.datasets import fake_tokenizer
 from tests.reference.rtd import contextual_logits, discriminator_table
@@ -98,14 +97,14 @@ def test_the_head_reads_each_documents_own_first_token():
     state, _ = discriminator_view(model, batch, no_draws(batch))
     hidden = torch.randn(*batch.input_ids.shape, 12, dtype=torch.float64, requires_grad=True)
     params = dict(model.head.named_parameters())
-    fast = model.head.judge(End(state, hidden, model.head))
+    fast = model.head.logits(hidden, state.inputs.layout.runs)
     documents = batch.document_ids.tolist()
     slow = torch.stack([contextual_logits(*row, params) for row in zip(hidden, documents, strict=True)])
     valid = batch.document_ids > 0
     assert_same(fast[valid], slow[valid], [hidden, *params.values()])
     assert all(g.any() for g in torch.autograd.grad(slow.sum(), [p for p in params.values() if p.dim() > 1]))
-    plain, begins = model.head.logits(hidden), batch.position_ids[valid] == 0  # LN(2h) = LN(h): [CLS] itself is alike
-    assert torch.equal(torch.isclose(fast[valid], plain[valid]), begins) and begins.sum() == 3
+    of_first = model.head.logits(hidden)  # as if every row were one document
+    assert torch.equal(torch.isclose(fast[valid], of_first[valid]), batch.document_ids[valid] == 1)
 
 
 def test_a_row_of_several_documents_gives_the_sums_of_one_each():

@@ -27,9 +27,10 @@ class Shapes(TorchDispatchMode):
         return results
 
 
-def pairs_of_rows(backend, encoding):
+def pairs_of_rows(backend, encoding, **options):
     """Return the shapes with an entry for each pair of tokens of each row, in a training step with HCD."""
-    model = tiny_model(position_encoding=encoding, attention_backend=backend, attention_dropout=0.1, seq_length=SEQ)
+    sizes = {"attention_dropout": 0.1, "seq_length": SEQ}
+    model = tiny_model(position_encoding=encoding, attention_backend=backend, **sizes, **options)
     model = model.float().train()
     batch = tiny_batch((SEQ, SEQ - 2), SEQ)
     with Shapes() as shapes:
@@ -37,9 +38,13 @@ def pairs_of_rows(backend, encoding):
     return {shape for shape in shapes.seen if len(shape) > 3 and shape[0] == BATCH and shape[-2:] == (SEQ, SEQ)}
 
 
-@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if encoding_class(name).in_logits])
-def test_no_logits_are_stored(encoding, monkeypatch):
+IN_LOGITS = [(name, {}) for name in ENCODINGS if encoding_class(name).in_logits]
+LOCAL = {"local_attention": 4, "global_every": 2}
+
+
+@pytest.mark.parametrize("encoding, options", [*IN_LOGITS, ("ddrp", LOCAL)])
+def test_no_logits_are_stored(encoding, options, monkeypatch):
     monkeypatch.setattr(triton_attention, "why_not_triton", lambda *_: None)
     monkeypatch.setattr(triton_attention, "launch", lambda *_: None)  # the kernels work on tiles
-    assert pairs_of_rows("triton", encoding) == set()
-    assert pairs_of_rows("eager", encoding)
+    assert pairs_of_rows("triton", encoding, **options) == set()
+    assert pairs_of_rows("eager", encoding, **options)

@@ -95,6 +95,7 @@ COMPILED_HERE = [
     "tupe-a, 64, bias_gradient, sm_80",
     "ddrp, 128, forward, sm_80",
     "deberta, 128, query_gradient, sm_90",
+    "ddrp hcd local, 64, key_gradient, sm_90",
 ]
 """Of the shipped kernels those that the suite compiles; `python benchmarks/kernels.py --write` compiles all."""
 

@@ -43,6 +43,11 @@ class Tiles(NamedTuple):
         """Most queries or keys of a tile."""
         return max(max(tile.queries, tile.keys) for tile in self)
 
+    @property
+    def smallest(self) -> int:
+        """Fewest queries or keys of a tile."""
+        return min(min(tile.queries, tile.keys) for tile in self)
+
 
 IN_FP32 = {
     64: Tiles(*(Tile(32, 32, 4, 1),) * 4),

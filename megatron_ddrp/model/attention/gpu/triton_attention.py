@@ -88,7 +88,7 @@ class _Problem:
             self.by_query = self._with_offset_bias(terms.offset_bias / terms.scale, self.by_query)
         self.bias = None if terms.bias is None else terms.bias.contiguous()
         has_tables = self.by_query is not None or self.by_key is not None
-        in_band = window is not None and terms.lowest <= -window and window <= terms.highest
+        beyond_band = seq if window is None else window - min(-terms.lowest, terms.highest)
         drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
         self.inputs = (query, key, value, self.by_query, self.by_key, self.bias, document_ids.contiguous(), seed)
         self.numbers = (terms.scale, drop_below)
@@ -101,7 +101,7 @@ class _Problem:
             "LOWEST": terms.lowest,
             "HIGHEST": terms.highest,
             "WINDOW": window,
-            "RUNS": 3 if has_tables and not in_band else 1,
+            "RUNS": 3 if has_tables and beyond_band >= self.tiles.smallest else 1,
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
             "COUNT": len(heads),
             "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
