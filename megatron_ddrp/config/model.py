@@ -27,26 +27,27 @@ class ModelConfig:
     )
     ffn: str = option(
         "gelu",
-        "what the feed-forward block does between its two maps: gelu, or geglu, whose first map is twice as wide and "
-        "whose second half gates the GELU of the first",
+        "feed-forward block: gelu between two linear maps, or geglu, where the output of a third map multiplies the GELU "
+        "(arXiv:2002.05202)",
         choices=("gelu", "geglu"),
     )
     norm: str = option(
-        "layernorm", "layernorm, or rmsnorm, which takes no mean off and has no bias", choices=("layernorm", "rmsnorm")
+        "layernorm",
+        "layernorm, or rmsnorm, which subtracts no mean and has no bias (arXiv:1910.07467)",
+        choices=("layernorm", "rmsnorm"),
     )
     bias: bool = option(
-        True,
-        "biases in every linear map of the layers and heads and in every LayerNorm; the masked-LM "
-        "output keeps its own in any case",
+        True, "biases in linear maps and LayerNorms; with --no-bias the output layer alone has one, as in ModernBERT"
     )
     key_bias: bool = option(
-        True, "a bias in the keys' map, which acts through the position terms alone; DeBERTa v1 has none"
+        True,
+        "a bias in the linear map of the keys; it acts through position terms and HCD alone, and DeBERTa v1 has none",
     )
     embedding_size: int | None = option(
         None, "width of the embeddings, projected to the hidden size as in ELECTRA (default: hidden size)", within=COUNT
     )
     num_segments: int = option(
-        2, "learned segment embeddings; with 1 or 0 every token has the same one, or none", within="[0, 2]"
+        2, "number of segment embeddings; with 1 all tokens share it, with 0 there is none", within="[0, 2]"
     )
     seq_length: int = option(
         512, "longest sequence in tokens, [CLS] and [SEP] included, so at least 3", within="[3, 2147483648)"
@@ -55,7 +56,7 @@ class ModelConfig:
     attention_dropout: float = option(0.1, "dropout on attention probabilities", within="[0, 1)")
     layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
     first_norm: bool = option(
-        True, "with --layernorm-position pre, a LayerNorm before the first attention, right behind the embeddings' own"
+        True, "with --layernorm-position pre, a norm before the first attention too, right after that of the embeddings"
     )
     layernorm_epsilon: float = option(1e-12, "added to the variance, or mean square, in every norm", within="(0, 1]")
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
@@ -89,8 +90,8 @@ class ModelConfig:
     )
     local_attention: int | None = option(
         None,
-        "in most layers a token attends to this many others around it, half of them on either side, as in ModernBERT "
-        "(default: to its whole document in every layer)",
+        "most layers attend to this many neighbours of a token, half of them on either side, as in ModernBERT "
+        "(default: every layer attends to the whole document)",
         within="[2, 2147483648)",
     )
     global_every: int = option(
