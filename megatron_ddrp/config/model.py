@@ -27,7 +27,7 @@ class ModelConfig:
     )
     ffn: str = option(
         "gelu",
-        "feed-forward block: gelu between two linear maps, or geglu, where the output of a third map multiplies the GELU "
+        "feed-forward block: gelu between two linear maps, or geglu, where the output of a third multiplies the GELU "
         "(arXiv:2002.05202)",
         choices=("gelu", "geglu"),
     )
