@@ -4,9 +4,9 @@
 vocabulary 30,522, no dropout; forward + backward + AdamW. A global batch has documents of a dataset's lengths. Theirs
 pads each to the shape's length and attends by sdpa, once as it is by default and once with `sparse_prediction`, which
 computes logits at the masked tokens alone, as ours does. Ours packs. As many rows of each arm as `--shape` says are
-timed, interleaved; the figure is the ratio of non-padding tokens per second with a bootstrap 95 % interval. Each arm runs in a
-process of its own, theirs as its users run it, ours as training keeps memory. Nothing is timed before both sides have
-given the same loss over a few documents.
+timed, interleaved; the figure is the ratio of non-padding tokens per second with a bootstrap 95 % interval. Each arm
+runs in a process of its own, theirs as its users run it, ours as training keeps memory. Nothing is timed before both
+sides have given the same loss over a few documents.
 
     python benchmarks/modern.py --lengths wiki0_text_document --pairs 7
 """
