@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ddrp.conversion.from_huggingface import import_folder
 from tests.integration.launch import ROOT, run_command, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -79,13 +80,24 @@ def launched(words: list[str]) -> subprocess.CompletedProcess[str]:
     return run_command(command_line, PYTHONPATH=str(ROOT))
 
 
+def sweep_alone(folder: Path, out: Path, *more: str) -> Path:
+    """The sweep by one process; the encoder must learn."""
+    run(command(folder, out, *more))
+    assert [row["dev_examples"] for row in rows(out)] == [37, 37]
+    assert all(row["score"] is not None and row["score"] > 0.3 for row in rows(out))
+    return out
+
+
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The sweep by one process."""
-    run(command(folder, folder / "alone"))
-    assert [row["dev_examples"] for row in rows(folder / "alone")] == [37, 37]
-    assert all(row["score"] is not None and row["score"] > 0.3 for row in rows(folder / "alone")), "they must learn"
-    return folder / "alone"
+    return sweep_alone(folder, folder / "alone")
+
+
+@pytest.fixture(scope="module")
+def ours_alone(folder):
+    """Of the same encoder as a checkpoint of ours: its workers need not import transformers."""
+    import_folder(folder / "bert", folder / "ours")
+    return sweep_alone(folder, folder / "ours alone", "--load", str(folder / "ours"))
 
 
 def test_one_and_two_ranks_have_the_same_scores(folder, alone):
@@ -120,18 +132,19 @@ def kill_a_worker(commands: list[Any]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, alone):
+def test_a_killed_worker_does_no_harm_where_the_other_does_its_runs(folder, ours_alone):
     out = folder / "one killed"
-    start_ranks(command(folder, out, "--workers", "2"), None, program="tasks.glue", during=kill_a_worker).check()
-    assert rows(out) == rows(alone)
+    words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
+    start_ranks(words, None, program="tasks.glue", during=kill_a_worker).check()
+    assert rows(out) == rows(ours_alone)
     assert (out / "table.md").is_file()
 
 
-def test_killed_commands_end_as_one_undisturbed(folder, alone):
+def test_killed_commands_end_as_one_undisturbed(folder, ours_alone):
     """Workers must go with a killed parent, and the leases that they held must be free."""
     out = folder / "killed"
     chance = random.Random(3)
-    words = command(folder, out, "--workers", "2")
+    words = command(folder, out, "--load", str(folder / "ours"), "--workers", "2")
 
     def kill(commands: list[Any]) -> None:
         deadline = time.monotonic() + 60
@@ -144,8 +157,8 @@ def test_killed_commands_end_as_one_undisturbed(folder, alone):
         killed = start_ranks(words, None, program="tasks.glue", during=kill)
         assert killed.exit_codes == [-signal.SIGKILL], "it ended by itself, so this proves nothing"
     run(words)
-    assert rows(out) == rows(alone)
-    assert predictions(out) == predictions(alone)
+    assert rows(out) == rows(ours_alone)
+    assert predictions(out) == predictions(ours_alone)
 
 
 def test_bad_data_on_ranks_is_told_once(folder, tmp_path):

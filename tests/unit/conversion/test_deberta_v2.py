@@ -153,6 +153,8 @@ def test_a_discriminator_alone_resumes_under_replaced_token_detection(folder, tm
     place = torch.arange(ids.shape[1]).expand_as(ids) * mask
     expected = theirs.deberta(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(model.encode(ids, segments, mask, place)[mask.bool()], expected[mask.bool()])
+    with pytest.raises(UserError, match="its num_layers is 2, beside this discriminator 1 is needed"):
+        import_folder(tmp_path / "d", tmp_path / "refused", generator=tmp_path / "d")
 
 
 def test_a_pair_of_generator_and_discriminator(folder, tmp_path):
@@ -161,9 +163,8 @@ def test_a_pair_of_generator_and_discriminator(folder, tmp_path):
     words = "deberta.embeddings.word_embeddings.weight"
 
     def half(weights):
-        return {name: weight for name, weight in weights.items() if ".layer.1." not in name} | {
-            words: weights[words] + 1
-        }
+        first_layer = {name: weight for name, weight in weights.items() if ".layer.1." not in name}
+        return first_layer | {words: weights[words] + 1}
 
     place = rewrite(source, tmp_path / "d", without_masked_lm)
     generator = rewrite(source, tmp_path / "g", half, num_hidden_layers=1)

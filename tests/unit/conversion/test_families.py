@@ -68,7 +68,9 @@ def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, f
     assert (program, script, data, place) == ("deepspeed", "pretrain_bert.py", "--data-path", "P")
     config = parse_arguments(flags).config
     expected = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
-    assert start.objective.objective == expected[case.head] and f"--objective {expected[case.head]} " in line + " "
+    is_bare = case.head in case.family.bare_heads  # transformers writes a folder without a head then
+    objective = expected["masked-lm" if is_bare else case.head]
+    assert start.objective.objective == objective and f"--objective {objective} " in line + " "
     for name, value in case.family.training.items():
         assert getattr(start.objective, name) == value and f"{flag(name)} {value}" in line
     assert config.objective == start.objective == load_model(tmp_path / "start")[2].objective

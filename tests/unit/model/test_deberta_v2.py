@@ -10,6 +10,10 @@ from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters, on_meta_device
+from megatron_ddrp.model.attention.attending import Attending
+from megatron_ddrp.model.attention.backends import BACKENDS
+from megatron_ddrp.model.attention.cpu import blocks, positions
+from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.positions.deberta_v2 import DebertaV2, bucket
 from tests.reference.deberta_v2 import buckets, row
 from tests.unit.model.tiny import tiny_config, tiny_model
@@ -105,6 +109,26 @@ def test_hidden_states_are_those_of_transformers():
     got = ours.encode(ids, torch.zeros_like(ids), mask, torch.arange(length) * mask)
     difference = (got - expected)[mask.bool()].abs().max()
     assert difference < 1e-7, difference
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(window, monkeypatch):
+    monkeypatch.setattr(positions, "RUN_OF_KEYS", 16)
+    monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
+    torch.manual_seed(0)
+    row = bucket(torch.arange(-99, 100), 16, 100) + 15
+    tables = [torch.randn(2, 31, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    vectors = [torch.randn(2, 2, 100, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    terms = PositionTerms(0.3, *tables, lowest=-99, highest=99, table_row=row)
+    ids = (torch.arange(100) < torch.tensor([[100], [71]])).long()
+    attending = Attending(*vectors, terms, ids, torch.tensor([0, 1]), window=window)
+    weight, inputs = torch.randn(2, 2, 100, 4) * ids[:, None, :, None], [*vectors, *tables]
+    found = []
+    for backend in ("eager", "blocked"):
+        context, cosine = BACKENDS[backend](attending)
+        found.append([context * ids[:, None, :, None], *torch.autograd.grad((context * weight).sum() + cosine, inputs)])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_dropout_acts_on_the_table_in_every_layer():

@@ -8,7 +8,7 @@ Names as in `blocked.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from megatron_ddrp.model.attention.cpu.blocks import Block, Tile
 from megatron_ddrp.model.positions.contract import PositionTerms
+
+RUN_OF_KEYS = 128
+"""Keys that are multiplied at a time by the rows of a table of buckets."""
 
 Tensors = Sequence[Tensor | None]
 """Tensor fields of `PositionTerms` or their gradients, in the order of `HEAD_DIMENSIONS`."""
@@ -28,14 +31,18 @@ class BlockPositions:
         """`query`, times scale, and `key` `[g, n, d]`."""
         self.terms, self.block, self.num_heads = terms, block, num_heads
         self.query_table = None if terms.query_table is None else QueryTable(terms.query_table, query)
-        self.key_table = None if terms.key_table is None else KeyTable(terms.key_table, key * terms.scale)
+        self.key_table = None
+        if terms.key_table is not None:
+            self.key_table = KeyTable(terms.key_table, key * terms.scale, list(self._runs_of_keys()))
         self.offset_bias = None if terms.offset_bias is None else OffsetBias(terms, block.length)
 
     def add(self, logits: Tensor, tile: Tile) -> None:
         """Add everything but Q·K to the logits `[g, t, c]` of a tile."""
         by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if self.query_table is not None:
-            logits += self.query_table.by_query(tile.rows).gather(-1, self._index(tile).expand_as(logits))
+            read = self._read(tile)
+            index = (self._index(tile) - read.start).expand_as(logits)
+            logits += self.query_table.by_query(tile.rows, read).gather(-1, index)
         if self.key_table is not None:
             logits += self.key_table.by_key[..., tile.columns].gather(1, self._index(tile).expand_as(logits))
         if self.terms.bias is not None:
@@ -47,7 +54,9 @@ class BlockPositions:
         """The adjoint of `add`: add to `d_query` `[g, t, d]` and the biases' gradients; `finish` adds to the others."""
         _, _, d_bias, d_offset_bias = d_tensors
         if self.query_table is not None:
-            self.query_table.collect(d_logits, self._index(tile).expand_as(d_logits), tile.rows, d_query)
+            read = self._read(tile)
+            index = (self._index(tile) - read.start).expand_as(d_logits)
+            self.query_table.collect(d_logits, index, tile.rows, read, d_query)
         if self.key_table is not None:
             d_by_key = self.key_table.d_by_key[..., tile.columns]
             d_by_key.scatter_add_(1, self._index(tile).expand_as(d_logits), d_logits)
@@ -75,6 +84,27 @@ class BlockPositions:
         """Return the row of the tables for each pair of a tile: `[t, c]`."""
         row = _clipped(self.block.offsets(tile), self.terms)
         return row if self.terms.table_row is None else self.terms.table_row[row]
+
+    def _read(self, tile: Tile) -> slice:
+        """Return the rows of the tables that the pairs of a tile read."""
+        return self._rows(tile.rows.start - tile.columns.stop + 1, tile.rows.stop - 1 - tile.columns.start)
+
+    def _rows(self, smallest: int, largest: int) -> slice:
+        """Return the rows of the tables for offsets between two. Of a table of buckets, which may have hundreds of
+        rows, these are about two thirds; of the others all rows, which are few."""
+        row = self.terms.table_row
+        if row is None:
+            return slice(0, self.terms.highest - self.terms.lowest + 1)
+        first, last = (int(row[_clipped(torch.tensor(offset), self.terms)]) for offset in (smallest, largest))
+        return slice(first, last + 1)
+
+    def _runs_of_keys(self) -> Iterator[tuple[slice, slice]]:
+        """Yield some keys after others, each time with the rows of the tables that queries read for them."""
+        length, size = self.block.length, RUN_OF_KEYS if self.terms.table_row is not None else self.block.length
+        reach = length - 1 if self.block.window is None else self.block.window
+        for start in range(0, length, size):
+            end = min(start + size, length)
+            yield slice(start, end), self._rows(max(1 - end, -reach), min(length - 1 - start, reach))
 
     def _own(self, bias: Tensor) -> Tensor:
         return bias if len(bias) == 1 else bias[self.block.rows]
@@ -110,45 +140,60 @@ class QueryTable:
         """`table` `[1 or h, R, d]`; `query` `[g, n, d]`, times scale."""
         self.query, self.table = query, _for_all(table, len(query))
 
-    def by_query(self, rows: slice) -> Tensor:
-        """Return the products of a tile, `[g, t, R]`."""
-        return _wide(torch.bmm(self.query[:, rows], self.table.transpose(1, 2)))
+    def by_query(self, rows: slice, read: slice) -> Tensor:
+        """Return the products of a tile with the rows `read` of the table, `[g, t, R′]`."""
+        return _wide(torch.bmm(self.query[:, rows], self.table[:, read].transpose(1, 2)))
 
     @cached_property
     def d_table(self) -> Tensor:
         """`[g, R, d]`."""
         return torch.zeros_like(self.table, memory_format=torch.contiguous_format)
 
-    def collect(self, d_logits: Tensor, index: Tensor, rows: slice, d_query: Tensor) -> None:
+    def collect(self, d_logits: Tensor, index: Tensor, rows: slice, read: slice, d_query: Tensor) -> None:
         """Add the gradient of a tile to those of the table and of its queries `[g, t, d]`."""
-        d_by_query = d_logits.new_zeros(*d_logits.shape[:2], self.table.shape[1])
+        d_by_query = d_logits.new_zeros(*d_logits.shape[:2], read.stop - read.start)
         d_by_query = d_by_query.scatter_add_(-1, index, d_logits).to(d_query.dtype)
-        d_query.baddbmm_(d_by_query, self.table)
-        self.d_table.baddbmm_(d_by_query.transpose(1, 2), self.query[:, rows])
+        d_query.baddbmm_(d_by_query, self.table[:, read])
+        self.d_table[:, read].baddbmm_(d_by_query.transpose(1, 2), self.query[:, rows])
 
 
 class KeyTable:
     """K_j·T^k[r] of one block for every row r, and the gradients of one backward pass over it."""
 
-    def __init__(self, table: Tensor, key: Tensor) -> None:
-        """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale."""
-        self.key, self.table = key, _for_all(table, len(key))
+    def __init__(self, table: Tensor, key: Tensor, runs: list[tuple[slice, slice]]) -> None:
+        """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale; `runs`: some keys, and the rows read for them."""
+        self.key, self.table, self.runs = key, _for_all(table, len(key)), runs
 
     @cached_property
     def by_key(self) -> Tensor:
-        """`[g, R, n]`."""
-        return _wide(torch.bmm(self.table, self.key.transpose(1, 2)))
+        """`[g, R, n]`, written where it is read."""
+        if len(self.runs) == 1:
+            return _wide(torch.bmm(self.table, self.key.transpose(1, 2)))
+        products = self._empty()
+        for keys, rows in self.runs:
+            products[:, rows, keys] = torch.bmm(self.table[:, rows], self.key[:, keys].transpose(1, 2))
+        return products
 
     @cached_property
     def d_by_key(self) -> Tensor:
         """The gradient of `by_key`."""
+        return self._empty().zero_()
+
+    def _empty(self) -> Tensor:
         shape = len(self.key), self.table.shape[1], self.key.shape[1]
-        return self.key.new_zeros(shape, dtype=torch.promote_types(self.key.dtype, torch.float32))
+        return self.key.new_empty(shape, dtype=torch.promote_types(self.key.dtype, torch.float32))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return those of the table `[g, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
         d_by_key = self.d_by_key.to(self.key.dtype)
-        return torch.bmm(d_by_key, self.key), torch.bmm(d_by_key.transpose(1, 2), self.table)
+        if len(self.runs) == 1:
+            return torch.bmm(d_by_key, self.key), torch.bmm(d_by_key.transpose(1, 2), self.table)
+        d_table, d_key = torch.zeros_like(self.table, memory_format=torch.contiguous_format), torch.empty_like(self.key)
+        for keys, rows in self.runs:
+            part = d_by_key[:, rows, keys]
+            d_table[:, rows].baddbmm_(part, self.key[:, keys])
+            d_key[:, keys] = torch.bmm(part.transpose(1, 2), self.table[:, rows])
+        return d_table, d_key
 
 
 class OffsetBias:
