@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.conversion.huggingface_weights import TOKEN_EMBEDDING, Weights
+from megatron_ddrp.conversion.huggingface_weights import EMBEDDING_DIFFERENCE, TOKEN_EMBEDDING, Weights
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 ADVICE = "leave --generator out, and a new one is drawn"
 COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "seq_length", "layernorm_epsilon")
-DIFFERENCE, PROJECTION = "embeddings.difference.weight", "generator.embeddings.projection."
+PROJECTION = "generator.embeddings.projection."
 
 
 def generator_objective(objective: ObjectiveConfig, config: ModelConfig, generator: ModelConfig) -> ObjectiveConfig:
@@ -46,8 +46,8 @@ def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) ->
     for name, tensor in other.ours.items():
         if f"generator.{name}" in wanted:
             weights.ours[f"generator.{name}"] = tensor
-        elif name == TOKEN_EMBEDDING and DIFFERENCE in wanted and tensor.shape == weights.ours[name].shape:
-            weights.ours.update({DIFFERENCE: weights.ours[name] - tensor, name: tensor})
+        elif name == TOKEN_EMBEDDING and EMBEDDING_DIFFERENCE in wanted and tensor.shape == weights.ours[name].shape:
+            weights.ours.update({EMBEDDING_DIFFERENCE: weights.ours[name] - tensor, name: tensor})
         elif not torch.equal(tensor, weights.ours[name]):
             raise UserError(
                 f"--generator: {name} is not the discriminator's, and here the two share their embeddings; {ADVICE}"

@@ -20,12 +20,13 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import on_meta_device
 
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
+EMBEDDING_DIFFERENCE = "embeddings.difference.weight"
+"""E_Δ of `model/rtd.py`, which begins with 0."""
 SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
 """The reason told for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 DIFFERENCE = "difference of the embeddings"
-"""E_Δ of `model/rtd.py`, which begins with 0."""
 DRAWN = {
     r"head\.own\.": "modules of the objective",
     r"head\.(?!own\.|final_norm\.)": "head",
@@ -116,7 +117,7 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
         if name not in weights.ours:
             continue
         value, target = weights.ours[name], parameter.data
-        if name.endswith((TOKEN_EMBEDDING, OUTPUT_BIAS)):
+        if name.endswith((TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)):
             value, target = value[:vocab_size], target[:vocab_size]
         if value.shape != target.shape:
             raise UserError(
