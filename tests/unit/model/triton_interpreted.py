@@ -180,6 +180,24 @@ def test_half_precision_stays_near():
     assert_answers_close((context, gradients), reference(case), rtol=8 * step, atol=8 * step)
 
 
+def test_offset_bias_is_read_in_fp32():
+    """Far away ALiBi subtracts hundreds, where half precision knows no fractions."""
+    case = make_case(PADDED, -16, 16, tables="V", heads=2, dtype=torch.float16)
+    case.terms = case.terms.map(lambda x, _: (x.detach().float() - 255).requires_grad_())
+    step = torch.finfo(torch.float16).eps
+    assert_answers_close(answer(case, triton_attention), reference(case), rtol=8 * step, atol=8 * step)
+
+
+def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
+    case = make_case(PADDED, -4, 3, tables="V", heads=2)
+    _, expected = answer(case, triton_attention)
+    case.terms = case.terms.map(lambda x, _: x.detach())
+    monkeypatch.setattr(module._Problem, "_like_p", lambda self: pytest.fail("the gradient of P is written"))
+    context, _ = triton_attention(case.attending())
+    gradients = torch.autograd.grad((context * case.weight()).sum(), case.inputs[:3])
+    assert all(map(torch.equal, gradients, expected[:3]))
+
+
 def dropped_probabilities(case, dropout, seed):
     """What dropout leaves of the probabilities: the context of unit vectors. Needs head_dim = seq."""
     torch.manual_seed(seed)
