@@ -96,7 +96,7 @@ def launches(
             query,
             key,
             value,
-            terms.map(lambda x, _: leaf(*x.shape)),
+            terms.map(lambda x, _: leaf(*x.shape).requires_grad_(x.requires_grad)),
             torch.empty(3, SEQ, dtype=torch.long, device="meta"),
             torch.empty(compared, dtype=torch.long, device="meta"),
             0.1,

@@ -180,6 +180,35 @@ def test_half_precision_stays_near():
     assert_answers_close((context, gradients), reference(case), rtol=8 * step, atol=8 * step)
 
 
+def test_offset_bias_is_read_in_fp32():
+    """Far away ALiBi subtracts hundreds, where half precision knows no fractions."""
+    case = make_case(PADDED, -16, 16, tables="V", heads=2, dtype=torch.float16)
+    case.terms = case.terms.map(lambda x, _: (x.detach().float() - 255).requires_grad_())
+    step = torch.finfo(torch.float16).eps
+    assert_answers_close(answer(case, triton_attention), reference(case), rtol=8 * step, atol=8 * step)
+
+
+def test_nothing_is_written_for_an_offset_bias_that_does_not_learn(monkeypatch):
+    case = make_case(PADDED, -4, 3, tables="V", heads=2)
+    _, expected = answer(case, triton_attention)
+    case.terms = case.terms.map(lambda x, _: x.detach())
+    monkeypatch.setattr(module.Offsets, "empty", lambda self: pytest.fail("the gradient of P is written"))
+    context, _ = triton_attention(case.attending())
+    gradients = torch.autograd.grad((context * case.weight()).sum(), case.inputs[:3])
+    assert all(map(torch.equal, gradients, expected[:3]))
+
+
+def test_lengths_up_to_a_multiple_of_128_share_their_kernels():
+    def constants(seq, reach):
+        case = make_case([[1] * seq], -reach, reach, tables="QkV")
+        vectors = (x.transpose(1, 2) for x in case.attending()[:3])  # [1, seq, 1, d]
+        return module._Problem(Attending(*vectors, *case.attending()[3:]), None).constants
+
+    assert constants(130, 129) == constants(255, 254) == constants(256, 255) != constants(257, 256)
+    assert (constants(130, 129)["LOWEST"], constants(130, 129)["HIGHEST"]) == (-255, 255)
+    assert constants(130, 64) == constants(257, 64)
+
+
 def dropped_probabilities(case, dropout, seed):
     """What dropout leaves of the probabilities: the context of unit vectors. Needs head_dim = seq."""
     torch.manual_seed(seed)

@@ -1,8 +1,9 @@
 """Attention for GPUs without stored logits: flash attention with learned position terms, in Triton.
 
-The formula of `megatron_ddrp.model.attention.logits`. Outside of the kernels stay P^q = Q·T^qᵀ + v/scale and
-P^k = K·T^kᵀ (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`) and their gradients T^q′ = P^q′ᵀQ,
-Q′ += P^q′·T^q, v′ = Σ P^q′/scale; P is recomputed in the backward pass. Results repeat to the last bit.
+The formula of `megatron_ddrp.model.attention.logits`. Outside of the kernels stay P^q = Q·T^qᵀ and P^k = K·T^kᵀ
+(`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`) and their gradients T^q′ = P^q′ᵀQ, Q′ += P^q′·T^q; P is
+recomputed in the backward pass. v is read in fp32 as it is, `[h, rows]`; where it is learned, P^q′ is written for it
+too, without a table as well, since v′ = Σ P^q′/scale. Results repeat to the last bit.
 
 Triton is imported at the first call, so that the package works without it. Queries that may attend to nothing
 (padding) give 0 and take no gradient.
@@ -17,12 +18,12 @@ import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ddrp.model.attention.attending import Attending, Demand
 from megatron_ddrp.model.attention.gpu.launching import Tile, launch, tiles
+from megatron_ddrp.model.attention.gpu.offsets import Offsets
 from megatron_ddrp.model.attention.logits import tapped_cosine
 from megatron_ddrp.model.positions.contract import HEAD_DIMENSIONS
 
@@ -61,11 +62,6 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """Return a view of `[b, s, h, d]` as `[h, b·s, d]`."""
-    return x.flatten(0, 1).transpose(0, 1)
-
-
 def _next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
@@ -82,52 +78,32 @@ class _Problem:
         reach = seq if window is None else self.tiles.largest + 2 * window
         self.query, self.key, self.value, self.terms = query, key, value, terms
         self.heads = heads if len(heads) else None
-        self.query_table, self.key_table = self._table(terms.query_table), self._table(terms.key_table)
-        self.by_query, self.by_key = self._by_offset(query, self.query_table), self._by_offset(key, self.key_table)
-        if terms.offset_bias is not None:
-            self.by_query = self._with_offset_bias(terms.offset_bias / terms.scale, self.by_query)
+        self.offsets = offsets = Offsets(terms, query)
+        self.query_table, self.key_table = offsets.fill(terms.query_table), offsets.fill(terms.key_table)
+        self.by_query, self.by_key = offsets.products(query, self.query_table), offsets.products(key, self.key_table)
         self.bias = None if terms.bias is None else terms.bias.contiguous()
-        has_tables = self.by_query is not None or self.by_key is not None
+        by_offset = (self.by_query, self.by_key, offsets.offset_bias())
         beyond_band = seq if window is None else window - min(-terms.lowest, terms.highest)
+        has_bins = any(x is not None for x in by_offset) and not offsets.cover_all
         drop_below = min(max(round(dropout * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
-        self.inputs = (query, key, value, self.by_query, self.by_key, self.bias, document_ids.contiguous(), seed)
+        self.inputs = (query, key, value, *by_offset, self.bias, document_ids.contiguous(), seed)
         self.numbers = (terms.scale, drop_below)
         self.sizes = (batch, num_heads, seq)
         self.constants: dict[str, Any] = {
             "D": head_dim,
             "D_PAD": max(16, _next_power_of_2(head_dim)),
             "S_PAD": max(512, _next_power_of_2(min(seq, reach))),
-            "TABLE_ROWS": -(-(terms.highest - terms.lowest + 1) // 8) * 8,
-            "LOWEST": terms.lowest,
-            "HIGHEST": terms.highest,
+            "TABLE_ROWS": offsets.rows,
+            "LOWEST": offsets.lowest,
+            "HIGHEST": offsets.highest,
             "WINDOW": window,
-            "RUNS": 3 if has_tables and beyond_band >= self.tiles.smallest else 1,
+            "RUNS": 3 if has_bins and beyond_band >= self.tiles.smallest else 1,
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
             "COUNT": len(heads),
             "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
             # fp32 as three products of tensor-core numbers: as good as fp32, where one alone keeps 10 bits.
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
         }
-
-    def _table(self, table: Tensor | None) -> Tensor | None:
-        """Pad `[1 | h, rows, d]` to `[h, rows′, d]`, rows′ a multiple of 8: rows of P then begin at 16-byte borders."""
-        if table is None:
-            return None
-        padded = F.pad(table.to(self.query.dtype), (0, 0, 0, -table.shape[1] % 8))
-        return padded.expand(self.query.shape[2], -1, -1)
-
-    @staticmethod
-    def _by_offset(vectors: Tensor, table: Tensor | None) -> Tensor | None:
-        """Return P: `[b, s, h, d]`, `[h, rows′, d]` → `[h, b·s, rows′]`."""
-        return None if table is None else _by_head(vectors) @ table.transpose(-1, -2)
-
-    def _with_offset_bias(self, per_row: Tensor, by_query: Tensor | None) -> Tensor:
-        """Add `[1 | h, rows]` to every query of P `[h, b·s, rows′]`, which starts as 0 where there is no table."""
-        batch, num_heads, seq = self.query.shape[0], self.query.shape[2], self.query.shape[1]
-        padded = F.pad(per_row, (0, -per_row.shape[1] % 8)).unsqueeze(1)
-        if by_query is not None:
-            return (by_query + padded).to(self.query.dtype)
-        return padded.to(self.query.dtype).expand(num_heads, batch * seq, -1).contiguous()
 
     def statistics(self) -> Tensor:
         """Allocate one fp32 number per query: `[h, b, s]`."""
@@ -140,8 +116,8 @@ class _Problem:
 
     def launch_compare(self, kernel: Any, tensors: tuple[Tensor, ...], counted: Tensor) -> None:
         """Run a kernel of HCD, which knows no values and no dropout."""
-        query, key, _, by_query, by_key, bias, ids, _ = self.inputs
-        inputs, tile = (query, key, by_query, by_key, bias, ids, self.terms.scale, self.heads), self.tiles.heads
+        query, key, _, *of_terms, ids, _ = self.inputs
+        inputs, tile = (query, key, *of_terms, ids, self.terms.scale, self.heads), self.tiles.heads
         programs = self.sizes[0] * -(-self.sizes[2] // tile.queries)
         constants = self.constants | tile.constants | {"DOCUMENTS": counted.shape[1]}
         launch(kernel, programs, (*inputs, *tensors, *self.sizes), constants)
@@ -182,55 +158,39 @@ class _Problem:
         return total, pulls
 
     def backward(
-        self, context: Tensor, d_context: Tensor, lse: Tensor, wants_bias: bool, pulls: tuple[Tensor | None, ...]
+        self, context: Tensor, d_context: Tensor, lse: Tensor, wants: dict[str, bool], pulls: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key, value `[b, s, h, d]`, and of the terms' tensors in their order."""
+        """Return the gradients of query, key, value `[b, s, h, d]`, and of the terms' tensors in their order.
+
+        `wants`: which of the terms' tensors learn.
+        """
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
         delta = self.statistics()
         d_query, d_key, d_value = (torch.empty_like(self.query) for _ in range(3))
-        d_by_query = None if self.by_query is None else torch.empty_like(self.by_query)
-        d_by_key = None if self.by_key is None else torch.empty_like(self.by_key)
+        offsets, terms = self.offsets, self.terms
+        d_by_query = offsets.empty() if self.by_query is not None or wants["offset_bias"] else None
+        d_by_key = None if self.by_key is None else offsets.empty()
         outputs: tuple[Tensor | None, ...] = (context, d_context, lse, delta, d_query, d_by_query, self.heads, *pulls)
         tile = self.tiles.query_gradient
         self.launch(triton_kernels.query_gradient_kernel, self._blocks(tile.queries), outputs, tile)
         outputs, tile = (d_context, lse, delta, d_key, d_value, d_by_key, self.heads, *pulls), self.tiles.key_gradient
         self.launch(triton_kernels.key_gradient_kernel, self._blocks(tile.keys), outputs, tile)
-        d_query_table = self._through_table(d_query, self.query, d_by_query, self.query_table, self.terms.query_table)
-        d_key_table = self._through_table(d_key, self.key, d_by_key, self.key_table, self.terms.key_table)
+        d_query_table = offsets.through_table(d_query, self.query, d_by_query, self.query_table, terms.query_table)
+        d_key_table = offsets.through_table(d_key, self.key, d_by_key, self.key_table, terms.key_table)
         d_bias = None
-        if self.bias is not None and wants_bias:
+        if self.bias is not None and wants["bias"]:
             d_bias = torch.empty_like(self.bias)
             seq, tile = self.sizes[2], self.tiles.query_gradient
             programs = self.bias.shape[:2].numel() * -(-seq // tile.queries) * -(-seq // tile.keys)
             outputs = (d_context, lse, delta, d_bias, self.heads, *pulls)
             self.launch(triton_kernels.bias_gradient_kernel, programs, outputs, tile)
-        return d_query, d_key, d_value, d_query_table, d_key_table, d_bias, self._offset_bias_gradient(d_by_query)
-
-    def _offset_bias_gradient(self, d_by_query: Tensor | None) -> Tensor | None:
-        """Sum the gradient of P^q over the queries, in fp32."""
-        parameter = self.terms.offset_bias
-        if d_by_query is None or parameter is None:
-            return None
-        per_head = d_by_query[..., : parameter.shape[1]].sum(1, dtype=torch.float32) / self.terms.scale
-        return per_head.sum_to_size(parameter.shape).to(parameter.dtype)
+        d_offset_bias = offsets.through_offset_bias(d_by_query) if wants["offset_bias"] else None
+        return d_query, d_key, d_value, d_query_table, d_key_table, d_bias, d_offset_bias
 
     def _blocks(self, block: int) -> int:
         batch, num_heads, seq = self.sizes
         return -(-seq // block) * batch * num_heads
-
-    @staticmethod
-    def _through_table(
-        d_vectors: Tensor, vectors: Tensor, d_by_offset: Tensor | None, table: Tensor | None, parameter: Tensor | None
-    ) -> Tensor | None:
-        """Add the vectors' share of P's gradient to `d_vectors`; return the table's gradient, summed in fp32."""
-        if d_by_offset is None or table is None or parameter is None:
-            return None
-        _by_head(d_vectors).baddbmm_(d_by_offset, table)
-        per_head = (d_by_offset.transpose(-1, -2) @ _by_head(vectors))[:, : parameter.shape[1]]
-        if parameter.shape[0] == 1:
-            per_head = per_head.sum(0, keepdim=True, dtype=torch.float32)
-        return per_head.to(parameter.dtype)
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -260,8 +220,8 @@ class _TritonAttention(torch.autograd.Function):
         attending = Attending(query, key, value, terms, document_ids, heads, ctx.dropout, window=ctx.window)
         problem = _Problem(attending, seed)
         pulls = problem.pull(of_heads, d_cosine) if of_heads else (None, None)
-        wants_bias = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))["bias"]
-        gradients = problem.backward(context, _by_token(d_context), lse, wants_bias, pulls)
+        wants = dict(zip(HEAD_DIMENSIONS, ctx.needs_input_grad[5:], strict=True))
+        gradients = problem.backward(context, _by_token(d_context), lse, wants, pulls)
         return (None, None, *(None if x is None else x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
 
 

@@ -47,7 +47,7 @@ def column_of(matrix, a, COUNT_PAD: tl.constexpr):
 
 @triton.jit
 def logits_of(
-    a, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
+    a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, WHERE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -55,20 +55,22 @@ def logits_of(
     """A tile of the compared head number `a`'s logits in base 2, 0 for forbidden pairs."""
     h = tl.load(heads + a)
     origin = (b * S * H + h) * D
+    if offset_bias is not None:
+        offset_bias += h * TABLE_ROWS
     if bias is not None:
         bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
     q = load_rows(query + origin, rows, S, H * D, D, D_PAD)
     k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
     logits = logits_tile(
-        q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, (h * B + b) * S, bias, scale, S,
-        TABLE_ROWS, LOWEST, HIGHEST, WINDOW, WHERE, PRECISION,
+        q, k, rows, columns, row_ids, load_ids(ids, columns, S), by_query, by_key, (h * B + b) * S, offset_bias,
+        bias, scale, S, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, WHERE, PRECISION,
     )  # fmt: skip
     return tl.where(logits == float("-inf"), 0.0, logits)
 
 
 @triton.jit
 def sum_tile(
-    inverse, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
+    inverse, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHERE: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,7 +79,7 @@ def sum_tile(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for a in range(COUNT):
         logits = logits_of(
-            a, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
+            a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
             B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, WHERE, PRECISION,
         )  # fmt: skip
         total += column_of(inverse, a, COUNT_PAD)[:, None] * logits
@@ -86,7 +88,7 @@ def sum_tile(
 
 @triton.jit
 def compare_kernel(
-    query, key, by_query, by_key, bias, ids, scale, heads, squares, counted,
+    query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, squares, counted,
     inverse, inner, shares,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
@@ -117,7 +119,7 @@ def compare_kernel(
         for first_column in range(low, high, BLOCK_N):
             columns = first_column + tl.arange(0, BLOCK_N)
             total = sum_tile(
-                inverses, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
+                inverses, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
                 B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M,
                 BLOCK_N, where, PRECISION,
             )  # fmt: skip
@@ -125,8 +127,8 @@ def compare_kernel(
             if COUNT > 2:
                 for a in range(COUNT):
                     logits = logits_of(
-                        a, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
-                        B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, where, PRECISION,
+                        a, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids,
+                        columns, B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, where, PRECISION,
                     )  # fmt: skip
                     product = column_of(inverses, a, COUNT_PAD) * tl.sum(logits * total, 1)
                     products += tl.where(slots == a, product[:, None], 0.0)
@@ -143,7 +145,7 @@ def compare_kernel(
 
 @triton.jit
 def pull_kernel(
-    query, key, by_query, by_key, bias, ids, scale, heads, counted, inverse, inner, d_sum,
+    query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, counted, inverse, inner, d_sum,
     total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
@@ -173,7 +175,7 @@ def pull_kernel(
         for first_column in range(low, high, BLOCK_N):
             columns = first_column + tl.arange(0, BLOCK_N)
             tile = sum_tile(
-                inverses, query, key, by_query, by_key, bias, ids, scale, heads, b, rows, row_ids, columns,
+                inverses, query, key, by_query, by_key, offset_bias, bias, ids, scale, heads, b, rows, row_ids, columns,
                 B, H, S, D, D_PAD, TABLE_ROWS, LOWEST, HIGHEST, WINDOW, BIAS_BATCHED, COUNT, COUNT_PAD, BLOCK_M,
                 BLOCK_N, where, PRECISION,
             )  # fmt: skip

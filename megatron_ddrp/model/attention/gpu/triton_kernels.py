@@ -35,7 +35,7 @@ from megatron_ddrp.model.attention.gpu.triton_tiles import (
 
 @triton.jit
 def forward_kernel(
-    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     context, lse, squares, heads,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
@@ -48,6 +48,8 @@ def forward_kernel(
     first_row, pair, b, h, line = locate(S, B, BLOCK_M)
     origin = (b * S * H + h) * D
     ids += b * S
+    if offset_bias is not None:
+        offset_bias += h * TABLE_ROWS
     if bias is not None:
         bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -67,7 +69,7 @@ def forward_kernel(
             column_ids = load_ids(ids, columns, S)
             k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
             logits = logits_tile(
-                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
                 TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
             )  # fmt: skip
             if squares is not None:  # noqa: SIM102
@@ -95,7 +97,7 @@ def forward_kernel(
 
 @triton.jit
 def query_gradient_kernel(
-    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     context, d_context, lse, delta, d_query, d_by_query, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
@@ -105,6 +107,8 @@ def query_gradient_kernel(
     first_row, pair, b, h, line = locate(S, B, BLOCK_M)
     origin = (b * S * H + h) * D
     ids += b * S
+    if offset_bias is not None:
+        offset_bias += h * TABLE_ROWS
     if bias is not None:
         bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -130,7 +134,7 @@ def query_gradient_kernel(
             k = load_rows(key + origin, columns, S, H * D, D, D_PAD)
             v = load_rows(value + origin, columns, S, H * D, D, D_PAD)
             logits = logits_tile(
-                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
                 TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
             )  # fmt: skip
             _, gradient = gradient_tile(
@@ -142,13 +146,13 @@ def query_gradient_kernel(
                 if slot >= 0:
                     gradient += compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT) * scale
             d_q += tl.dot(gradient.to(k.dtype), k, input_precision=PRECISION)
-            if by_query is not None:
+            if d_by_query is not None:
                 above, below = collect(
                     gradient, d_by_query + line * TABLE_ROWS, above, below, rows, columns, S,
                     TABLE_ROWS, LOWEST, HIGHEST, where, 1,
                 )  # fmt: skip
     store_rows(d_query + origin, rows, S, H * D, d_q, D, D_PAD)
-    if by_query is not None:
+    if d_by_query is not None:
         low, high = run_of_tiles(first_row, start, end, HIGHEST, -LOWEST, BLOCK_M, BLOCK_N, RUNS, 0)
         cells = d_by_query + line * TABLE_ROWS
         clear_cells(cells, rows, S, low, high, 1, TABLE_ROWS, LOWEST, HIGHEST)
@@ -157,7 +161,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def key_gradient_kernel(
-    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     d_context, lse, delta, d_key, d_value, d_by_key, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
@@ -167,6 +171,8 @@ def key_gradient_kernel(
     first_column, pair, b, h, line = locate(S, B, BLOCK_N)
     origin = (b * S * H + h) * D
     ids += b * S
+    if offset_bias is not None:
+        offset_bias += h * TABLE_ROWS
     if bias is not None:
         bias += ((b * H if BIAS_BATCHED else 0) + h) * S * S
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -192,7 +198,7 @@ def key_gradient_kernel(
             row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
             row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
             logits = logits_tile(
-                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+                q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
                 TABLE_ROWS, LOWEST, HIGHEST, WINDOW, where, PRECISION,
             )  # fmt: skip
             kept, gradient = gradient_tile(
@@ -221,7 +227,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def bias_gradient_kernel(
-    query, key, value, by_query, by_key, bias, ids, seed, scale, drop_below,
+    query, key, value, by_query, by_key, offset_bias, bias, ids, seed, scale, drop_below,
     d_context, lse, delta, d_bias, heads, total, pulls,
     B, H, S, D: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, TABLE_ROWS: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
@@ -240,6 +246,8 @@ def bias_gradient_kernel(
     if WINDOW is not None:
         near = (first_row < first_column + BLOCK_N + WINDOW) & (first_column < first_row + BLOCK_M + WINDOW)
         last_sequence = tl.where(near, last_sequence, first_sequence)
+    if offset_bias is not None:
+        offset_bias += h * TABLE_ROWS
     bias += matrix.to(tl.int64) * S * S
     enlarge = enlargement(seed, drop_below)
     if total is not None:
@@ -259,7 +267,7 @@ def bias_gradient_kernel(
         row_lse = tl.load(lse + line + rows, mask=rows < S, other=0.0)
         row_delta = tl.load(delta + line + rows, mask=rows < S, other=0.0)
         logits = logits_tile(
-            q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, bias, scale, S,
+            q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
             TABLE_ROWS, LOWEST, HIGHEST, WINDOW, 0, PRECISION,
         )  # fmt: skip
         _, gradient = gradient_tile(

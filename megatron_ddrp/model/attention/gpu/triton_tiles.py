@@ -1,6 +1,7 @@
 """Tiles of the attention of `triton_kernels.py`: logits, dropout, gradients, as Triton functions.
 
-    A[i,j] = (Q_i·K_j + P^q[i, r(i,j)] + P^k[j, r(i,j)]) · scale + B[i,j],    P^q = Q·T^qᵀ, P^k = K·T^kᵀ
+    A[i,j] = (Q_i·K_j + P^q[i, r(i,j)] + P^k[j, r(i,j)] + v[r(i,j)]/scale) · scale + B[i,j]
+    P^q = Q·T^qᵀ,  P^k = K·T^kᵀ
 
 A tile of A is made in registers and never stored. r(i,j) = clip(i − j, lowest, highest) − lowest depends on i − j
 alone, so a row of tiles falls into three runs: before the band (every pair is in the bin of the largest offset, one
@@ -11,7 +12,8 @@ in registers.
 The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so that tiles
 of any shape agree.
 
-Memory: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; row statistics `[h, b, s]`.
+Memory: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; v/scale
+`[h, TABLE_ROWS]`, fp32; row statistics `[h, b, s]`.
 """
 
 # mypy: ignore-errors
@@ -99,25 +101,10 @@ def run_of_tiles(
 
 @triton.jit
 def logits_tile(
-    q,
-    k,
-    rows,
-    columns,
-    row_ids,
-    column_ids,
-    by_query,
-    by_key,
-    line,
-    bias,
-    scale,
-    S,
-    TABLE_ROWS: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WHERE: tl.constexpr,
+    q, k, rows, columns, row_ids, column_ids, by_query, by_key, line, offset_bias, bias, scale, S,
+    TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, WHERE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of A in base 2, −inf for forbidden pairs: `[BLOCK_M, BLOCK_N]`, fp32."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     in_rows = rows < S
@@ -134,6 +121,8 @@ def logits_tile(
             logits += tl.load(by_query + (rows[:, None] * TABLE_ROWS + index), mask=inside, other=0.0).to(tl.float32)
         if by_key is not None:
             logits += tl.load(by_key + (columns[None, :] * TABLE_ROWS + index), mask=inside, other=0.0).to(tl.float32)
+        if offset_bias is not None:
+            logits += tl.load(offset_bias + index)
     else:
         bin: tl.constexpr = HIGHEST - LOWEST if WHERE == ABOVE else 0
         if by_query is not None:
@@ -142,6 +131,8 @@ def logits_tile(
         if by_key is not None:
             of_column = tl.load(by_key + (columns * TABLE_ROWS + bin), mask=in_columns, other=0.0)
             logits += of_column.to(tl.float32)[None, :]
+        if offset_bias is not None:
+            logits += tl.load(offset_bias + bin)
     logits *= scale * LOG2_E
     if bias is not None:
         of_pair = tl.load(bias + (rows[:, None] * S + columns[None, :]), mask=inside, other=0.0)
