@@ -136,7 +136,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
     trainings = [line for line in commands if " pretrain_bert.py " in line]
-    assert len(trainings) == {"cpu-hours": 24, "gpu-30min": 42, "paper": 38}[plan.stem]
+    assert len(trainings) == {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "paper": 38}[plan.stem]
     assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
     assert not (tmp_path / "out").exists()
     for line in {re.sub(r"--(seed|save|load) \S+", "", line) for line in trainings}:
