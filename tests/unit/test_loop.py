@@ -40,7 +40,7 @@ class Training:
         monkeypatch.setattr(nonfinite, "train_step", self.train_step)
         monkeypatch.setattr(nonfinite, "gather_objects", lambda item: [item])
         monkeypatch.setattr(loop, "reads_late", lambda config, ranks: late)
-        monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, prepare: ([] for _ in range(steps)))
+        monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, *_: ([] for _ in range(steps)))
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
         monkeypatch.setattr("megatron_ddrp.engine.step.sum_over_ranks", lambda sums: sums)

@@ -54,8 +54,14 @@ def rows(folder):
     )
 
 
+def num_rows(folder):
+    """Whole rows, while a worker may be writing."""
+    file = folder / "runs.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
 def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
-    """Three workers, all killed at a random moment ten times over, then left alone."""
+    """Three workers, all killed ten times over, at a random moment after one to three more runs, then left alone."""
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for folder in (calm, killed):
         folder.mkdir()
@@ -63,18 +69,21 @@ def test_a_sweep_killed_ten_times_ends_as_one_undisturbed(tmp_path):
     chance = random.Random(7)
     interrupted = 0
     for _ in range(10):
-        processes = start(killed, 3)
-        time.sleep(chance.uniform(0.01, 0.05))
+        enough = min(len(RUNS), num_rows(killed) + chance.randint(1, 3))
+        processes = start(killed, 3, seconds=0.05)
+        while num_rows(killed) < enough:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.02))
         for process in processes:
             process.kill()  # or it has just ended
             process.join()
-        interrupted += not (killed / "runs.jsonl").exists() or len(rows(killed)) < len(RUNS)
+        interrupted += num_rows(killed) < len(RUNS)
     for process in start(killed, 3):
         process.join(30)
         assert process.exitcode == 0
     assert rows(killed) == rows(calm)
     assert len(rows(killed)) == len(RUNS) == len({run.name for run in RUNS})
-    assert interrupted >= 3, "too fast a sweep: the kills came after its end"
+    assert interrupted >= 3, "the kills came after the sweep's end"
 
 
 def test_undisturbed_workers_begin_every_run_once_and_share_them(tmp_path):
