@@ -95,6 +95,7 @@ COMPILED_HERE = [
     "tupe-a, 64, bias_gradient, sm_80",
     "ddrp, 128, forward, sm_80",
     "deberta, 128, query_gradient, sm_90",
+    "alibi, 64, forward, sm_80",
     "ddrp hcd local, 64, key_gradient, sm_90",
 ]
 """Of the shipped kernels those that the suite compiles; `python benchmarks/kernels.py --write` compiles all."""
@@ -119,13 +120,16 @@ def test_kernels_compile_within_their_bounds(tmp_path, monkeypatch):
 
 
 def test_few_kernels_spill_and_matrices_are_multiplied_by_the_fastest_instruction():
-    """What is left: a few bytes where the compiler gives a thread fewer registers than it could, and two kernels whose
+    """What is left: a few bytes where the compiler gives a thread fewer registers than it could, and kernels whose
     tiles of 32 keys keep everything in registers, which Hopper's instruction for 64 rows would not."""
     bounds = json.loads(kernels.BOUNDS.read_text(encoding="utf-8"))
     spilled = {name: row["spilled"] for name, row in bounds.items() if row["spilled"]}
-    assert len(spilled) <= 9 and max(spilled.values(), default=0) <= 48, spilled
+    assert len(spilled) <= 8 and max(spilled.values(), default=0) <= 48, spilled
     slow = {name for name, row in bounds.items() if name.endswith("sm_90") and row["instruction"] != "wgmma"}
     assert {name.removesuffix("sm_90") for name in slow} <= {
-        f"deberta{hcd}, {width}, key_gradient, " for hcd in ("", " hcd") for width in (64, 128)
+        f"{name}{hcd}, {width}, key_gradient, "
+        for name in ("deberta", "deberta-v2")
+        for hcd in ("", " hcd")
+        for width in (64, 128)
     }, slow
     assert all(row["instruction"] == "mma.sync" for name, row in bounds.items() if name.endswith("sm_80"))

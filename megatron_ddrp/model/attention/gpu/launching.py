@@ -72,6 +72,8 @@ WITH_KEY_TABLE = {
     },
 }
 """What changes for encodings with a table for the keys, whose kernels hold more."""
+IN_ONE_RUN = {"ampere": {64: {"heads": Tile(64, 32, 8, 2)}}, "hopper": {}}
+"""What changes besides where such a table has an offset for every pair: 4 warps would spill."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -79,16 +81,21 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-def tiles(query: Tensor, terms: PositionTerms) -> Tiles:
-    """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device."""
+def tiles(query: Tensor, terms: PositionTerms, cover_all: bool) -> Tiles:
+    """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device.
+
+    `cover_all`: whether every pair has an offset of its own.
+    """
     width = 64 if query.shape[-1] <= 64 else 128
     if query.dtype == torch.float32:
         return IN_FP32[width]
-    is_hopper = capability_of(query.device)[0] == 9
-    usual = (HOPPER if is_hopper else AMPERE)[width]
-    if terms.key_table is None:
-        return usual
-    return usual._replace(**WITH_KEY_TABLE["hopper" if is_hopper else "ampere"].get(width, {}))
+    device = "hopper" if capability_of(query.device)[0] == 9 else "ampere"
+    changes: dict[str, Tile] = {}
+    if terms.key_table is not None:
+        changes |= WITH_KEY_TABLE[device].get(width, {})
+        if cover_all:
+            changes |= IN_ONE_RUN[device].get(width, {})
+    return {"ampere": AMPERE, "hopper": HOPPER}[device][width]._replace(**changes)
 
 
 def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -74,11 +74,11 @@ class _Problem:
         query, key, value, terms, document_ids, heads, dropout, *_ = attending
         batch, seq, num_heads, head_dim = query.shape
         window = None if attending.window is None or attending.window >= seq - 1 else attending.window
-        self.tiles = tiles(query, terms)
+        self.offsets = offsets = Offsets(terms, query)
+        self.tiles = tiles(query, terms, offsets.cover_all)
         reach = seq if window is None else self.tiles.largest + 2 * window
         self.query, self.key, self.value, self.terms = query, key, value, terms
         self.heads = heads if len(heads) else None
-        self.offsets = offsets = Offsets(terms, query)
         self.query_table, self.key_table = offsets.fill(terms.query_table), offsets.fill(terms.key_table)
         self.by_query, self.by_key = offsets.products(query, self.query_table), offsets.products(key, self.key_table)
         self.bias = None if terms.bias is None else terms.bias.contiguous()
