@@ -3,8 +3,8 @@
 
 From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin) and tokenizer
 becomes a folder that pretrain_bert.py --load resumes from, with the command that this one prints. Families: BERT,
-RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa, and our own exports. A name on the hub serves
-where huggingface_hub and a network are there. Code in a folder is never run.
+RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT and our own exports. A
+name on the hub works if huggingface_hub is installed and there is a network. Code in a folder is never run.
 
     python tools/convert_checkpoint.py --from-hf FacebookAI/roberta-base --output start
     python tools/convert_checkpoint.py --from-hf electra-base-discriminator --generator electra-base-generator \\

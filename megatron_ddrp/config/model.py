@@ -33,11 +33,14 @@ class ModelConfig:
     )
     norm: str = option(
         "layernorm",
-        "layernorm, or rmsnorm, which subtracts no mean and has no bias (arXiv:1910.07467)",
+        "layernorm, or rmsnorm, which subtracts no mean and has no bias (arXiv:1910.07467); norms of a position "
+        "encoding stay what they are",
         choices=("layernorm", "rmsnorm"),
     )
     bias: bool = option(
-        True, "biases in linear maps and LayerNorms; with --no-bias the output layer alone has one, as in ModernBERT"
+        True,
+        "biases in linear maps and LayerNorms; with --no-bias the output layer alone has one, as in ModernBERT, "
+        "and what a position encoding brings",
     )
     key_bias: bool = option(
         True,
@@ -97,9 +100,11 @@ class ModelConfig:
     global_every: int = option(
         3, "with --local-attention, layers 0, N, 2N, … attend to the whole document", within=COUNT
     )
-    rope_theta: float = option(10_000.0, "rope: base of the wavelengths", within="[1, inf)")
+    rope_theta: float = option(
+        10_000.0, "base of the wavelengths of rope; other encodings do not read it", within="[1, inf)"
+    )
     local_rope_theta: float | None = option(
-        None, "rope: the same in the layers of --local-attention (default: --rope-theta)", within="[1, inf)"
+        None, "the same in the layers of --local-attention (default: --rope-theta)", within="[1, inf)"
     )
     attention_backend: str = option(
         "auto",
@@ -128,6 +133,8 @@ class ModelConfig:
             refuse(
                 "--no-first-norm with --layernorm-position post, which has no norm before a block: leave the one out"
             )
+        if self.embedding_size == self.hidden_size:
+            object.__setattr__(self, "embedding_size", None)  # as by default: one way to say one thing
         if self.position_encoding in ENCODINGS or self.relative_distance is None:
             self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
 

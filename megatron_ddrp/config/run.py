@@ -72,6 +72,8 @@ class Config:
             )
         steps, optimizer = self.training.train_iters, self.optimizer
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
+        if optimizer.lr_warmup_iters is not None and warmup > steps:
+            refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
         if decay and warmup + decay > steps:
             refuse(
                 f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --train-iters {steps}: give "

@@ -22,9 +22,9 @@ class MaskRates(NamedTuple):
     def parse(cls, value: Any) -> MaskRates:
         """Return the rates of a number, or of the text START:END. Raises `UserError`."""
         words = value.split(":") if isinstance(value, str) else [value]
-        if len(words) > 2:
-            refuse(f"--mask-prob is {value}: give one share, such as 0.15, or START:END, such as 0.3:0.15")
         rates = [_number(word) for word in words]
+        if len(words) > 2 or any(isinstance(rate, str) for rate in rates):
+            refuse(f"--mask-prob is {value}: it must be one share in (0, 1), such as 0.15, or two, such as 0.3:0.15")
         for rate in rates:
             check_range("mask_prob", rate, "(0, 1)")
         return cls(rates[0], rates[-1])

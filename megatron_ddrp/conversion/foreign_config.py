@@ -94,7 +94,8 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
         elif choices:
             settings[name] = one_of(path, values, key, tuple(choices))
         elif "float" not in kind:
-            settings[name] = whole_number(path, values, key)
+            least = 0 if known[name].metadata.get("within", "").startswith("[0") else 1
+            settings[name] = whole_number(path, values, key, least)
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             raise UserError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
         else:

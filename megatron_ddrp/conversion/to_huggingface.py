@@ -23,6 +23,7 @@ from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
+from megatron_ddrp.model.bert import decodes_masks
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,11 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
         settings = family.folder_settings(config, head, tokenizer)
-        settings |= {"objective": asdict(whole.objective)} if family.has_code else {}
+        if family.has_code:
+            settings["objective"] = asdict(whole.objective)
+            settings["deberta_emd"] = decodes_masks(
+                whole.model
+            )  # under ELECTRA that of the generator, which stays here
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         family.write_code(folder, config)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.conversion.foreign_config import read_config_file
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
@@ -100,7 +101,13 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
         _fingerprint(model, random_init),
         "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
+        pair_separators=pair_separators(config.model, tokenizer),
     )
+
+
+def pair_separators(config: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Return how many separators stand between two texts: 2 in the RoBERTa family, which has no second segment."""
+    return 2 if config.num_segments == 1 and tokenizer.pieces[tokenizer.cls_id] == "<s>" else 1
 
 
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool) -> Encoder:

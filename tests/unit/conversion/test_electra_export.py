@@ -79,3 +79,14 @@ def test_a_run_goes_on_from_an_exported_rtd_model(tmp_path, tokenizer, offline):
     inputs = (ids, segments, mask, torch.arange(ids.shape[1]).expand_as(ids) * mask)
     logits = [model.head.logits(model.encode(*inputs))[mask.bool()] for model in (before, after)]
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["electra", "rtd"])
+def test_a_generators_mask_decoder_and_models_without_segments_come_back(tmp_path, tokenizer, offline, objective):
+    changes = {"position_encoding": "ddrp", "deberta_emd": True, "num_segments": 0}
+    load = write_checkpoint(tmp_path / "run", tokenizer, objective, **changes)
+    export_checkpoint(load, tmp_path / "hf")
+    imported = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert "--deberta-emd" in imported.summary() and "--num-segments 0" in imported.summary()
+    model = load_model(tmp_path / "again")[0]
+    assert model.generator.mask_decoder is not None and model.embeddings.segment is None

@@ -38,6 +38,10 @@ ARCHITECTURES = [
         "local_rope_theta": 9.0,
         "deberta_emd": True,
     },
+    {
+        **{"position_encoding": "alibi", "layernorm_position": "pre", "first_norm": False, "norm": "rmsnorm"},
+        **{"ffn": "geglu", "bias": False, "num_segments": 0, "embedding_size": 16},
+    },
 ]
 PLAIN = {"absolute": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
 """Encoding → the class of transformers that is equal to its post-norm model with a shared table."""

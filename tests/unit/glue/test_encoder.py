@@ -1,11 +1,14 @@
 """The same encoder out of a training checkpoint, one of its steps, and its export."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.glue.data import Example, encode, pad_batch
-from megatron_ddrp.tasks.glue.encoder import load_encoder
+from megatron_ddrp.tasks.glue.encoder import load_encoder, pair_separators
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
@@ -140,3 +143,12 @@ def test_a_decoder_is_refused(bert_folder):
     transformers.T5Model(config).save_pretrained(bert_folder)
     with pytest.raises(UserError, match="t5 is no encoder"):
         load_encoder(bert_folder)
+
+
+@pytest.mark.parametrize(
+    ("segments", "first", "expected"), [(1, "<s>", 2), (2, "<s>", 1), (1, "[CLS]", 1), (0, "[CLS]", 1)]
+)
+def test_a_pair_of_the_roberta_family_has_two_separators(segments, first, expected):
+    """As the same model has as a Hugging Face folder."""
+    tokenizer = SimpleNamespace(pieces=["x", first], cls_id=1)
+    assert pair_separators(ModelConfig(num_segments=segments), tokenizer) == expected

@@ -184,6 +184,10 @@ def test_impossible_settings_are_refused(changes, message):
         ModelConfig(**changes)
 
 
+def test_embeddings_as_wide_as_the_model_are_the_usual_ones():
+    assert ModelConfig(embedding_size=768) == ModelConfig()
+
+
 def test_notes_are_as_wide_as_the_hidden_states():
     with pytest.raises(UserError, match="--notes with --embedding-size 8: notes join the embeddings"):
         Config(model=ModelConfig(embedding_size=8), objective=ObjectiveConfig(notes=True))
