@@ -54,7 +54,7 @@ class Differences(NamedTuple):
 
     @property
     def all(self) -> list[float]:
-        """Those that there are."""
+        """Both differences, or that of the hidden states alone."""
         return [self.hidden_states] if self.logits is None else [self.hidden_states, self.logits]
 
 

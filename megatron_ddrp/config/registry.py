@@ -39,7 +39,7 @@ ENCODINGS = {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.it
 """Value of `--position-encoding` → "module:Class"."""
 
 ENCODING_WORDS = "; ".join(f"{name}: {words}" for name, (_, words) in _ENCODINGS.items())
-"""What `--help` says of the encodings."""
+"""Description of every encoding for `--help`."""
 
 OBJECTIVES = {
     "mlm": "megatron_ddrp.objectives.mlm:MaskedLM",

@@ -11,12 +11,10 @@ import torch
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model, count_parameters
-from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.electra import SampleKeys
-from tests.unit.model.test_encoder import assert_same
+from tests.unit.model.test_encoder import assert_every_backend_equals
 from tests.unit.model.tiny import (
     encode,
-    gradients,
     named_sums,
     packed_batch,
     some_draws,
@@ -54,13 +52,7 @@ def test_model_equals_the_twin(changes):
     draws = some_draws(batch)
     expected = twin_sums(model, batch, draws)
     assert expected.abs().min() > 1e-3
-    wanted = gradients(model, expected)
-    for backend in BACKENDS:
-        for layer in model.layers:
-            layer.attention.backend = backend
-        sums = model(batch, draws).sums
-        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10)
-        assert_same(gradients(model, sums), wanted)
+    assert_every_backend_equals(expected, model, batch, draws)
 
 
 def test_names_of_the_modern_backbone():

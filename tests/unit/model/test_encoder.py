@@ -33,6 +33,17 @@ def assert_same(got, expected, rtol=1e-9, atol=1e-9):
         )
 
 
+def assert_every_backend_equals(expected, model, batch, draws):
+    """Hold the sums of a model, and every parameter's gradient, against those of its twin."""
+    expected_gradients = gradients(model, expected)
+    for backend in BACKENDS:
+        for layer in model.layers:
+            layer.attention.backend = backend
+        sums = model(batch, draws).sums
+        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
+        assert_same(gradients(model, sums), expected_gradients)
+
+
 @pytest.mark.parametrize("order, relative_table", [("post", "shared"), ("pre", "per-layer")])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_model_equals_the_twin(encoding, order, relative_table):
@@ -42,13 +53,7 @@ def test_model_equals_the_twin(encoding, order, relative_table):
     draws = some_draws(batch)
     expected = twin_sums(model, batch, draws)
     assert expected.abs().min() > 1e-3
-    expected_gradients = gradients(model, expected)
-    for backend in BACKENDS:
-        for layer in model.layers:
-            layer.attention.backend = backend
-        sums = model(batch, draws).sums
-        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
-        assert_same(gradients(model, sums), expected_gradients)
+    assert_every_backend_equals(expected, model, batch, draws)
 
 
 class Turn(LayerPositions):
@@ -105,14 +110,7 @@ def test_rotation_and_offset_bias_act_in_every_backend_and_in_the_mask_decoder(e
     model = tiny_model(position_encoding="turned", deberta_emd=emd, relative_table=relative_table)
     batch = packed_batch(tiny_batch(lengths=(4, 1, 3), seq=4), [[0, 2], [1]])
     draws = some_draws(batch)
-    expected = twin_sums(model, batch, draws)
-    expected_gradients = gradients(model, expected)
-    for backend in BACKENDS:
-        for layer in model.layers:
-            layer.attention.backend = backend
-        sums = model(batch, draws).sums
-        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
-        assert_same(gradients(model, sums), expected_gradients)
+    assert_every_backend_equals(twin_sums(model, batch, draws), model, batch, draws)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -228,14 +226,7 @@ def test_model_with_local_layers_equals_the_twin(encoding):
     assert [layer.layer_position.is_local for layer in model.layers] == [False, True]
     batch = packed_batch(tiny_batch(lengths=(6, 1, 4)), [[0, 1], [2]])
     draws = some_draws(batch)
-    expected = twin_sums(model, batch, draws)
-    expected_gradients = gradients(model, expected)
-    for backend in BACKENDS:
-        for layer in model.layers:
-            layer.attention.backend = backend
-        sums = model(batch, draws).sums
-        torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-10, msg=lambda text, b=backend: f"{b}: {text}")
-        assert_same(gradients(model, sums), expected_gradients)
+    assert_every_backend_equals(twin_sums(model, batch, draws), model, batch, draws)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
