@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
     dataset: IndexedDataset
     totals: dict[int, NDArray[np.int64]]
-    """By row length."""
+    """Row length → totals of the index of its samples."""
 
 
 @dataclass(frozen=True)

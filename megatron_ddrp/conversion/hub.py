@@ -9,7 +9,7 @@ from megatron_ddrp.conversion.huggingface_weights import PICKLED_WEIGHTS, SAFE_W
 from megatron_ddrp.errors import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""What may be a name there: one or two parts, and no path such as ./x, /x or a/b/c."""
+"""Pattern of a name on the hub: one or two parts, and no path such as ./x, /x or a/b/c."""
 SETTINGS = ("*.json", "*.txt", "*.model")
 """Files of settings and tokenizers. Code is not downloaded."""
 

@@ -32,7 +32,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model, on_meta_device
 
 SEED = 1234
-"""Of what a folder lacks, and of the rows that pad the vocabulary."""
+"""Seed of the weights that a folder lacks, and of the rows that pad the vocabulary."""
 
 PADDED_ROWS = 255
 """Rows that a model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""

@@ -24,6 +24,19 @@ STRANGE = (
 )  # fmt: skip
 
 
+def refused_in_one_line(settings, keys):
+    """Return how many strange values `settings(key=value)` refuses, each in one line; it takes the others."""
+    refused = 0
+    for key in keys:
+        for value in STRANGE:
+            try:
+                settings(**{key: value})
+            except UserError as error:
+                refused += 1
+                assert "\n" not in str(error) and len(str(error)) < 1000, (key, value)
+    return refused
+
+
 def change_value(path, chance):
     """Put something strange at a random place of a JSON file."""
     top = json.loads(path.read_text())
