@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.glue.metrics import accuracy, matthews, pearson
+from megatron_ddrp.tasks.finetune.metrics import accuracy, matthews, pearson
 
 
 def test_accuracy_counts_equal_entries():
