@@ -28,8 +28,8 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.glue.data import Encoded, dev_order, pad_batch, train_order
-from megatron_ddrp.tasks.glue.metrics import METRICS
 from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.tasks import TASKS, Task
 

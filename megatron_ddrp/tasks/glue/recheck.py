@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.tasks.glue.metrics import METRICS
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.glue.predictions import read_predictions
 from megatron_ddrp.tasks.glue.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.glue.tasks import TASKS

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.glue.metrics import METRICS
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.glue.predictions import write_predictions
 from megatron_ddrp.tasks.glue.runs import Run, RunStore, count_undefined
 from megatron_ddrp.tasks.glue.tasks import TASKS

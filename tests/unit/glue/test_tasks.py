@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.glue.data import read_examples
-from megatron_ddrp.tasks.glue.metrics import METRICS
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 
