@@ -27,7 +27,7 @@ from megatron_ddrp.config.reading import (
     read_value,
 )
 from megatron_ddrp.tasks.compare.flags import Flags, read_flags
-from megatron_ddrp.tasks.glue.arguments import Search, Training
+from megatron_ddrp.tasks.finetune.options import Search, Training
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 FIRST_SEED = 1234

@@ -14,8 +14,8 @@ from megatron_ddrp.tasks.compare.measures import Measure
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.glue.cells import best_cells
-from megatron_ddrp.tasks.glue.runs import RUNS, RunStore
+from megatron_ddrp.tasks.finetune.cells import best_cells
+from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
 from megatron_ddrp.tasks.statistics import BySeed
 
 WARM_UP = 0.1

@@ -1,1 +1,1 @@
-"""Fine-tuning on tasks of any kind, and the files, metrics and scores that these need."""
+"""Fine-tuning of any encoder on any task: kinds of tasks, sweeps over a grid and seeds, scores and predictions."""
