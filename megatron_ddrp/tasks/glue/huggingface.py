@@ -33,7 +33,7 @@ class HuggingFaceEncoder(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        if getattr(model, "pooler", None) is not None:
+        if _pooler_weights(model):
             model.pooler = None  # every run has a new one, see finetune.py
         self.model = model
         self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
@@ -55,6 +55,7 @@ class Folder:
     """Makes a model with new random weights from `config`."""
     missing: set[str]
     unexpected: set[str]
+    """Names of weights that the encoder does not use, its pooler's among them."""
     max_length: int
     """Longest sequence that the model knows positions for."""
 
@@ -104,8 +105,15 @@ def _load(folder: Path, values: dict[str, Any]) -> Folder:
         model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **safely)
     is_roberta = config.model_type in ROBERTA_FAMILY
     longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if is_roberta else 0)
-    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    missing = set(report["missing_keys"])
+    unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
     return Folder(config, model.float(), build, missing, unexpected, longest, 2 if is_roberta else 1)
+
+
+def _pooler_weights(model: Any) -> set[str]:
+    """Return the names of the pooler's weights, which are not used; none for a model without a pooler."""
+    pooler = getattr(model, "pooler", None)
+    return set() if pooler is None else {f"pooler.{name}" for name, _ in pooler.named_parameters()}
 
 
 def _check_sizes(folder: Path, config: Any) -> None:
