@@ -1,4 +1,4 @@
-"""What a kind of task is: how its examples become rows, what its head learns, and how its predictions are written.
+"""What a kind of task is: how its files are read and become rows, what its head learns, how predictions are written.
 
 A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, and a test with its slow twin.
 """
@@ -6,8 +6,8 @@ A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,11 +21,43 @@ Line = tuple[str, str, str]
 """(index, prediction, label) of a line in a file of predictions; the index counts the file's rows from 0."""
 
 
+class Columns(NamedTuple):
+    """The columns of a file that a task reads."""
+
+    text: str
+    pair: str | None
+    """Column of the second text of a pair."""
+    label: str
+
+
 class Kind(ABC):
     """One kind of task. Instances hold no state."""
 
     head: ClassVar[str]
     """Name in `heads.HEADS`: what stands on top of the encoder."""
+    usual_columns: ClassVar[Columns]
+    """Columns that are read where no flag names others and a file has them."""
+
+    @abstractmethod
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return the texts of a row of a file. Raises ValueError with the reason where they are none."""
+
+    @abstractmethod
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the labels that the cell of a label column holds, as they are written; none where it is a number or an
+        answer. Raises ValueError with the reason for a cell that no task of this kind can have.
+        """
+
+    @abstractmethod
+    def label(self, cell: Any, task: Task) -> Any:
+        """Return the label of a cell as `encode` takes it. Raises ValueError with the reason where it is none."""
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
+        """Return what always predicting the most frequent label of the training rows scores on `labels`.
+
+        `counts` says how often the training rows hold each label. None where there is no such prediction.
+        """
+        return None
 
     @abstractmethod
     def num_outputs(self, task: Task) -> int:

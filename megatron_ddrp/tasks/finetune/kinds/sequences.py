@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import Columns, Kind, Line
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, truncate
 from megatron_ddrp.tasks.finetune.task import Example, Task
 
@@ -30,6 +30,17 @@ class SequenceKind(Kind):
     """What the three kinds share; a subclass says what the outputs of one row mean."""
 
     head: ClassVar[str] = "sequence"
+    usual_columns: ClassVar[Columns] = Columns("text", None, "label")
+
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return one text or a pair."""
+        names = (columns.text, columns.pair) if columns.pair else (columns.text,)
+        for name in names:
+            if not isinstance(cells[name], str):
+                raise ValueError(f"{name} is {cells[name]!r}, expected text")
+            if not cells[name].strip():
+                raise ValueError(f"{name} is empty, expected text")
+        return tuple(cells[name] for name in names)
 
     def num_outputs(self, task: Task) -> int:
         """Return the number of labels, 1 for a number."""
@@ -102,6 +113,20 @@ class SequenceKind(Kind):
 class Classification(SequenceKind):
     """One of several labels."""
 
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the label."""
+        return (written(cell),)
+
+    def label(self, cell: Any, task: Task) -> float:
+        """Return the class number."""
+        return float(_number_of(written(cell), task))
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
+        """Return the score of the most frequent class."""
+        answers = np.array(labels)
+        most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
+        return self.score(task.metric, answers, np.full(len(answers), float(most))) or 0.0
+
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return class numbers, int64 `[rows]`; nan where there are no labels."""
         return labels if np.isnan(labels).any() else labels.astype(np.int64)
@@ -124,7 +149,29 @@ class Classification(SequenceKind):
 
 
 class MultiLabel(SequenceKind):
-    """Any number of several labels, none included."""
+    """Any number of several labels, none included. Files have them as a list, or as text with `|` between them."""
+
+    usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the labels."""
+        if isinstance(cell, str):
+            return tuple(name.strip() for name in cell.split("|") if name.strip())
+        if not isinstance(cell, list):
+            raise ValueError(f"label is {cell!r}, expected a list of labels")
+        return tuple(written(name) for name in cell)
+
+    def label(self, cell: Any, task: Task) -> list[float]:
+        """Return 1 for each label of the row and 0 for the others."""
+        numbers = {_number_of(name, task) for name in self.label_names(cell)}
+        return [float(number in numbers) for number in range(len(task.labels))]
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
+        """Return the score of the most frequent label alone."""
+        answers = np.array(labels)
+        predictions = np.zeros_like(answers)
+        predictions[:, max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))] = 1
+        return self.score(task.metric, answers, predictions) or 0.0
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the binary cross entropy, its mean over the labels."""
@@ -154,6 +201,24 @@ class MultiLabel(SequenceKind):
 class Regression(SequenceKind):
     """A number."""
 
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return nothing: a number is no name."""
+        self._number(cell)
+        return ()
+
+    def label(self, cell: Any, task: Task) -> float:
+        """Return the number."""
+        return self._number(cell)
+
+    def _number(self, cell: Any) -> float:
+        try:
+            number = math.nan if isinstance(cell, bool) else float(cell)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"label is {cell!r}, expected a number")
+        return number
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the squared error."""
         return nn.functional.mse_loss(outputs[:, 0], targets.float(), reduction="sum")
@@ -169,6 +234,25 @@ class Regression(SequenceKind):
     def value(self, task: Task, text: str) -> float:
         """Return the number."""
         return float(text)
+
+
+def written(cell: Any) -> str:
+    """Return a label as it is written: a text as it stands, a whole number or a truth value as in JSON.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(cell, str) and cell.strip() and not set(cell) & set("\t\n\r"):
+        return cell
+    if isinstance(cell, int):
+        return json.dumps(cell)
+    raise ValueError(f"label is {cell!r}, expected a name without tabs and line breaks, or a whole number")
+
+
+def _number_of(name: str, task: Task) -> int:
+    if name not in task.labels:
+        known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")
+        raise ValueError(f"label {name!r} is in no row of the training file; it has {known}")
+    return task.labels.index(name)
 
 
 def _nan(text: str) -> float:
