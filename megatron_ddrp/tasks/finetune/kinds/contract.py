@@ -52,6 +52,13 @@ class Kind(ABC):
     def label(self, cell: Any, task: Task) -> Any:
         """Return the label of a cell as `encode` takes it. Raises ValueError with the reason where it is none."""
 
+    def check(self, texts: Sequence[str], label: Any) -> None:
+        """Raise ValueError with the reason where the texts and the label of a row do not go together.
+
+        A reader of files calls it for every row that has a label.
+        """
+        return None
+
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
         """Return what always predicting the most frequent label of the training rows scores on `labels`.
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.answers import score_answers
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import Columns, Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
+from megatron_ddrp.tasks.finetune.squad_files import flat_answers
 from megatron_ddrp.tasks.finetune.task import Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
 
@@ -62,6 +64,30 @@ class QuestionAnswering(Kind):
     """A span of the context. An example's texts are question and context, its label `Answers`."""
 
     head: ClassVar[str] = "qa"
+    usual_columns: ClassVar[Columns] = Columns("question", "context", "answers")
+
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return question and context."""
+        if columns.pair is None:
+            raise ValueError("a question without a context; name its column by --text-pair-column")
+        return text_of(cells, columns.text), text_of(cells, columns.pair)
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return `NO_ANSWER` for a question without an answer, otherwise nothing."""
+        return () if _answers(cell).texts else (NO_ANSWER,)
+
+    def label(self, cell: Any, task: Task) -> Answers:
+        """Return the answers."""
+        return _answers(cell)
+
+    def check(self, texts: Sequence[str], label: Answers) -> None:
+        """Refuse an answer that the context does not hold where it should."""
+        for text, begin in zip(*label, strict=True):
+            if not text.strip() or begin < 0 or texts[1][begin : begin + len(text)] != text:
+                raise ValueError(
+                    f"answer {text[:60]!r} is not at character {begin} of the context, expected the answer's own words "
+                    "and the number of characters before them"
+                )
 
     def num_outputs(self, task: Task) -> int:
         """Return 2: logits of the first and the last piece."""
@@ -160,7 +186,7 @@ class QuestionAnswering(Kind):
         return scores.exact_match if metric == "exact-match" else scores.f1
 
     def lines(self, task: Task, answers: list[tuple[str, ...]], predictions: list[str | None]) -> Iterable[Line]:
-        """Yield one line per question: the answer as a JSON string, null without one, and the gold answers as a list."""
+        """Yield one line per question: the answer as a JSON string (null: no prediction), the gold ones as a list."""
         for index, (prediction, gold) in enumerate(zip(predictions, answers, strict=True)):
             yield str(index), json.dumps(prediction, ensure_ascii=False), json.dumps(gold, ensure_ascii=False)
 
@@ -198,6 +224,23 @@ def _first_answer(label: object, places: Sequence[tuple[int, int]]) -> tuple[int
     if not isinstance(label, Answers) or not label.texts:
         return None
     return pieces_of_answer(places, label.begins[0], label.begins[0] + len(label.texts[0]))
+
+
+def _answers(cell: Any) -> Answers:
+    """Return the answers of a cell, in SQuAD's layout or in that of Hugging Face's datasets."""
+    try:
+        flat = flat_answers(cell)
+        answers = Answers(tuple(flat["text"]), tuple(flat["answer_start"]))
+        if len(answers.texts) != len(answers.begins) or not _are_texts([*answers.texts]):
+            raise TypeError
+        if not all(isinstance(begin, int) for begin in answers.begins):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise ValueError(
+            f'label is {repr(cell)[:80]}, expected {{"text": ["…"], "answer_start": [0]}}, or empty lists for a '
+            "question without an answer"
+        ) from None
+    return answers
 
 
 def _are_texts(value: object) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.tasks.finetune.entities import score_entities
-from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.entities import check_tags, score_entities
+from megatron_ddrp.tasks.finetune.kinds.contract import Columns, Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
 from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.task import Example, Task
@@ -54,6 +55,42 @@ class Tokens(Kind):
     """One of several labels for each word. An example's texts are the words; its label is their class numbers."""
 
     head: ClassVar[str] = "tokens"
+    usual_columns: ClassVar[Columns] = Columns("tokens", None, "tags")
+
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return the words."""
+        words = cells[columns.text]
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{columns.text} is {repr(words)[:80]}, expected a list of words")
+        if not words:
+            raise ValueError(f"{columns.text} is empty, expected a list of words")
+        return tuple(words)
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the tags of the words."""
+        if not isinstance(cell, list):
+            raise ValueError(f"label is {repr(cell)[:80]}, expected a list with the tag of each word")
+        return tuple(written(name) for name in cell)
+
+    def label(self, cell: Any, task: Task) -> list[float]:
+        """Return the class number of each word."""
+        names = self.label_names(cell)
+        if task.metric.startswith("seqeval"):
+            check_tags(names)
+        return [float(number_of(name, task)) for name in names]
+
+    def check(self, texts: Sequence[str], label: Sequence[float]) -> None:
+        """Refuse a row with another number of tags than of words."""
+        if len(texts) != len(label):
+            raise ValueError(f"{len(label)} tags for {len(texts)} words, expected one for each")
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Sequence[float]]) -> float | None:
+        """Return the score of the most frequent tag on every word."""
+        ends = np.cumsum([len(row) for row in labels])
+        answers = Tags(np.concatenate([np.asarray(row, dtype=np.float64) for row in labels]), ends, task.labels)
+        most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
+        predictions = answers._replace(classes=np.full(len(answers.classes), float(most)))
+        return self.score(task.metric, answers, predictions) or 0.0
 
     def num_outputs(self, task: Task) -> int:
         """Return the number of labels."""
