@@ -72,7 +72,9 @@ def test_words_without_labels_are_predicted_all_the_same(tokenizer):
     encoded = encode(tokenizer, [Example(("unhappy", "ada"), math.nan)])
     assert np.isnan(encoded.answers.classes).all()
     predictions = KIND.predictions(TASK, encoded, np.array([9, 4, 9, 9, 7, 9.0]))
-    assert list(predictions.by_sentence()) == [["B-MISC", "I-ORG"]]
+    assert list(KIND.told(TASK, predictions)) == [["B-MISC", "I-ORG"]]
+    no_prediction = KIND.predictions(TASK, encoded, np.full(6, math.nan))
+    assert list(KIND.told(TASK, no_prediction)) == [[None, None]]
 
 
 def loss_twin(outputs, words):
@@ -146,7 +148,6 @@ def test_lines_of_another_kind_are_refused(line):
         ({"tokens": [], "tags": []}, "tokens is empty, expected a list of words"),
         ({"tokens": ["a", 3], "tags": ["O", "O"]}, r"tokens is \['a', 3\], expected a list of words"),
         ({"tokens": ["a"], "tags": "O"}, "label is 'O', expected a list with the tag of each word"),
-        ({"tokens": ["a"], "tags": ["NN"]}, "tag 'NN', expected O, or B- or I- and a type"),
         ({"tokens": ["a"], "tags": ["B-X"]}, "label 'B-X' is in no row of the training file"),
         ({"tokens": ["a"], "tags": [""]}, "label is '', expected a name"),
         ({"tokens": ["a", "b"], "tags": ["O"]}, "1 tags for 2 words, expected one for each"),
@@ -155,7 +156,8 @@ def test_lines_of_another_kind_are_refused(line):
 def test_rows_that_are_no_sentences(cells, expected):
     with pytest.raises(ValueError, match=expected):
         texts = KIND.texts(cells, KIND.usual_columns)
-        KIND.check(texts, KIND.label(cells["tags"], TASK))
+        KIND.label(cells["tags"], TASK)
+        KIND.check(texts, cells["tags"])
 
 
 def sentence(draw):

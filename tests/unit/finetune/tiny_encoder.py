@@ -42,7 +42,7 @@ def read_examples(path, task, labelled=True):
         texts = kind.texts(row.cells, kind.usual_columns)
         label = kind.label(row.cells[kind.usual_columns.label], task) if labelled else float("nan")
         if labelled:
-            kind.check(texts, label)
+            kind.check(texts, row.cells[kind.usual_columns.label])
         examples.append(Example(texts, label))
     return examples
 

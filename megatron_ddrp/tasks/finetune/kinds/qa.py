@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.answers import score_answers
-from megatron_ddrp.tasks.finetune.kinds.contract import Columns, Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.squad_files import flat_answers
-from megatron_ddrp.tasks.finetune.task import Example, Task
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
 
 NO_ANSWER = "no answer"
@@ -80,14 +80,18 @@ class QuestionAnswering(Kind):
         """Return the answers."""
         return _answers(cell)
 
-    def check(self, texts: Sequence[str], label: Answers) -> None:
+    def check(self, texts: Sequence[str], cell: Any) -> None:
         """Refuse an answer that the context does not hold where it should."""
-        for text, begin in zip(*label, strict=True):
+        for text, begin in zip(*_answers(cell), strict=True):
             if not text.strip() or begin < 0 or texts[1][begin : begin + len(text)] != text:
                 raise ValueError(
                     f"answer {text[:60]!r} is not at character {begin} of the context, expected the answer's own words "
                     "and the number of characters before them"
                 )
+
+    def told(self, task: Task, predictions: list[str | None]) -> Iterable[Any]:
+        """Yield the answers."""
+        return predictions
 
     def num_outputs(self, task: Task) -> int:
         """Return 2: logits of the first and the last piece."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.tasks.finetune.entities import check_tags, score_entities
-from megatron_ddrp.tasks.finetune.kinds.contract import Columns, Kind, Line
+from megatron_ddrp.tasks.finetune.entities import score_entities
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
 from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
-from megatron_ddrp.tasks.finetune.task import Example, Task
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.words import pieces_of_words, windows_of
 
 OVERLAP = 4
@@ -74,15 +74,17 @@ class Tokens(Kind):
 
     def label(self, cell: Any, task: Task) -> list[float]:
         """Return the class number of each word."""
-        names = self.label_names(cell)
-        if task.metric.startswith("seqeval"):
-            check_tags(names)
-        return [float(number_of(name, task)) for name in names]
+        return [float(number_of(name, task)) for name in self.label_names(cell)]
 
-    def check(self, texts: Sequence[str], label: Sequence[float]) -> None:
+    def check(self, texts: Sequence[str], cell: Any) -> None:
         """Refuse a row with another number of tags than of words."""
-        if len(texts) != len(label):
-            raise ValueError(f"{len(label)} tags for {len(texts)} words, expected one for each")
+        if len(texts) != len(cell):
+            raise ValueError(f"{len(cell)} tags for {len(texts)} words, expected one for each")
+
+    def told(self, task: Task, predictions: Tags) -> Iterable[Any]:
+        """Yield the tags of each sentence, null for a word without a prediction."""
+        for names in predictions.by_sentence():
+            yield [None if name == UNKNOWN else name for name in names]
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Sequence[float]]) -> float | None:
         """Return the score of the most frequent tag on every word."""
