@@ -7,11 +7,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_ddrp.analysis import figures
+import torch
+
+from megatron_ddrp.analysis import figures, space_figure
 from megatron_ddrp.analysis.attention_maps import measure_maps
+from megatron_ddrp.analysis.models import Snapshot
 from megatron_ddrp.analysis.notes import analyze_notes, summary
 from megatron_ddrp.analysis.session import Session
 from megatron_ddrp.analysis.similarity import measure_similarity
+from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.triangle import measure_triangles
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -47,11 +51,31 @@ def report_similarity(arguments: argparse.Namespace) -> None:
     session.write({"checkpoints": rows}, draw)
 
 
+def report_space(arguments: argparse.Namespace) -> None:
+    """Report what the hidden states of every layer look like, at every checkpoint."""
+    session = Session(arguments, every_checkpoint=True, load=Snapshot.load_any, passes=PASSES)
+    rows = []
+    for view in session.views():
+        specials = torch.from_numpy(view.sentences.tokenizer.special_ids).to(view.device)
+        found = measure_space(view.model, view.batches, specials)
+        rows.append(view.facts() | {"tokens": found.tokens, "layers": [asdict(layer) for layer in found.layers]})
+    for row in rows:
+        step = "" if row["iteration"] is None else f" step {row['iteration']:,}"
+        last = row["layers"][-1]
+        values = ", ".join(f"{name} {_shown(last[key])}" for key, name in space_figure.SPACE.items())
+        print(f"{row['run']}{step}, layer {last['layer']}: {values}")
+    session.write({"checkpoints": rows}, lambda path: space_figure.draw_space(rows, path))
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
 def report_maps(arguments: argparse.Namespace) -> None:
     """Report the mean attention maps of one layer of one model."""
     session = Session(arguments, every_checkpoint=False)
     for view in session.views():  # one: --load takes one folder
-        sizes = view.config.model
+        sizes = view.model.config
         layer = sizes.num_layers if arguments.layer is None else arguments.layer
         _check_number("--layer", layer, sizes.num_layers)
         for head in arguments.head:
