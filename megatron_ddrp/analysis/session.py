@@ -74,17 +74,9 @@ class Session:
         passes: int = 1,
     ) -> None:
         self.arguments, self.load, self.passes = arguments, load, passes
-        self.output: Path = arguments.output
-        if self.output.suffix not in (".png", ".json"):
-            raise UserError(f"--output {self.output}: expected a name that ends in .png or .json", WRONG_ARGUMENTS)
-        self.draws = self.output.suffix == ".png"
-        if self.draws:
-            figures.pyplot()
+        self.output = Output(arguments.output)
         for name, least in (("sentences", 1), ("batch_size", 1), ("max_length", SHORTEST)):
-            value = getattr(arguments, name)
-            if value is not None and value < least:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} is {value}: it must be at least {least}", WRONG_ARGUMENTS)
+            check_least(name, getattr(arguments, name), least)
         self.prefixes = _prefixes(arguments.data_path) if arguments.data_path else ()
         self.device = find_device(arguments.device)
         self.snapshots = find_snapshots(arguments.load, every_checkpoint)
@@ -101,8 +93,7 @@ class Session:
     def views(self) -> Iterator[View]:
         """Yield a view of each model."""
         total = len(self.snapshots)
-        seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-        with tqdm(unit="sentence", dynamic_ncols=True, leave=False, file=sys.stderr, **seldom) as bar:
+        with progress("sentence") as bar:
             for number, snapshot in enumerate(self.snapshots):
                 loaded = self.load(snapshot)
                 sentences = self._sentences(loaded)
@@ -127,12 +118,43 @@ class Session:
         else:
             source = {"text": self.arguments.text}
         about = {"analysis": self.arguments.command, **source, "seed": self.arguments.seed}
-        written = self.output.with_suffix(".json")
-        with AtomicFile(written) as stream:
-            stream.write((json.dumps(about | result, indent=1) + "\n").encode())
+        self.output.write(about | result, draw)
+
+
+class Output:
+    """The files of `--output`: JSON, and a figure where the name ends in .png.
+
+    Raises `UserError` for another ending, and for a figure without matplotlib.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.suffix not in (".png", ".json"):
+            raise UserError(f"--output {path}: expected a name that ends in .png or .json", WRONG_ARGUMENTS)
+        self.draws = path.suffix == ".png"
         if self.draws:
-            draw(self.output)
-        print(f"{self.output} and {written} written" if self.draws else f"{written} written")
+            figures.pyplot()
+
+    def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
+        """Write the JSON, and the figure where one is wanted; print their names."""
+        written = self.path.with_suffix(".json")
+        with AtomicFile(written) as stream:
+            stream.write((json.dumps(result, indent=1) + "\n").encode())
+        if self.draws:
+            draw(self.path)
+        print(f"{self.path} and {written} written" if self.draws else f"{written} written")
+
+
+def progress(unit: str) -> tqdm:
+    """Return a progress bar on standard error; where that is no terminal it shows itself seldom."""
+    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
+    return tqdm(unit=unit, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
+
+
+def check_least(name: str, value: int | None, least: int) -> None:
+    """Raise `UserError` for a value of a flag that is below the least."""
+    if value is not None and value < least:
+        raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}", WRONG_ARGUMENTS)
 
 
 def _prefixes(data_path: list[str]) -> tuple[str, ...]:

@@ -38,12 +38,12 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axis, (key, title) in zip(axes[:height].flat, SPACE.items(), strict=True):
         for number, of_run in enumerate(runs.values()):
             _draw_layers(axis, of_run[-1]["layers"], key, run_style(number))
-        axis.set(title=title, xlabel="layer")
+        axis.set(title=title, xlabel="layer (last checkpoint)")
         axis.xaxis.get_major_locator().set_params(integer=True)
     for axis, (key, title) in zip(axes[height:].flat, SPACE.items() if has_steps else (), strict=True):
         for number, of_run in enumerate(runs.values()):
             _draw_steps(axis, of_run, key, run_style(number))
-        axis.set(title=f"{title}, last layer", xlabel="training step")
+        axis.set(title=title, xlabel="training step (last layer)")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     handles = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]

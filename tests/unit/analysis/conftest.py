@@ -36,11 +36,11 @@ def run_folder(tiny_corpus, tmp_path_factory):
 
 @pytest.fixture
 def analyze_main(monkeypatch, tiny_corpus):
-    """`analyze_main("triangle", load=…, output=…)` in this process, on the tiny corpus unless `more` has --text."""
+    """`analyze_main("triangle", load=…, output=…)` in this process, on the tiny corpus or the texts of `more`."""
 
     def call(command, load, output, *more):
         loads = [str(folder) for folder in (load if isinstance(load, list) else [load])]
-        data = [] if "--text" in more else ["--data-path", str(tiny_corpus.prefix)]
+        data = [] if "--text" in more or command == "throughput" else ["--data-path", str(tiny_corpus.prefix)]
         words = [command, "--load", *loads, *data, "--output", str(output), "--device", "cpu", *map(str, more)]
         monkeypatch.setattr(sys, "argv", ["analyze.py", *words])
         analyze.main()
