@@ -1,4 +1,4 @@
-"""What is measured on the checkpoints of runs: GLUE scores, and the analyses of tools/analyze.py."""
+"""What is measured on the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by tools/analyze.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ddrp.config import encoding_class
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
-from megatron_ddrp.tasks.compare.flags import words
+from megatron_ddrp.tasks.compare.flags import Flags, words
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
-from megatron_ddrp.tasks.compare.plan import GluePlan, Plan
+from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
+from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, task_files
 
 
 class Measure(NamedTuple):
@@ -18,6 +20,14 @@ class Measure(NamedTuple):
 
     run: TrainingRun
     step: int
+    job: Job
+
+
+class TaskMeasure(NamedTuple):
+    """A job that fine-tunes the last checkpoint of a run on a task."""
+
+    run: TrainingRun
+    task: TaskPlan
     job: Job
 
 
@@ -34,7 +44,7 @@ def glue_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
 
 
 def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], folder: Path) -> Job:
-    flags = [[name.replace("_", "-"), words([(name, value)])[1:]] for name, value in glue.flags]
+    flags = _flag_facts(glue.flags)
     # A task added to the plan later joins the runs of the others: the folder is the same.
     facts = [run.job.name, step, flags]
     title = f"{run.job.title}, step {step:,}"
@@ -45,6 +55,55 @@ def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], fold
     )
     name = job_name("glue", title, [facts, glue.tasks, data])
     return Job("glue", name, title, command, output / "table.json", (run.job.name,))
+
+
+def _flag_facts(flags: Flags) -> list[object]:
+    return [[name.replace("_", "-"), words([(name, value)])[1:]] for name, value in flags]
+
+
+def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+    """Return the score of every last checkpoint on minimal pairs."""
+    pairs = plan.minimal_pairs
+    if pairs is None:
+        return []
+    data = fingerprint(plan, "minimal_pairs", pairs.data_dir)
+    files = sorted(Path(pairs.data_dir).glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{plan.file}: minimal_pairs.data_dir: {pairs.data_dir} holds no .jsonl file", 2)
+    sizes = [sum(1 for line in file.read_bytes().splitlines() if line.strip()) for file in files]
+    work = float(sum(min(size, pairs.max_pairs or size) for size in sizes))
+    return [Measure(run, run.steps, _pairs_job(pairs, run, data, work, folder / "minimal-pairs")) for run in runs]
+
+
+def _pairs_job(pairs: MinimalPairsPlan, run: TrainingRun, data: object, work: float, folder: Path) -> Job:
+    name = job_name("minimal-pairs", run.job.title, [run.job.name, run.steps, _flag_facts(pairs.flags), data])
+    output = folder / name.removeprefix("minimal-pairs-")
+    command = (
+        *("python", "-m", "tasks.minimal_pairs", "--data-dir", pairs.data_dir),
+        *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(pairs.flags)),
+    )
+    return Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
+
+
+def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:
+    """Return the score of every last checkpoint on every task of the plan's own."""
+    facts = {task: [fingerprint(plan, "tasks", name) for name in task_files(task)] for task in plan.tasks}
+    return [
+        TaskMeasure(run, task, _task_job(task, run, data, folder / "tasks"))
+        for run in runs
+        for task, data in facts.items()
+    ]
+
+
+def _task_job(task: TaskPlan, run: TrainingRun, data: list[object], folder: Path) -> Job:
+    title = f"{task.name}, {run.job.title}"
+    name = job_name("finetune", title, [run.job.name, run.steps, _flag_facts(task.flags), data])
+    output = folder / name.removeprefix("finetune-")
+    command = (
+        *("python", "-m", "tasks.finetune", "--task-file", task.file),
+        *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(task.flags)),
+    )
+    return Job("finetune", name, title, command, output / "table.json", (run.job.name,), float(task.epochs))
 
 
 def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:

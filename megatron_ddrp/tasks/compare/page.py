@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.compare import comparison
 from megatron_ddrp.tasks.compare.claims import all_claims, resolution, summary
 from megatron_ddrp.tasks.compare.figures import draw_all
 from megatron_ddrp.tasks.compare.flags import words
@@ -18,6 +19,7 @@ from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.running import last_line
 from megatron_ddrp.tasks.compare.tables import (
     claims_table,
+    comparison_table,
     cost_table,
     paper_triangles,
     similarity_table,
@@ -28,6 +30,7 @@ from megatron_ddrp.tasks.compare.tables import (
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.pages import render, to_html
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 
 def write_page(work: Work) -> str:
@@ -66,6 +69,8 @@ def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
         summary=summary(results, claims),
         resolution=resolution(results, claims),
         claims=claims_table(results, claims) if claims else None,
+        comparison=comparison_table(results),
+        samples=BOOTSTRAP_SAMPLES,
         tables=(table_1(results), table_2(results), table_3(results)),
         cost=cost_table(results),
         beside=max((row["workers"] for row in rows if row["kind"] == RUN), default=1),
@@ -113,11 +118,15 @@ def _share(row: dict[str, Any]) -> str:
 
 def as_json(results: Results) -> dict[str, Any]:
     """Return every number of the page for programs: arm → measure → seed → value; arm → task → undefined runs."""
+    accuracies = {arm.label: results.items.accuracies(arm) for arm in results.arms}
     return {
         "values": _by_label(results.values),
         "curves": _by_label(results.curves),
         "averaged": results.averaged,
         "undefined": _by_label(results.collapsed),
+        "comparison": comparison.as_json(results),
+        "paradigms": {label: found for label, found in accuracies.items() if found},
+        "fields": results.fields,
     }
 
 
