@@ -66,11 +66,14 @@ class TrainedEncoder(nn.Module):
         return self.model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
 
 
-def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
+def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
+    A model of this project always carries its head; with `masked_lm` so does one of a Hugging Face folder.
+
     Raises:
-        UserError: the folder is of neither kind, cannot be loaded, or its tokenizer has more pieces than its model.
+        UserError: the folder is of neither kind, cannot be loaded, or its tokenizer has more pieces than its model; or
+            `masked_lm`, and the folder lacks the weights of that head.
     """
     path = folder / "config.json"
     if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
@@ -79,11 +82,12 @@ def load_encoder(folder: Path, random_init: bool = False) -> Encoder:
             "pretrain_bert.py --save or tools/convert_checkpoint.py wrote, or a downloaded encoder"
         )
     config = read_config_file(folder) if path.is_file() else {}
-    load = _load_hugging_face if "model_type" in config else _load_checkpoint
-    return load(folder, config, random_init)
+    if "model_type" in config:
+        return _load_hugging_face(folder, config, random_init, masked_lm)
+    return _load_checkpoint(folder, random_init, masked_lm)
 
 
-def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Encoder:
+def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encoder:
     from megatron_ddrp.model import build_model
 
     remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
@@ -91,7 +95,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
     model.merge_embeddings()
     names = [name for name, _ in model.named_parameters()]
-    unused = [name for name in names if name.startswith("head.")]
+    unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
     return Encoder(
         _name(folder, random_init),
         TrainedEncoder(model),
@@ -99,7 +103,7 @@ def _load_checkpoint(folder: Path, _: dict[str, Any], random_init: bool) -> Enco
         config.model.hidden_size,
         config.model.seq_length,
         _fingerprint(model, random_init),
-        "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init))),
+        "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init, masked_lm))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
     )
@@ -110,10 +114,10 @@ def pair_separators(config: ModelConfig, tokenizer: Tokenizer) -> int:
     return 2 if config.num_segments == 1 and tokenizer.pieces[tokenizer.cls_id] == "<s>" else 1
 
 
-def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool) -> Encoder:
+def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
     from megatron_ddrp.tasks.glue.huggingface import HuggingFaceEncoder, load_folder, load_tokenizer
 
-    found = load_folder(folder, raw_config)
+    found = load_folder(folder, raw_config, masked_lm)
     tokenizer = load_tokenizer(folder)
     _refuse_foreign_tokenizer(folder, tokenizer, found.config.vocab_size, PADDED_ROWS)
     encoder = HuggingFaceEncoder(found.model)
@@ -121,6 +125,11 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     missing = sorted(names & found.missing)
     if 2 * len(missing) > len(names):
         raise UserError(f"--load {folder}: its weights are of another model than its config.json; copy it again")
+    if masked_lm and missing:
+        raise UserError(
+            f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the folder lacks "
+            f"{_names(missing)}; give the folder of a masked language model"
+        )
     return Encoder(
         _name(folder, random_init),
         encoder,
@@ -128,7 +137,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         found.config.hidden_size,
         found.max_length,
         _fingerprint(encoder, random_init),
-        _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init),
+        _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=found.pair_separators,
     )
@@ -142,11 +151,12 @@ def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spa
         )
 
 
-def _origin(loaded: int, missing: list[str], unused: list[str], random_init: bool) -> str:
+def _origin(loaded: int, missing: list[str], unused: list[str], random_init: bool, masked_lm: bool) -> str:
     if random_init:
         return "loaded: none, all weights are new and random in every run"
-    parts = [f"loaded: {loaded} weights of the encoder", f"missing: {_names(missing)}"]
-    return "; ".join([*parts, f"not used: {_names(unused)}", "new in every run: pooler and classifier"])
+    whole = "of the masked language model" if masked_lm else "of the encoder"
+    parts = [f"loaded: {loaded} weights {whole}", f"missing: {_names(missing)}", f"not used: {_names(unused)}"]
+    return "; ".join(parts if masked_lm else [*parts, "new in every run: pooler and classifier"])
 
 
 def _names(weights: list[str]) -> str:

@@ -62,8 +62,8 @@ class Folder:
     """Separators between the two texts of a pair."""
 
 
-def load_folder(folder: Path, values: dict[str, Any]) -> Folder:
-    """Load the model of a folder whose config.json holds `values`, in fp32 on the CPU.
+def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool = False) -> Folder:
+    """Load the model of a folder whose config.json holds `values`, in fp32 on the CPU; `masked_lm`: under that head.
 
     Raises `UserError`, one line, for whatever is wrong with the folder.
     """
@@ -76,32 +76,33 @@ def load_folder(folder: Path, values: dict[str, Any]) -> Folder:
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
     try:
-        return _load(folder, values)
+        return _load(folder, values, masked_lm)
     except UserError:
         raise
     except Exception as error:  # a damaged folder may make transformers raise anything
         raise UserError(f"--load {folder}: transformers cannot load it: {_reason(error)}") from None
 
 
-def _load(folder: Path, values: dict[str, Any]) -> Folder:
+def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
     build: Callable[[Any], nn.Module]
     if values["model_type"] == OWN_MODEL_TYPE:
-        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpModel
+        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpForMaskedLM, DdrpModel
 
-        config, build = DdrpConfig.from_pretrained(folder), DdrpModel
-        own: Any = DdrpModel
+        own: Any = DdrpForMaskedLM if masked_lm else DdrpModel
+        config, build = DdrpConfig.from_pretrained(folder), own
         model, report = own.from_pretrained(folder, output_loading_info=True, local_files_only=True)
     else:
-        from transformers import AutoConfig, AutoModel
+        from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
+        auto: Any = AutoModelForMaskedLM if masked_lm else AutoModel
         safely = {"local_files_only": True, "trust_remote_code": False}
-        config, build = AutoConfig.from_pretrained(folder, **safely), AutoModel.from_config
+        config, build = AutoConfig.from_pretrained(folder, **safely), auto.from_config
         if config.is_encoder_decoder or getattr(config, "is_decoder", False):
             raise ValueError(f"{config.model_type} is no encoder; give a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
             read_weights(folder)  # refuses a pickle in our own words
-        model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **safely)
+        model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
     is_roberta = config.model_type in ROBERTA_FAMILY
     longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if is_roberta else 0)
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
