@@ -98,18 +98,15 @@ def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> No
 
 
 def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
-    """Return arm → field of minimal pairs → mean accuracy of its paradigms, and `all` for the mean of all paradigms."""
-    found = {}
-    for arm in results.arms:
-        fields: dict[str, list[float]] = {}
-        for paradigm, accuracy in results.items.accuracies(arm).items():
-            for name in (results.fields.get(paradigm) or paradigm, "all"):
-                fields.setdefault(name, []).append(accuracy)
-        if fields:
-            found[arm] = {
-                name: statistics.fmean(fields[name]) for name in sorted(fields, key=lambda n: (n == "all", n))
-            }
-    return found
+    """Return arm → field of minimal pairs → accuracy, mean over the seeds."""
+    return {
+        arm: {
+            field: statistics.fmean(found[field] for found in by_seed.values())
+            for field in next(iter(by_seed.values()))
+        }
+        for arm in results.arms
+        if (by_seed := results.fields.get(arm))
+    }
 
 
 def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> None:

@@ -15,11 +15,13 @@ from megatron_ddrp.tasks.glue.cells import Cell
 from megatron_ddrp.tasks.glue.predictions import read_predictions
 from megatron_ddrp.tasks.glue.runs import Run
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
+from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
 from megatron_ddrp.tasks.statistics import paired_bootstrap, percentile_interval
 
 Interval = tuple[float, float]
 Paradigms = Mapping[str, np.ndarray]
-"""Paradigm → 1 for each pair that is right, else 0, `[pairs]`; one number, the accuracy, where only that is known."""
+"""Paradigm → 1.0 for each pair that is right, otherwise 0.0, `[pairs]`."""
 
 
 class Items:
@@ -80,6 +82,13 @@ class Items:
             for found in by_seed.values():
                 return sum(map(len, found.values())), len(found)
         return 0, 0
+
+
+def read_right(folder: Path) -> Paradigms:
+    """Return which pairs were right in an output folder of `tasks.minimal_pairs`, which holds one encoder."""
+    return {
+        row["paradigm"]: cell_of_pairs(row, "strict").right.astype(float) for row in PairStore(folder / SCORES_FILE)
+    }
 
 
 def _resampled(cell: Cell, folder: Path) -> np.ndarray | None:

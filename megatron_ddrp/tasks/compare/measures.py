@@ -12,7 +12,8 @@ from megatron_ddrp.tasks.compare.flags import Flags, words
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, task_files
+from megatron_ddrp.tasks.compare.scoring import GluePlan, TaskPlan, task_files
+from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 
 
 class Measure(NamedTuple):
@@ -62,27 +63,29 @@ def _flag_facts(flags: Flags) -> list[object]:
 
 
 def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
-    """Return the score of every last checkpoint on minimal pairs."""
+    """Return the score of every last checkpoint on minimal pairs. Raises `UserError` for pairs that cannot be read."""
     pairs = plan.minimal_pairs
     if pairs is None:
         return []
-    data = fingerprint(plan, "minimal_pairs", pairs.data_dir)
-    files = sorted(Path(pairs.data_dir).glob("*.jsonl"))
-    if not files:
-        raise UserError(f"{plan.file}: minimal_pairs.data_dir: {pairs.data_dir} holds no .jsonl file", 2)
-    sizes = [sum(1 for line in file.read_bytes().splitlines() if line.strip()) for file in files]
-    work = float(sum(min(size, pairs.max_pairs or size) for size in sizes))
-    return [Measure(run, run.steps, _pairs_job(pairs, run, data, work, folder / "minimal-pairs")) for run in runs]
-
-
-def _pairs_job(pairs: MinimalPairsPlan, run: TrainingRun, data: object, work: float, folder: Path) -> Job:
-    name = job_name("minimal-pairs", run.job.title, [run.job.name, run.steps, _flag_facts(pairs.flags), data])
-    output = folder / name.removeprefix("minimal-pairs-")
-    command = (
-        *("python", "-m", "tasks.minimal_pairs", "--data-dir", pairs.data_dir),
-        *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(pairs.flags)),
-    )
-    return Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
+    try:
+        paradigms = read_pairs(Path(pairs.data_dir), pairs.max_pairs)
+    except UserError as error:
+        raise UserError(f"{plan.file}: minimal_pairs: {error}; or give --no-minimal-pairs", 2) from None
+    data = [[paradigm.uid, paradigm.digest] for paradigm in paradigms]
+    work = float(sum(map(len, paradigms)))
+    # The command takes all cores by itself; beside other jobs it keeps to its share.
+    share = () if plan.workers == 1 else ("--workers", "1")
+    found = []
+    for run in runs:
+        name = job_name("minimal-pairs", run.job.title, [run.job.name, run.steps, _flag_facts(pairs.flags), data])
+        output = folder / "minimal-pairs" / name.removeprefix("minimal-pairs-")
+        command = (
+            *("python", "-m", "tasks.minimal_pairs", "--data-dir", pairs.data_dir),
+            *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(pairs.flags), *share),
+        )
+        job = Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
+        found.append(Measure(run, run.steps, job))
+    return found
 
 
 def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:

@@ -126,7 +126,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "undefined": _by_label(results.collapsed),
         "comparison": comparison.as_json(results),
         "paradigms": {label: found for label, found in accuracies.items() if found},
-        "fields": results.fields,
+        "fields": {arm.label: by_seed for arm, by_seed in results.fields.items()},
     }
 
 

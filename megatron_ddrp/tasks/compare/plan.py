@@ -247,6 +247,7 @@ def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for path, value in given.items():
         key, _, inner = path.partition(".")
+        key = next((name for name in found if str(name).replace("-", "_") == key), key)
         if not inner:
             found[key] = value
         elif isinstance(found.setdefault(key, {}), dict):

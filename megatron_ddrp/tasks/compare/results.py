@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.items import Items
+from megatron_ddrp.tasks.compare.items import Items, read_right
 from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
@@ -42,8 +42,8 @@ class Results:
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
         self.items = Items()
-        self.fields: dict[str, str] = {}
-        """Paradigm of minimal pairs → its field."""
+        self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
+        """Arm → seed → field of minimal pairs → accuracy; paradigms where these name no field."""
         for run in self.runs:
             self._read_metrics(run)
         for analysis in work.analyses:
@@ -136,8 +136,11 @@ class Results:
 
     def _read_pairs(self, measure: Measure) -> None:
         (found,) = json.loads(measure.job.output.read_text(encoding="utf-8"))["encoders"]
-        self.values[MINIMAL_PAIRS][measure.run.arm][measure.run.seed] = found["macro_average"]
-        self.items.add_pairs(measure.run, found["paradigms"])
+        arm, seed = measure.run.arm, measure.run.seed
+        paradigms = {name: paradigm["accuracy"] for name, paradigm in found["paradigms"].items()}
+        self.values[MINIMAL_PAIRS][arm][seed] = found["macro_average"]
+        self.fields[arm][seed] = (found["fields"] or paradigms) | {"all": found["macro_average"]}
+        self.items.add_pairs(measure.run, read_right(measure.job.output.parent))
 
     def _average_last(self, scores: Mapping[TrainingRun, Mapping[int, Scores]]) -> list[str]:
         """Take the scores of last checkpoints, and their average; return the tasks that every one of them has."""

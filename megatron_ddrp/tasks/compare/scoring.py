@@ -12,6 +12,7 @@ from megatron_ddrp.tasks.compare.flags import Flags
 from megatron_ddrp.tasks.glue.arguments import Search, Training
 from megatron_ddrp.tasks.glue.runs import GRIDS
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class MinimalPairsPlan:
 
     data_dir: str = option(MISSING, "folder of paradigms, one .jsonl each")
     max_pairs: int | None = option(None, "pairs of each paradigm (default: all)", within=COUNT)
-    score: str | None = option(None, "which pieces are masked together", choices=("pll", "l2r", "whole-word"))
+    score: str | None = option(None, "which pieces are masked together", choices=tuple(SCORES))
 
     @property
     def flags(self) -> Flags:
