@@ -11,9 +11,9 @@ import numpy as np
 
 from megatron_ddrp.tasks.compare.resampling import resampled_scores
 from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
-from megatron_ddrp.tasks.glue.cells import Cell
-from megatron_ddrp.tasks.glue.predictions import read_predictions
-from megatron_ddrp.tasks.glue.runs import Run
+from megatron_ddrp.tasks.finetune.cells import Cell
+from megatron_ddrp.tasks.finetune.predictions import read_predictions
+from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
 from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs

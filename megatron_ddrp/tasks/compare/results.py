@@ -15,8 +15,8 @@ from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.glue.cells import Cell, best_cells
-from megatron_ddrp.tasks.glue.runs import RUNS, RunStore
+from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
+from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
 from megatron_ddrp.tasks.statistics import BySeed
 
 WARM_UP = 0.1

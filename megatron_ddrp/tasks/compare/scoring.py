@@ -9,8 +9,8 @@ from typing import Any
 from megatron_ddrp.config.option import COUNT, option
 from megatron_ddrp.config.reading import Place, make_section, options_of, read_settings
 from megatron_ddrp.tasks.compare.flags import Flags
-from megatron_ddrp.tasks.glue.arguments import Search, Training
-from megatron_ddrp.tasks.glue.runs import GRIDS
+from megatron_ddrp.tasks.finetune.options import Search, Training
+from megatron_ddrp.tasks.finetune.runs import GRIDS
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 

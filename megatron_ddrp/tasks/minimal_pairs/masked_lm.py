@@ -15,7 +15,7 @@ from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import Bert
-from megatron_ddrp.tasks.glue.encoder import Encoder, TrainedEncoder, load_encoder
+from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder, load_encoder
 
 SAME_LOGITS = 1e-3
 """Largest difference of two logits that two ways of computing them may have."""

@@ -16,8 +16,8 @@ from megatron_ddrp.tasks.compare.page import write_page
 from megatron_ddrp.tasks.compare.plan import read_plan
 from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
 from megatron_ddrp.tasks.compare.runs import Arm
-from megatron_ddrp.tasks.glue.predictions import write_predictions
-from megatron_ddrp.tasks.glue.runs import Run
+from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.statistics import student_interval
 from tests.unit.compare.conftest import finish_run, record

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.tasks.compare.resampling import drawn_rows, resampled_scores
-from megatron_ddrp.tasks.glue.metrics import METRICS
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 ROWS, COMPARED = 40, 60

@@ -5,10 +5,11 @@ Folders that tools/convert_checkpoint.py wrote are loaded by our own classes, ot
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class HuggingFaceEncoder(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         if getattr(model, "pooler", None) is not None:
-            model.pooler = None  # every run has a new one, see finetune.py
+            model.pooler = None  # every run has a new one
         self.model = model
         self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
 
@@ -43,6 +44,72 @@ class HuggingFaceEncoder(nn.Module):
         segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
         output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
         return output.last_hidden_state
+
+
+class Labels(NamedTuple):
+    """What a head predicts, as Hugging Face configurations say it."""
+
+    names: tuple[str, ...]
+    problem_type: str | None
+
+
+AUTO_CLASSES = {
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "qa": "AutoModelForQuestionAnswering",
+}
+"""Head → the class of transformers that has it, for every family."""
+
+
+class FamilyModel(nn.Module):
+    """A model of transformers with its family's own head."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        self.encoder_prefix = f"model.{model.base_model_prefix}."
+        self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
+
+    @classmethod
+    def on_top_of(cls, encoder: nn.Module, head: str, labels: Labels) -> FamilyModel:
+        """Return a model with the encoder's weights and a new head, drawn from torch's generator.
+
+        Raises:
+            UserError: the family has no such head.
+        """
+        assert isinstance(encoder, HuggingFaceEncoder)
+        config = copy.deepcopy(encoder.model.config)
+        if head != "qa":
+            config.id2label = dict(enumerate(labels.names))
+            config.label2id = {name: number for number, name in enumerate(labels.names)}
+        config.problem_type = labels.problem_type
+        model = _model_with_head(config, head)
+        base = getattr(model, model.base_model_prefix)
+        missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
+        if unexpected or [name for name in missing if "pooler" not in name]:
+            raise UserError(f"{type(model).__name__} holds another encoder than {type(encoder.model).__name__}")
+        return cls(model)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the head's outputs, float32: `[batch, labels]`, or `[batch, seq, labels]` for pieces."""
+        segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
+        output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
+        if "start_logits" in output:
+            return torch.stack([output.start_logits, output.end_logits], dim=-1).float()  # [batch, seq, 2]
+        return output.logits.float()
+
+
+def _model_with_head(config: Any, head: str) -> Any:
+    import transformers
+
+    if config.model_type == OWN_MODEL_TYPE:
+        from megatron_ddrp.conversion import modeling_ddrp
+
+        return getattr(modeling_ddrp, AUTO_CLASSES[head].replace("AutoModel", "Ddrp"))(config)
+    try:
+        return getattr(transformers, AUTO_CLASSES[head]).from_config(config)
+    except ValueError:
+        raise UserError(f"transformers has no {AUTO_CLASSES[head]} for {config.model_type} models") from None
 
 
 @dataclass(frozen=True)

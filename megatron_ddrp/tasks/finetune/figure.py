@@ -9,13 +9,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from megatron_ddrp.tasks.glue.cells import Cells
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.cells import Cells
 
 
-def draw(encoders: dict[str, Cells], path: Path) -> None:
-    """Draw `best_cells`' result."""
-    tasks = [name for name in TASKS if any(name in cells for cells in encoders.values())]
+def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -> None:
+    """Draw `best_cells`' result, the tasks in this order."""
     figure, axes = plt.subplots(figsize=(max(4.0, 1.2 * len(tasks) + 1), 3.6), layout="constrained")
     for number, (name, cells) in enumerate(encoders.items()):
         shift = (number - (len(encoders) - 1) / 2) * 0.8 / len(encoders)
@@ -28,7 +26,7 @@ def draw(encoders: dict[str, Cells], path: Path) -> None:
         axes.plot([], [], "o", color=colour, label=name)
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("development score x 100")
-    axes.set_title("GLUE: seeds (dots) and their median (bars) at the best grid point", fontsize=9)
+    axes.set_title(f"{title}: seeds (dots) and their median (bars)", fontsize=9)
     axes.grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""The cells of GLUE's table: one encoder on one task, its seeds at the best grid point.
+"""The cells of a table: one encoder on one task, its seeds at the best grid point.
 
 A grid point is all that decides a run but its seed; the best one has the highest median of the last epoch's scores
 among those with the most seeds. An undefined score counts as 0 (`runs.count_undefined`).
@@ -7,12 +7,11 @@ among those with the most seeds. An undefined score counts as 0 (`runs.count_und
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ddrp.tasks.glue.runs import Run
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.runs import Run
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,9 @@ class Cell:
         return sum(row["undefined"] for row in self.rows)
 
     @property
-    def is_official(self) -> bool:
-        """Whether the development set is as large as the released one."""
-        return self.rows[0]["dev_examples"] == TASKS[self.task].dev_examples
+    def metric(self) -> str:
+        """Name of the scores' metric."""
+        return str(self.rows[0]["metric"])
 
     @property
     def others(self) -> dict[str, list[float]]:
@@ -56,8 +55,8 @@ class Cell:
 Cells = dict[str, Cell]
 
 
-def best_cells(rows: Iterable[dict[str, Any]]) -> dict[str, Cells]:
-    """Return encoder's name → task → its cell at the best grid point, tasks in the table's order."""
+def best_cells(rows: Iterable[dict[str, Any]], order: Sequence[str] = ()) -> dict[str, Cells]:
+    """Return encoder's name → task → its cell at the best grid point, tasks in `order`, others after them."""
     known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
     names: dict[str, set[str]] = {}
     # Scores on other data, at another length or from fewer rows than the newest run's have no place in one median.
@@ -71,7 +70,16 @@ def best_cells(rows: Iterable[dict[str, Any]]) -> dict[str, Cells]:
             continue
         name = f"{row['load']} ({run.encoder[:8]})" if len(names[row["load"]]) > 1 else row["load"]
         groups.setdefault(name, {}).setdefault(run.task, {}).setdefault(replace(run, seed=0), []).append(row)
-    return {name: {task: _best(task, tasks[task]) for task in TASKS if task in tasks} for name, tasks in groups.items()}
+    return {
+        name: {task: _best(task, tasks[task]) for task in dict.fromkeys([*order, *tasks]) if task in tasks}
+        for name, tasks in groups.items()
+    }
+
+
+def task_order(encoders: dict[str, Cells], order: Sequence[str]) -> list[str]:
+    """Return the tasks that any encoder has a cell of, in `order`, others after them."""
+    found = dict.fromkeys(task for cells in encoders.values() for task in cells)
+    return [task for task in dict.fromkeys([*order, *found]) if task in found]
 
 
 def _conditions(run: Run) -> tuple[Any, ...]:

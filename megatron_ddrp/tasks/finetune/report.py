@@ -1,8 +1,6 @@
 """table.md, table.json and table.png: per task the median over the seeds at the best grid point, one row per encoder.
 
-The table marks undefined scores, which count as 0. An average is shown only where all of its tasks are: of 8 columns,
-as the paper prints it, with MNLI as one number (the matched set), and of 9, matched and mismatched apart. The paper's
-rows stand below where a development set is the official one.
+The table marks undefined scores, which count as 0. An average is shown only where all of its tasks are.
 """
 
 from __future__ import annotations
@@ -15,30 +13,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.tasks.glue.cells import Cell, Cells, best_cells
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
+from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.pages import render
 from megatron_ddrp.tasks.statistics import paired
 
-MISMATCHED = "dev_mismatched"
-AVERAGES = ("average of 8", "average of 9")
 DETAILS = [
     *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
     *("batch", "lr", "epochs", "train examples", "dev examples"),
 ]
 """Columns of the table of runs."""
-
-
-def averages(cells: Cells) -> dict[str, float | None]:
-    """Return the two averages over the paper's tasks, each None unless every one of its columns is there."""
-    if not cells.keys() >= set(PAPER_TASKS):
-        return {"average of 8": None, "average of 9": None}
-    eight = [cells[task].median for task in PAPER_TASKS]
-    mismatched = cells["MNLI"].others.get(MISMATCHED)
-    nine = None if mismatched is None else statistics.fmean([*eight, statistics.median(mismatched)])
-    return {"average of 8": statistics.fmean(eight), "average of 9": nine}
 
 
 @dataclass(frozen=True)
@@ -77,31 +62,31 @@ def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
     return {seed: statistics.fmean(scores[task][seed] for task in tasks) for seed in seeds}
 
 
-def write_report(rows: Iterable[dict[str, Any]], folder: Path, damage: Sequence[str] = ()) -> str:
+def write_report(rows: Iterable[dict[str, Any]], folder: Path, suite: Suite, damage: Sequence[str] = ()) -> str:
     """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
 
     `damage` are sentences about runs that are left out or could not be checked; table.md ends with them.
     """
-    encoders = best_cells(rows)
+    encoders = best_cells(rows, suite.order)
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(encoders, damage)
+    text = table(encoders, suite, damage)
     (folder / "table.md").write_text(text, encoding="utf-8")
-    (folder / "table.json").write_text(json.dumps(summary(encoders), indent=2) + "\n", encoding="utf-8")
+    (folder / "table.json").write_text(json.dumps(summary(encoders, suite), indent=2) + "\n", encoding="utf-8")
     try:
-        from megatron_ddrp.tasks.glue.figure import draw
+        from megatron_ddrp.tasks.finetune.figure import draw
     except ImportError:
         return f"\n{text}\nwritten to {folder / 'table.md'}; the figure needs matplotlib"
-    draw(encoders, folder / "table.png")
+    draw(encoders, task_order(encoders, suite.order), suite.title, folder / "table.png")
     return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png"
 
 
-def summary(encoders: dict[str, Cells]) -> dict[str, Any]:
+def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
     """Return the content of table.json: the table's numbers as fractions, an average null where a task is missing."""
     result: dict[str, Any] = {"encoders": {}, "differences": []}
     for name, cells in encoders.items():
         tasks = {
             task: {
-                "metric": TASKS[task].metric,
+                "metric": cell.metric,
                 "median": cell.median,
                 "scores": cell.scores,
                 "undefined": cell.undefined,
@@ -113,69 +98,76 @@ def summary(encoders: dict[str, Cells]) -> dict[str, Any]:
             }
             for task, cell in cells.items()
         }
-        result["encoders"][name] = {"tasks": tasks, **averages(cells)}
+        result["encoders"][name] = {"tasks": tasks, **suite.means(cells)}
     for pair in differences(encoders):
         result["differences"].append({**vars(pair), "mean": pair.mean})
-    result["paper"] = {name: {**scores, "average of 8": PAPER_AVERAGES[name]} for name, scores in PAPER_SCORES.items()}
+    if published := suite.published():
+        result["paper"] = published
     return result
 
 
-def table(encoders: dict[str, Cells], damage: Sequence[str] = ()) -> str:
+def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) -> str:
     """Return the text of table.md."""
-    tasks = [name for name in TASKS if any(name in cells for cells in encoders.values())]
-    means = {name: averages(cells) for name, cells in encoders.items()}
-    shown = [kind for kind in AVERAGES if any(mean[kind] is not None for mean in means.values())]
+    tasks = task_order(encoders, suite.order)
+    means = {name: suite.means(cells) for name, cells in encoders.items()}
+    shown = [kind for kind in suite.averages if any(mean[kind] is not None for mean in means.values())]
     scores = [
         [name, *(_score(cells[task]) if task in cells else "" for task in tasks)]
         + ["" if (mean := means[name][kind]) is None else percent(mean) for kind in shown]
         for name, cells in encoders.items()
     ]
-    details = [line for name, cells in encoders.items() for cell in cells.values() for line in _details(name, cell)]
+    details = [
+        line for name, cells in encoders.items() for cell in cells.values() for line in _details(name, cell, suite)
+    ]
     pairs = [
         [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.by_seed))]
         + [percent(pair.mean), f"{percent(pair.low)} to {percent(pair.high)}"]
         for pair in differences(encoders)
     ]
-    is_official = any(
-        task in PAPER_TASKS and cell.is_official for cells in encoders.values() for task, cell in cells.items()
-    )
-    paper = [
-        [f"{name} (paper)", *(f"{row[task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
-        for name, row in PAPER_SCORES.items()
-    ]
     return render(
-        "glue.md.jinja",
-        scores=Table(["encoder", *tasks, *shown], scores),
+        "scores.md.jinja",
+        title=suite.title,
+        about=suite.about,
+        scores=Table(["encoder", *tasks, *shown], scores + _baselines(encoders, tasks, len(shown))),
         details=Table(DETAILS, details),
         pairs=Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
-        paper=Table(["the paper's encoder", *PAPER_TASKS, AVERAGES[0]], paper) if is_official else None,
+        paper=suite.published_table(encoders),
         damage=damage,
     )
+
+
+def _baselines(encoders: dict[str, Cells], tasks: list[str], blanks: int) -> list[list[str]]:
+    """Return the row of scores that need no encoder, where the runs know any."""
+    known = {
+        task: cell.rows[0]["baseline"]
+        for cells in encoders.values()
+        for task, cell in cells.items()
+        if cell.rows[0].get("baseline") is not None
+    }
+    row = ["(always the most frequent label)", *(percent(known[task]) if task in known else "" for task in tasks)]
+    return [row + [""] * blanks] if known else []
 
 
 def _score(cell: Cell) -> str:
     return percent(cell.median) + (f" ({cell.undefined} undefined)" if cell.undefined else "")
 
 
-def _details(name: str, cell: Cell) -> list[list[str]]:
+def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
     """Return the rows of a cell in the table of runs: its own, and those of further development files."""
     best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
-    first, task = cell.rows[0], TASKS[cell.task]
+    first, size = cell.rows[0], suite.official_size(cell.task)
     point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"]), str(first["train_examples"])]
-    official = "" if cell.is_official else f" (official: {task.dev_examples})"
+    official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"
 
     def row(label: str, scores: list[float], undefined: str, best: str = "", examples: str = "") -> list[str]:
         spread = f"{percent(min(scores))} to {percent(max(scores))}"
         middle = percent(statistics.median(scores))
-        return [name, label, task.metric, middle, spread, best, str(len(scores)), undefined, *point, examples]
+        return [name, label, cell.metric, middle, spread, best, str(len(scores)), undefined, *point, examples]
 
     rows = [row(cell.task, cell.scores, str(cell.undefined), best_epoch, f"{first['dev_examples']}{official}")]
     for file, scores in cell.others.items():
         rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
-    if MISMATCHED in cell.others:
-        both = [statistics.fmean(pair) for pair in zip(cell.scores, cell.others[MISMATCHED], strict=True)]
-        rows.append(row(f"{cell.task} (mean of both)", both, ""))
-    return rows
+    return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]
 
 
 def percent(score: float) -> str:

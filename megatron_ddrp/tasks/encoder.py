@@ -23,6 +23,7 @@ from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Encoder:
 
     name: str
     """Name of the encoder in tables."""
+    folder: Path
     module: nn.Module
     """Maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
     tokenizer: Tokenizer
@@ -45,6 +47,8 @@ class Encoder:
     """Makes the same architecture with new random weights; set where these are wanted."""
     pair_separators: int = 1
     """Separators between the two texts of a pair."""
+    family_model: Callable[[nn.Module, str, Labels], nn.Module] | None = None
+    """Puts the head of the encoder's own family on a fresh copy; None where it has no family but ours."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """Return a copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
@@ -98,6 +102,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
     return Encoder(
         _name(folder, random_init),
+        folder,
         TrainedEncoder(model),
         tokenizer,
         config.model.hidden_size,
@@ -115,8 +120,6 @@ def pair_separators(config: ModelConfig, tokenizer: Tokenizer) -> int:
 
 
 def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
-    from megatron_ddrp.tasks.glue.huggingface import HuggingFaceEncoder, load_folder, load_tokenizer
-
     found = load_folder(folder, raw_config, masked_lm)
     tokenizer = load_tokenizer(folder)
     _refuse_foreign_tokenizer(folder, tokenizer, found.config.vocab_size, PADDED_ROWS)
@@ -132,6 +135,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         )
     return Encoder(
         _name(folder, random_init),
+        folder,
         encoder,
         tokenizer,
         found.config.hidden_size,
@@ -140,6 +144,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=found.pair_separators,
+        family_model=FamilyModel.on_top_of,
     )
 
 

@@ -10,12 +10,14 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.glue.data import Example
-from megatron_ddrp.tasks.glue.finetune import FineTuning
-from megatron_ddrp.tasks.glue.report import percent
-from megatron_ddrp.tasks.glue.runs import Run
-from megatron_ddrp.tasks.glue.sweep import Sweep
+from megatron_ddrp.tasks.finetune.report import percent
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.sweep import Sweep
+from megatron_ddrp.tasks.finetune.task import Examples
+from megatron_ddrp.tasks.finetune.training import FineTuning
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.store import Store
 
@@ -59,19 +61,18 @@ class RunForecast(Forecast[Run]):
         return self._probed[job.encoder] * self.work(job)
 
     def _probe(self, run: Run) -> float:
-        encoder = self.sweep.encoders[run.encoder]
         run = replace(run, epochs=2)  # one epoch may be a single step, and the probe makes one more than its rows
-        train = self.sweep.encode(run, self.sweep.data[run.task].train[: run.batch_size * _PROBE_STEPS])
-        tuning = FineTuning(run, encoder.fresh(run.seed, self.sweep.device), encoder.hidden_size, train)
+        data = self.sweep.data[run.task]
+        some = data.train.only(np.arange(min(len(data.train), run.batch_size * _PROBE_STEPS)))
+        train = self.sweep.encode(run, some)
+        tuning = FineTuning(run, data.task, self.sweep.model(run), train)
         order = tuning.order(0)
         tuning.step(order[0])  # the first one also warms up
         begin = time.perf_counter()
         for rows in order:
             tuning.step(rows)
-        tuning.model.output.bias.sum().item()  # wait for the device
-        share = len(train) / len(self.sweep.data[run.task].train)
-        trained, _ = self._work[run.task]
-        return (time.perf_counter() - begin) / share / trained
+        next(tuning.model.parameters()).sum().item()  # wait for the device
+        return (time.perf_counter() - begin) / len(train) * len(data.train) / self._work[run.task][0]
 
 
 def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
@@ -95,6 +96,7 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         expected = forecast.eta([run for run in missing if run.task == task], workers=1)
         dev = ", ".join(f"{len(examples):,} {file}" for file, examples in data.dev.items())
         lines.append(f"  {task:6} {count:4} runs of {len(data.train):,} train, {dev}: {expected}")
+        lines += [f"    {fact}" for fact in data.facts]
     total = forecast.total(missing) or 0.0
     sharing = f", {duration(total / workers)} with {workers} workers" if workers > 1 else ""
     lines.append(f"  expected: {total / 3600:.1f} hours of one worker{sharing} ({forecast.source})")
@@ -130,6 +132,6 @@ class ResultLines:
             )
 
 
-def _characters(examples: list[Example], sweep: Sweep) -> int:
+def _characters(examples: Examples, sweep: Sweep) -> int:
     longest = sweep.options.max_seq_length * _CHARACTERS_PER_PIECE
-    return sum(min(longest, 8 + sum(map(len, example.texts))) for example in examples)
+    return int(np.minimum(longest, 8 + examples.lengths).sum())

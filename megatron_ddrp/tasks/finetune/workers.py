@@ -19,13 +19,10 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
-from megatron_ddrp.tasks.glue.data import TaskData, read_task, read_test
-from megatron_ddrp.tasks.glue.plan import ResultLines, plan_text
-from megatron_ddrp.tasks.glue.report import write_report
-from megatron_ddrp.tasks.glue.runs import RUNS, Run, RunStore
-from megatron_ddrp.tasks.glue.submission import write_submissions
-from megatron_ddrp.tasks.glue.sweep import Sweep
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
+from megatron_ddrp.tasks.finetune.report import write_report
+from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.jobs.queue import WAIT, drain
 from megatron_ddrp.tasks.jobs.store import Store
 
@@ -37,19 +34,15 @@ def device_of(worker: int) -> torch.device:
     return torch.device("cpu")
 
 
-def read_data(options: argparse.Namespace) -> dict[str, TaskData]:
-    """Read and check all files of the tasks, and the test sets where they will be needed."""
-    tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
-    if options.predict_test:
-        for task in tasks:
-            read_test(task, options.data_dir)
-    return {task.name: read_task(task, options.data_dir) for task in tasks}
+def open_store(options: argparse.Namespace) -> RunStore:
+    """Return the store of the finished runs."""
+    return RunStore(options.output_dir / RUNS, tasks=options.suite.known)
 
 
 def run_here(options: argparse.Namespace) -> None:
     """Do the sweep in this process, or in the worker processes that it starts."""
-    data = read_data(options)
-    sweep, store = Sweep(options, data, device_of(0)), RunStore(options.output_dir / RUNS)
+    data = options.suite.read(options)
+    sweep, store = Sweep(options, data, device_of(0)), open_store(options)
     per_gpu = max(1, torch.cuda.device_count())
     workers = min(options.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
     print(plan_text(sweep, store, workers), flush=True)
@@ -60,17 +53,17 @@ def run_here(options: argparse.Namespace) -> None:
         share_out(options, workers, sweep.runs, store, lines.tell)
     else:
         drain(sweep.runs, store, sweep.perform, lines.tell)
-    report(sweep, store)
+    finish(sweep, store)
 
 
 def run_on_ranks(options: argparse.Namespace) -> None:
     """Do every run data-parallel over the ranks of a launcher."""
     # A day: rank 0 may wait for the runs that another sweep is doing.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
-    with process_group.agreed_errors_told_once("tasks.glue"):
-        data = process_group.agree(lambda: read_data(options))
+    with process_group.agreed_errors_told_once(options.suite.program):
+        data = process_group.agree(lambda: options.suite.read(options))
         sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
-        store = process_group.agree(lambda: RunStore(options.output_dir / RUNS))
+        store = process_group.agree(lambda: open_store(options))
         if ranks.rank == 0:
             missing = len(store.missing(sweep.runs))
             print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
@@ -78,16 +71,17 @@ def run_on_ranks(options: argparse.Namespace) -> None:
                 print(f"  {encoder.name}: {encoder.origin}", flush=True)
         if not options.dry_run:
             do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
-            report(sweep, store)
+            finish(sweep, store)
         process_group.stop()
 
 
-def report(sweep: Sweep, store: RunStore) -> None:
-    """Write the submissions that are wanted, and on rank 0 the tables."""
-    if sweep.options.predict_test:
-        write_submissions(sweep, store)
+def finish(sweep: Sweep, store: RunStore) -> None:
+    """Do what the suite does after its runs, on every rank, and on rank 0 write the tables."""
+    suite = sweep.options.suite
+    lines = suite.finish(sweep, store)
     if sweep.speaks:
-        print(write_report(store, sweep.options.output_dir))
+        print("\n".join(lines), end="\n" * bool(lines))
+        print(write_report(store, sweep.options.output_dir, suite))
 
 
 def share_out(
@@ -137,11 +131,10 @@ def _work(options: argparse.Namespace, number: int, count: int, plugins: set[Pat
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
 
     def main() -> None:
-        data = {name: read_task(TASKS[name], options.data_dir) for name in dict.fromkeys(options.tasks)}
-        sweep = Sweep(options, data, device_of(number), show_bar=False)
-        drain(sweep.runs, RunStore(options.output_dir / RUNS), sweep.perform)
+        sweep = Sweep(options, options.suite.read(options), device_of(number), show_bar=False)
+        drain(sweep.runs, open_store(options), sweep.perform)
 
-    run_command(main, f"tasks.glue: worker {number}")
+    run_command(main, f"{options.suite.program}: worker {number}")
 
 
 def _end_with_parent() -> None:

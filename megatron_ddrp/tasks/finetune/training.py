@@ -1,9 +1,7 @@
-"""One fine-tuning run (appendix B): encoder + pooler (dense, tanh, on [CLS]) + dropout + linear layer.
+"""One fine-tuning run, as appendix B of the paper has it.
 
 AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
-tenth of the steps, then linear decay to 0, gradients clipped at norm 1. Cross entropy, or mean squared error for a
-regression. The pooler and the classifier are new in every run, also where a checkpoint holds a pooler of its own, so
-that encoders compare by what pre-training gave them.
+tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The loss is that of the task's kind.
 
 A batch is the sum of its micro-batches, and a micro-batch is a function of the run alone: its rows, its padding and its
 dropout, which is drawn from (seed, step, micro-batch). Ranks share out the micro-batches and the development rows, so
@@ -18,59 +16,38 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
-from megatron_ddrp.tasks.glue.data import Encoded, dev_order, pad_batch, train_order
-from megatron_ddrp.tasks.glue.metrics import METRICS
-from megatron_ddrp.tasks.glue.runs import Run
-from megatron_ddrp.tasks.glue.tasks import TASKS, Task
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.rows import Encoded, dev_order, pad_batch, train_order
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
 
 WARMUP = 0.1
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
-DROPOUT = 0.1
-INIT_STD = 0.02
 DEV_BATCH_SIZE = 64
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
 
 
-class Classifier(nn.Module):
-    """An encoder with a new pooler and output layer on top."""
-
-    def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
-        """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
-        super().__init__()
-        self.encoder = encoder
-        self.pooler = nn.Linear(hidden_size, hidden_size)
-        self.dropout = nn.Dropout(DROPOUT)
-        self.output = nn.Linear(hidden_size, num_outputs)
-        for layer in (self.pooler, self.output):
-            nn.init.normal_(layer.weight, std=INIT_STD)
-            nn.init.zeros_(layer.bias)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return logits, or the prediction of a regression: float32 `[batch, num_outputs]`."""
-        first = self.encoder(batch)[:, 0]  # [batch, hidden]
-        return self.output(self.dropout(torch.tanh(self.pooler(first)))).float()
-
-
 @dataclass(frozen=True)
 class RunResult:
-    """Scores and predictions of one run."""
+    """What one run gives."""
 
     scores: dict[str, list[float | None]]
     """Development file → its score after each epoch; None where it is undefined."""
-    predictions: dict[str, np.ndarray]
+    predictions: dict[str, Any]
     """Development file → the last epoch's predictions as `FineTuning.predict` returns them."""
+    model: nn.Module
+    """The fine-tuned model."""
     steps: int
     seconds: float
 
@@ -84,23 +61,22 @@ def learning_rate_factor(step: int, total: int) -> float:
 class FineTuning:
     """A model in training. `step` takes one batch; `predict` works at any time."""
 
-    def __init__(self, run: Run, encoder: nn.Module, hidden_size: int, train: Encoded, ranks: Ranks | None = None):
-        """Train `encoder` (changed in place, on its device) and a new head on `train`; `ranks` where there are several.
+    def __init__(self, run: Run, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
+        """Train `model` (changed in place, on its device) on `train`; `ranks` where there are several.
 
-        The order of the rows, the head's first weights and dropout are functions of the run's seed.
+        `model` maps a torch Batch to the outputs of the task's kind. The order of the rows and dropout are functions of
+        the run's seed.
         """
-        self.run, self.train = run, train
-        self.task = TASKS[run.task]
+        self.run, self.task, self.model, self.train = run, task, model, train
+        self.kind = KINDS[task.kind]
         self.rank, self.world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
-        self.device = next(encoder.parameters()).device
-        torch.manual_seed(_seed(run.seed, "fine-tuning head"))
-        self.model = Classifier(encoder, hidden_size, self.task.num_outputs).to(self.device)
+        self.device = next(model.parameters()).device
         # What the optimizer steps on: the parameters themselves, or fp32 masters of them.
         self.weights = dict(self.model.named_parameters())
         if run.precision != "fp32":
             self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
             self.model.to(PRECISIONS[run.precision])
-        self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay)
+        self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.total = run.epochs * math.ceil(len(train) / run.batch_size)
         self.steps = 0
@@ -114,13 +90,14 @@ class FineTuning:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
+        size_of_batch = max(1, self.kind.size(self.train, rows))
         for number, start in enumerate(range(0, len(rows), size)):
             if number % self.world_size != self.rank:
                 continue
             micro = rows[start : start + size]
-            seed_draws(_seed(self.run.seed, "fine-tuning dropout", self.steps, number), self.device)
-            targets = torch.from_numpy(self.train.targets[micro]).to(self.device)
-            loss = _loss_sum(self.task, self._logits(self.train, micro), targets) / len(rows)
+            seed_draws(self.run.seed_of("fine-tuning dropout", self.steps, number), self.device)
+            targets = torch.from_numpy(self.kind.targets(self.train, micro)).to(self.device)
+            loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
             self.scaler.scale(loss).backward()
             if run_in_half:
                 self._move_gradients()
@@ -139,26 +116,26 @@ class FineTuning:
                     parameter.copy_(self.weights[name])
 
     @torch.inference_mode()
-    def predict(self, encoded: Encoded) -> np.ndarray:
-        """Return float64 predictions `[examples]` in the file's order: class numbers, or numbers of a regression.
+    def predict(self, encoded: Encoded) -> Any:
+        """Return the predictions of all rows in the form that the task's metric takes.
 
-        A row whose logits are not all finite has no prediction: it gets nan.
+        A row whose outputs are not all finite has no prediction: it gets nan.
         """
         self.model.eval()
-        outputs = np.zeros(len(encoded), dtype=np.float64)
-        times_scored = np.zeros(len(encoded), dtype=np.float64)
+        outcomes = self.kind.blank(encoded)
+        times_scored = np.zeros(len(outcomes))
         for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
-            logits = self._logits(encoded, rows)  # [batch, num_outputs]
-            predicted = logits[:, 0] if self.task.is_regression else logits.argmax(dim=-1).float()
-            outputs[rows] = torch.where(logits.isfinite().all(dim=-1), predicted, math.nan).cpu().numpy()
-            times_scored[rows] += 1
+            places, values = self.kind.outcomes(self._outputs(encoded, rows), encoded, rows)
+            outcomes[places] = values.cpu().numpy()
+            times_scored[places] += 1
         if self.world_size > 1:
-            both = torch.from_numpy(np.stack([outputs, times_scored])).to(self.device)  # [2, examples]
-            outputs, times_scored = sum_over_ranks(both).cpu().numpy()
-        assert (times_scored == 1).all(), "every example is scored exactly once"
-        return outputs
+            flat = np.concatenate([outcomes.reshape(len(outcomes), -1), times_scored[:, None]], axis=1)
+            summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
+            outcomes, times_scored = summed[:, :-1].reshape(outcomes.shape), summed[:, -1]
+        assert (times_scored == 1).all(), "every outcome is given exactly once"
+        return self.kind.predictions(self.task, encoded, outcomes)
 
-    def _logits(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
+    def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
         batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
         return self.model(batch)
 
@@ -185,8 +162,8 @@ class FineTuning:
 
 def finetune(
     run: Run,
-    encoder: nn.Module,
-    hidden_size: int,
+    task: Task,
+    model: nn.Module,
     train: Encoded,
     dev: dict[str, Encoded],
     ranks: Ranks | None = None,
@@ -195,10 +172,9 @@ def finetune(
 ) -> RunResult:
     """Do a run: train, scoring `dev` after each epoch; the last epoch's predictions also on `test`."""
     start = time.perf_counter()
-    tuning = FineTuning(run, encoder, hidden_size, train, ranks)
-    metric = METRICS[tuning.task.metric]
+    tuning = FineTuning(run, task, model, train, ranks)
     scores: dict[str, list[float | None]] = {name: [] for name in dev}
-    predictions: dict[str, np.ndarray] = {}
+    predictions: dict[str, Any] = {}
     hidden = None if show_bar and tuning.rank == 0 else True  # None: where nobody looks
     with (
         _repeatable(tuning.device),
@@ -210,11 +186,11 @@ def finetune(
                 bar.update()
             for name, encoded in dev.items():
                 predictions[name] = tuning.predict(encoded)
-                scores[name].append(metric(encoded.targets, predictions[name]))
+                scores[name].append(tuning.kind.score(task.metric, encoded.answers, predictions[name]))
         for name, encoded in (test or {}).items():
             predictions[name] = tuning.predict(encoded)
     assert tuning.steps == tuning.total
-    return RunResult(scores, predictions, tuning.steps, time.perf_counter() - start)
+    return RunResult(scores, predictions, model, tuning.steps, time.perf_counter() - start)
 
 
 @contextlib.contextmanager
@@ -231,32 +207,25 @@ def _repeatable(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _seed(seed: int, purpose: str, *counters: int) -> int:
-    return int(hash_uint64(seed, purpose, *counters).item()) >> 1
+def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, int]:
+    """Return parameter name → depth: 0 for embeddings and what layers share, i + 1 for layer i, then the head.
 
-
-def _loss_sum(task: Task, logits: Tensor, targets: Tensor) -> Tensor:
-    if task.is_regression:
-        return nn.functional.mse_loss(logits[:, 0], targets.float(), reduction="sum")
-    return nn.functional.cross_entropy(logits, targets, reduction="sum")
-
-
-def layer_depths(names: Iterable[str]) -> dict[str, int]:
-    """Return parameter name → depth: 0 for embeddings and what layers share, i + 1 for layer i, then the head."""
+    Names of the encoder's parameters begin with `encoder`; a pooler in it belongs to the head.
+    """
     found = {name: _LAYER.search(f".{name}") for name in names}
     top = max((int(match[1]) for match in found.values() if match), default=-1) + 2
 
     def depth(name: str, match: re.Match[str] | None) -> int:
         if match:
             return int(match[1]) + 1
-        return 0 if name.startswith("encoder.") else top
+        return 0 if name.startswith(encoder) and ".pooler." not in name else top
 
     return {name: depth(name, match) for name, match in found.items()}
 
 
-def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float) -> torch.optim.AdamW:
+def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, model: nn.Module) -> torch.optim.AdamW:
     """Return AdamW. Its groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
-    depths = layer_depths(weights)
+    depths = layer_depths(weights, getattr(model, "encoder_prefix", "encoder."))
     top = max(depths.values())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in weights.items():

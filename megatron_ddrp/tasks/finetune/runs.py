@@ -1,4 +1,4 @@
-"""The runs of a sweep: the paper's grid, and runs.jsonl, the store of the finished ones.
+"""The runs of a sweep, and runs.jsonl, the store of the finished ones.
 
 One line is one finished run. A run is known by all that decides its score (weights, data, hyper-parameters, seed), so
 that a restarted sweep repeats nothing, and other weights under an old name are never taken for the old ones.
@@ -13,14 +13,14 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.tasks.glue.tasks import TASKS
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.tasks.jobs.store import Row, Store
 
 RUNS = "runs.jsonl"
 
@@ -66,12 +66,21 @@ class Run:
     precision: str = "fp32"
     max_train_examples: int | None = None
     """Training rows that are used; None for all."""
+    head: str = "common"
+    """What stands on top of the encoder: the `common` head of `heads.py`, or the one of the encoder's `family`."""
 
     @cached_property
     def name(self) -> str:
         """File name that no other run has."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        facts = asdict(self)
+        if self.head == "common":  # runs of earlier versions had no other
+            del facts["head"]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return f"{self.task}-b{self.batch_size}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest[:12]}"
+
+    def seed_of(self, purpose: str, *counters: int) -> int:
+        """Return the seed of one of the run's random draws."""
+        return int(hash_uint64(self.seed, purpose, *counters).item()) >> 1
 
     @property
     def point(self) -> Point:
@@ -81,16 +90,25 @@ class Run:
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Run:
         """Return the run of a line of runs.jsonl."""
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+        return cls(**{"head": "common"} | {name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
 
 class RunStore(Store):
     """runs.jsonl of a sweep."""
 
-    def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None):
-        """Read the finished runs; `on_damage` as in `Store`. Raises `UserError` for a damaged line without it."""
-        what = "a run written by tasks.glue"
-        super().__init__(path, lambda row: Run.of_row(row).name, what, count_undefined, on_damage)
+    def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None, tasks: Container[str] | None = None):
+        """Read the finished runs, of `tasks` alone where these are given; `on_damage` as in `Store`.
+
+        Raises:
+            UserError: a line is damaged or of another task, and there is no `on_damage`.
+        """
+
+        def read(row: Row) -> Row:
+            if tasks is not None and row["task"] not in tasks:
+                raise ValueError(f"no task {row['task']!r}")
+            return count_undefined(row)
+
+        super().__init__(path, lambda row: Run.of_row(row).name, "a run of this program", read, on_damage)
 
 
 _KINDS: dict[str, Any] = {
@@ -109,8 +127,6 @@ def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
     """
     if wrong := [key for key, kind in _KINDS.items() if not isinstance(row[key], kind)]:
         raise TypeError(f"{wrong[0]} is {row[wrong[0]]!r}")
-    if row["task"] not in TASKS:
-        raise ValueError(f"no task {row['task']!r}")
     epochs = [_counted(score) for score in row["epoch_scores"]]
     best = max(epochs)
     counted = row | {

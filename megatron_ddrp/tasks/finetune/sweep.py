@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.host_memory import keep_freed_memory
-from megatron_ddrp.tasks.glue.data import Encoded, Example, TaskData, encode
-from megatron_ddrp.tasks.glue.encoder import Encoder, load_encoder
-from megatron_ddrp.tasks.glue.finetune import RunResult, finetune
-from megatron_ddrp.tasks.glue.predictions import write_predictions
-from megatron_ddrp.tasks.glue.runs import Point, Run, count_undefined
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.encoder import Encoder, load_encoder
+from megatron_ddrp.tasks.finetune.heads import build_model
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.rows import Encoded
+from megatron_ddrp.tasks.finetune.runs import Point, Run, count_undefined
+from megatron_ddrp.tasks.finetune.task import Examples, TaskData
+from megatron_ddrp.tasks.finetune.training import RunResult, finetune
 
 _SUBSET_SEED = 0
 """The rows that --max-train-examples keeps are the same for every seed and encoder."""
@@ -62,21 +65,21 @@ class Sweep:
 
     def perform(self, run: Run) -> dict[str, Any]:
         """Do a run, write its predictions (on rank 0), and return its row."""
-        train, dev = self.encoded(run)
+        task, (train, dev) = self.data[run.task].task, self.encoded(run)
         result = self.finetune(run, train, dev)
         path = self.options.output_dir / "predictions" / f"{run.name}.tsv"
         checksum = None
         if self.speaks:
-            scored = {name: (encoded.targets, result.predictions[name]) for name, encoded in dev.items()}
-            checksum = write_predictions(path, TASKS[run.task], scored)
+            scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
+            checksum = write_predictions(path, task, scored)
         scoring, *others = dev
         row = asdict(run) | {
             "load": self.encoders[run.encoder].name,
-            "metric": TASKS[run.task].metric,
+            "metric": task.metric,
             "score": result.scores[scoring][-1],
             "epoch_scores": result.scores[scoring],
-            "train_examples": len(train),
-            "dev_examples": len(dev[scoring]),
+            "train_examples": len(self.data[run.task].train),
+            "dev_examples": len(self.data[run.task].dev[scoring]),
             "predictions": str(path.relative_to(self.options.output_dir)),
             "predictions_crc32": checksum,
             "steps": result.steps,
@@ -90,9 +93,12 @@ class Sweep:
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
     ) -> RunResult:
         """Do one run on a fresh copy of its encoder."""
-        encoder = self.encoders[run.encoder]
-        module = encoder.fresh(run.seed, self.device)
-        return finetune(run, module, encoder.hidden_size, train, dev, self.ranks, test, self.show_bar)
+        task = self.data[run.task].task
+        return finetune(run, task, self.model(run), train, dev, self.ranks, test, self.show_bar)
+
+    def model(self, run: Run) -> nn.Module:
+        """Return a fresh copy of a run's encoder with a new head, on the device."""
+        return build_model(self.encoders[run.encoder], self.data[run.task].task, run, self.device)
 
     def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
         """Return training rows and development files of a run's task; keep the last task, whose runs come in a row."""
@@ -103,10 +109,11 @@ class Sweep:
             self._encoded = key, self.encode(run, data.train), dev
         return self._encoded[1:]
 
-    def encode(self, run: Run, examples: list[Example]) -> Encoded:
+    def encode(self, run: Run, examples: Examples) -> Encoded:
         """Return rows as a run's encoder takes them."""
-        encoder = self.encoders[run.encoder]
-        return encode(TASKS[run.task], examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
+        encoder, task = self.encoders[run.encoder], self.data[run.task].task
+        kind = KINDS[task.kind]
+        return kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
 
     def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:
         options = self.options
@@ -123,6 +130,7 @@ class Sweep:
             layerwise_lr_decay=options.layerwise_lr_decay,
             precision="bf16" if options.bf16 else "fp16" if options.fp16 else "fp32",
             max_train_examples=options.max_train_examples,
+            head=options.suite.head if encoder.family_model else "common",
         )
 
 
@@ -130,4 +138,4 @@ def _subset(data: TaskData, size: int | None) -> TaskData:
     if size is None or size >= len(data.train):
         return data
     rows = np.sort(np.random.default_rng(_SUBSET_SEED).permutation(len(data.train))[:size])
-    return data._replace(train=[data.train[row] for row in rows])
+    return data._replace(train=data.train.only(rows))

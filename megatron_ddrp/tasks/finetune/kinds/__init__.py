@@ -1,0 +1,12 @@
+"""The kinds of tasks by name."""
+
+from __future__ import annotations
+
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.kinds.sequences import Classification, MultiLabel, Regression
+
+KINDS: dict[str, Kind] = {
+    "classification": Classification(),
+    "multi-label": MultiLabel(),
+    "regression": Regression(),
+}
