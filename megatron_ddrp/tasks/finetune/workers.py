@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_ddrp.config import ParallelConfig, load_plugin
-from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.errors import FAILURE, UserError, agreed_by_all, run_command
+from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.errors import agreed_by_all
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.sweep import Sweep
-from megatron_ddrp.tasks.jobs.queue import WAIT, drain
+from megatron_ddrp.tasks.jobs.queue import drain
 from megatron_ddrp.tasks.jobs.store import Store
-
-
-def device_of(worker: int) -> torch.device:
-    """Return the device of a worker: the GPUs in turn, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", worker % torch.cuda.device_count())
-    return torch.device("cpu")
+from megatron_ddrp.tasks.jobs.workers import device_of, share_out
 
 
 def open_store(options: argparse.Namespace) -> RunStore:
@@ -50,7 +37,7 @@ def run_here(options: argparse.Namespace) -> None:
         return
     lines = ResultLines(sweep, store, workers)
     if workers > 1:
-        share_out(options, workers, sweep.runs, store, lines.tell)
+        share_out(_work, (options,), workers, sweep.runs, store, lines.tell, options.suite.program)
     else:
         drain(sweep.runs, store, sweep.perform, lines.tell)
     finish(sweep, store)
@@ -84,64 +71,9 @@ def finish(sweep: Sweep, store: RunStore) -> None:
         print(write_report(store, sweep.options.output_dir, suite))
 
 
-def share_out(
-    options: argparse.Namespace, count: int, runs: Sequence[Run], store: Store, tell: Callable[[], None]
-) -> None:
-    """Start `count` workers and return when the store holds all `runs`; call `tell` after each look at the store.
-
-    A worker that was killed does no harm where the others have done its runs.
-
-    Raises:
-        UserError: all workers have ended and runs are missing. A worker's own message is above it.
-    """
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    workers = [
-        context.Process(
-            target=_work, args=(options, number, count, set(PLUGINS.values())), name=f"worker {number}", daemon=True
-        )
-        for number in range(count)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        while any(worker.is_alive() for worker in workers):
-            multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.is_alive()], WAIT)
-            store.refresh()
-            tell()
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
-    store.refresh()
-    tell()
-    if missing := len(store.missing(runs)):
-        lost = next((worker for worker in workers if worker.exitcode), workers[0])
-        raise UserError(
-            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(runs)} runs are "
-            "missing; finished runs are kept, the same command does the others"
-        )
-
-
-def _work(options: argparse.Namespace, number: int, count: int, plugins: set[Path]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent answers for us
-    for path in plugins:
-        load_plugin(path)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-
-    def main() -> None:
-        sweep = Sweep(options, options.suite.read(options), device_of(number), show_bar=False)
-        drain(sweep.runs, open_store(options), sweep.perform)
-
-    run_command(main, f"{options.suite.program}: worker {number}")
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(FAILURE)
+def _work(number: int, options: argparse.Namespace) -> None:
+    sweep = Sweep(options, options.suite.read(options), device_of(number), show_bar=False)
+    drain(sweep.runs, open_store(options), sweep.perform)
 
 
 def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> None:
