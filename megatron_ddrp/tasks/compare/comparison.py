@@ -31,6 +31,12 @@ def measures(results: Results) -> list[str]:
     return [LOSS, *pairs, *(task.name for task in plan.tasks), *([GLUE] if results.averaged else [])]
 
 
+def compare_all(results: Results) -> dict[str, list[Compared]]:
+    """Return every measure of the table, then GLUE's single tasks, with the models that have a value of it."""
+    tasks = results.plan.glue.tasks if results.plan.glue else ()
+    return {measure: compare(results, measure) for measure in (*measures(results), *tasks)}
+
+
 def compare(results: Results, measure: str) -> list[Compared]:
     """Return every model that has a value of the measure, in the plan's order."""
     found = []
@@ -67,9 +73,8 @@ def count_items(results: Results, measure: str) -> str:
     return f"{rows:,} rows" if rows else ""
 
 
-def as_json(results: Results) -> list[dict[str, Any]]:
-    """Return the table for programs, GLUE's single tasks included."""
-    tasks = results.plan.glue.tasks if results.plan.glue else ()
+def as_json(results: Results, compared: dict[str, list[Compared]]) -> list[dict[str, Any]]:
+    """Return what `compare_all` found, for programs."""
     return [
         {
             "measure": row.measure,
@@ -83,6 +88,6 @@ def as_json(results: Results) -> list[dict[str, Any]]:
             "seeds": len(row.difference.values if row.difference else row.values.values),
             "items": count_items(results, row.measure),
         }
-        for measure in (*measures(results), *tasks)
-        for row in compare(results, measure)
+        for rows in compared.values()
+        for row in rows
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.analysis.figures import COLORS, pyplot, run_style, save_figure
-from megatron_ddrp.tasks.compare.comparison import Compared, compare, measures
+from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
@@ -27,8 +27,8 @@ Curves = Mapping[Arm, Sequence[Curve]]
 STEPS = "training step"
 
 
-def draw_all(results: Results, folder: Path) -> dict[str, Path]:
-    """Draw the figures that there are data for; return name → file."""
+def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folder: Path) -> dict[str, Path]:
+    """Draw the figures that there are data for; return name → file. `compared` by measure."""
     loss = "validation masked-LM loss [nats]"
     wanted = {
         "loss-steps": (_curves(results, LOSS), STEPS, loss),
@@ -44,7 +44,7 @@ def draw_all(results: Results, folder: Path) -> dict[str, Path]:
         if any(curves.values()):
             draw_bands(curves, x_label, y_label, path)
             drawn[name] = path
-    drawn |= _drawn(folder / "measures.png", compared_panels(results), draw_differences)
+    drawn |= _drawn(folder / "measures.png", compared_panels(results, compared), draw_differences)
     drawn |= _drawn(folder / "fields.png", field_accuracies(results), draw_fields)
     return drawn
 
@@ -58,9 +58,9 @@ def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str
     return {path.stem: path}
 
 
-def compared_panels(results: Results) -> dict[str, list[Compared]]:
+def compared_panels(results: Results, compared: Mapping[str, Sequence[Compared]]) -> dict[str, list[Compared]]:
     """Return measure → models with a difference to the baseline; empty where nothing has an interval over items."""
-    panels = {measure: [row for row in compare(results, measure) if row.difference] for measure in measures(results)}
+    panels = {measure: [row for row in compared[measure] if row.difference] for measure in measures(results)}
     has_items = any(row.over_items for rows in panels.values() for row in rows)
     return {measure: rows for measure, rows in panels.items() if rows} if has_items else {}
 

@@ -36,11 +36,13 @@ from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 def write_page(work: Work) -> str:
     """Write page.md, page.html, results.json and the figures; return the line that says so."""
     results = Results(work)
-    text = page(work, results, draw_all(results, work.folder / "figures"))
+    compared = comparison.compare_all(results)
+    figures = draw_all(results, compared, work.folder / "figures")
+    text = page(work, results, comparison_table(results, compared), figures)
     texts = {
         "page.md": text,
         "page.html": to_html(text, "Position encodings and objectives at one budget", work.folder),
-        "results.json": json.dumps(as_json(results), indent=1) + "\n",
+        "results.json": json.dumps(as_json(results, compared), indent=1) + "\n",
     }
     for name, content in texts.items():
         with AtomicFile(work.folder / name) as stream:
@@ -48,7 +50,7 @@ def write_page(work: Work) -> str:
     return f"{work.folder / 'page.html'}, page.md and results.json written"
 
 
-def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
+def page(work: Work, results: Results, measured: Table, figures: dict[str, Path]) -> str:
     """Return the text of page.md."""
     plan, claims = work.plan, all_claims(work.plan)
     names = {job.name for job in work.jobs()}
@@ -69,7 +71,7 @@ def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
         summary=summary(results, claims),
         resolution=resolution(results, claims),
         claims=claims_table(results, claims) if claims else None,
-        comparison=comparison_table(results),
+        comparison=measured,
         samples=BOOTSTRAP_SAMPLES,
         tables=(table_1(results), table_2(results), table_3(results)),
         cost=cost_table(results),
@@ -116,7 +118,7 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['workers']} job{'s' * (row['workers'] > 1)} at once{threads}"
 
 
-def as_json(results: Results) -> dict[str, Any]:
+def as_json(results: Results, compared: dict[str, list[comparison.Compared]]) -> dict[str, Any]:
     """Return every number of the page for programs: arm → measure → seed → value; arm → task → undefined runs."""
     accuracies = {arm.label: results.items.accuracies(arm) for arm in results.arms}
     return {
@@ -124,7 +126,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "curves": _by_label(results.curves),
         "averaged": results.averaged,
         "undefined": _by_label(results.collapsed),
-        "comparison": comparison.as_json(results),
+        "comparison": comparison.as_json(results, compared),
         "paradigms": {label: found for label, found in accuracies.items() if found},
         "fields": {arm.label: by_seed for arm, by_seed in results.fields.items()},
     }

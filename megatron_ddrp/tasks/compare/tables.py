@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ddrp.tasks.compare.claims import PAPER_TRIANGLES, Claim, number, paper_row
-from megatron_ddrp.tasks.compare.comparison import compare, count_items, measures
+from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
@@ -137,11 +137,11 @@ def cost_table(results: Results) -> Table:
     return Table(header, rows, "Ours: each run's median step after its first tenth, mean over the seeds.")
 
 
-def comparison_table(results: Results) -> Table:
+def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]]) -> Table:
     """Return every measure of every model, its difference to the baseline, and both errors of that."""
     rows = []
     for measure in measures(results):
-        for row in compare(results, measure):
+        for row in compared[measure]:
             mean, deviation = row.values.mean, row.values.deviation
             value = number(measure, mean) + (f" ± {number(measure, deviation)}" if deviation is not None else "")
             found = ["", "", "", str(len(row.values.values))]

@@ -179,8 +179,9 @@ def test_without_anything_over_items_there_is_no_such_figure(values, open_work):
     for run in work.runs:
         finish_run(work, run, 6.5)
     results = Results(work)
-    assert compared_panels(results) == {} and field_accuracies(results) == {}
-    assert not {"measures", "fields"} & draw_all(results, work.folder / "figures").keys()
+    compared = comparison.compare_all(results)
+    assert compared_panels(results, compared) == {} and field_accuracies(results) == {}
+    assert not {"measures", "fields"} & draw_all(results, compared, work.folder / "figures").keys()
 
 
 def test_another_model_may_be_the_baseline(work, with_scores, open_work):
