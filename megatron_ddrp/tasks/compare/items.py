@@ -14,6 +14,7 @@ from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.predictions import read_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
 from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
@@ -98,11 +99,10 @@ def _resampled(cell: Cell, folder: Path) -> np.ndarray | None:
 
 
 def _resampled_run(row: dict[str, Any], folder: Path) -> np.ndarray | None:
-    task = TASKS[row["task"]]
     path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
     try:
+        task = Task.of(row["facts"]) if "facts" in row else TASKS[row["task"]]
         scored = read_predictions(path.read_bytes(), task)
-    except (OSError, ValueError):
+    except (OSError, LookupError, TypeError, ValueError):
         return None
-    labels, predictions = next(iter(scored.values()))
-    return resampled_scores(task.name, task.metric, labels, predictions)
+    return resampled_scores(task, *next(iter(scored.values())))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.compare.resampling import drawn_rows, resampled_scores
-from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.compare.resampling import RESAMPLED, drawn_rows, resampled_scores
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
+from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 ROWS, COMPARED = 40, 60
@@ -21,40 +23,47 @@ GUESS_NUMBERS = (NUMBERS + RANDOM.normal(size=ROWS)).round(1)
 
 
 @pytest.mark.parametrize(
-    ("metric", "labels", "predictions"),
+    ("kind", "metric", "labels", "predictions"),
     [
-        ("accuracy", TWO, GUESS_TWO),
-        ("accuracy", MANY, GUESS_MANY),
-        ("f1", TWO, GUESS_TWO),
-        ("f1", MANY, GUESS_MANY),
-        ("macro-f1", FOUR, GUESS_FOUR),
-        ("macro-f1", MANY, GUESS_MANY),
-        ("matthews", TWO, GUESS_TWO),
-        ("matthews", FOUR, GUESS_FOUR),
-        ("matthews", np.eye(ROWS)[0], np.eye(ROWS)[0]),  # undefined in every third sample
-        ("pearson", NUMBERS, GUESS_NUMBERS),
-        ("spearman", NUMBERS, GUESS_NUMBERS),
+        ("classification", "accuracy", TWO, GUESS_TWO),
+        ("classification", "f1", TWO, GUESS_TWO),
+        ("classification", "macro-f1", FOUR, GUESS_FOUR),
+        ("classification", "matthews", TWO, GUESS_TWO),
+        ("classification", "matthews", FOUR, GUESS_FOUR),
+        ("classification", "matthews", np.eye(ROWS)[0], np.eye(ROWS)[0]),  # undefined in every third sample
+        ("multi-label", "accuracy", MANY, GUESS_MANY),
+        ("multi-label", "f1", MANY, GUESS_MANY),
+        ("multi-label", "macro-f1", MANY, GUESS_MANY),
+        ("regression", "pearson", NUMBERS, GUESS_NUMBERS),
+        ("regression", "spearman", NUMBERS, GUESS_NUMBERS),
     ],
 )
-def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(metric, labels, predictions):
-    found = resampled_scores("RTE", metric, labels, predictions)
+def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):
+    found = resampled_scores(Task("own", metric, kind), labels, predictions)
     assert found.shape == (BOOTSTRAP_SAMPLES,)
     for sample in range(COMPARED):
-        rows = np.repeat(np.arange(ROWS), drawn_rows("RTE", ROWS)[sample])
-        assert found[sample] == pytest.approx(METRICS[metric](labels[rows], predictions[rows]) or 0.0, abs=1e-12)
+        rows = np.repeat(np.arange(ROWS), drawn_rows("own", ROWS)[sample])
+        expected = KINDS[kind].score(metric, labels[rows], predictions[rows]) or 0.0
+        assert found[sample] == pytest.approx(expected, abs=1e-12)
+
+
+def test_every_metric_of_every_kind_can_be_resampled():
+    assert {kind: set(metrics) for kind, metrics in RESAMPLED.items()}.keys() == METRICS_OF_KIND.keys()
+    assert all(set(metrics) <= RESAMPLED[kind].keys() for kind, metrics in METRICS_OF_KIND.items())
 
 
 def test_a_sample_draws_as_many_rows_as_there_are_with_replacement():
-    drawn = drawn_rows("RTE", ROWS).astype(float)
+    drawn = drawn_rows("own", ROWS).astype(float)
     assert (drawn.sum(axis=1) == ROWS).all() and drawn.mean(axis=0) == pytest.approx(np.ones(ROWS), abs=0.1)
     assert drawn.var() == pytest.approx(1 - 1 / ROWS, rel=0.02)  # of a binomial distribution
+    assert (drawn != drawn_rows("other", ROWS)).any()
 
 
 def test_the_spread_of_an_accuracy_is_the_binomial_one():
-    share, found = (TWO == GUESS_TWO).mean(), resampled_scores("RTE", "accuracy", TWO, GUESS_TWO)
+    share, found = (TWO == GUESS_TWO).mean(), resampled_scores(Task("own", "accuracy"), TWO, GUESS_TWO)
     assert found.var() == pytest.approx(share * (1 - share) / ROWS, rel=0.1)
 
 
-def test_a_run_that_diverged_scores_0_in_every_sample_and_an_unknown_metric_has_none():
-    assert not resampled_scores("RTE", "pearson", NUMBERS, np.where(NUMBERS > 1, np.nan, 1.0)).any()
-    assert resampled_scores("RTE", "bleu", TWO, TWO) is None
+def test_a_run_that_diverged_scores_0_in_every_sample():
+    predictions = np.where(NUMBERS > 1, np.nan, NUMBERS)
+    assert not resampled_scores(Task("own", "pearson", "regression"), NUMBERS, predictions).any()
