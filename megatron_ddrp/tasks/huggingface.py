@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_ddrp.conversion.families import FAMILIES
+from megatron_ddrp.conversion.families import FAMILIES, FINE_TUNED
 from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
-from megatron_ddrp.conversion.huggingface_tokenizer import tokenizer_settings
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
 from megatron_ddrp.conversion.huggingface_weights import NOT_TENSORS, PICKLED_WEIGHTS, SAFE_WEIGHTS, read_weights
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -34,7 +34,7 @@ class HuggingFaceEncoder(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        if getattr(model, "pooler", None) is not None:
+        if _pooler_weights(model):
             model.pooler = None  # every run has a new one
         self.model = model
         self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
@@ -51,14 +51,6 @@ class Labels(NamedTuple):
 
     names: tuple[str, ...]
     problem_type: str | None
-
-
-AUTO_CLASSES = {
-    "sequence": "AutoModelForSequenceClassification",
-    "tokens": "AutoModelForTokenClassification",
-    "qa": "AutoModelForQuestionAnswering",
-}
-"""Head → the class of transformers that has it, for every family."""
 
 
 class FamilyModel(nn.Module):
@@ -105,11 +97,11 @@ def _model_with_head(config: Any, head: str) -> Any:
     if config.model_type == OWN_MODEL_TYPE:
         from megatron_ddrp.conversion import modeling_ddrp
 
-        return getattr(modeling_ddrp, AUTO_CLASSES[head].replace("AutoModel", "Ddrp"))(config)
+        return getattr(modeling_ddrp, f"DdrpFor{FINE_TUNED[head]}")(config)
     try:
-        return getattr(transformers, AUTO_CLASSES[head]).from_config(config)
+        return getattr(transformers, f"AutoModelFor{FINE_TUNED[head]}").from_config(config)
     except ValueError:
-        raise UserError(f"transformers has no {AUTO_CLASSES[head]} for {config.model_type} models") from None
+        raise UserError(f"transformers has no AutoModelFor{FINE_TUNED[head]} for {config.model_type} models") from None
 
 
 @dataclass(frozen=True)
@@ -122,6 +114,7 @@ class Folder:
     """Makes a model with new random weights from `config`."""
     missing: set[str]
     unexpected: set[str]
+    """Names of weights that the encoder does not use, its pooler's among them."""
     max_length: int
     """Longest sequence that the model knows positions for."""
 
@@ -170,10 +163,22 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
             read_weights(folder)  # refuses a pickle in our own words
         model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
-    is_roberta = config.model_type in ROBERTA_FAMILY
-    longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if is_roberta else 0)
-    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-    return Folder(config, model.float(), build, missing, unexpected, longest, 2 if is_roberta else 1)
+    separators = pair_separators(config)
+    longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if separators == 2 else 0)
+    missing = set(report["missing_keys"])
+    unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
+    return Folder(config, model.float(), build, missing, unexpected, longest, separators)
+
+
+def _pooler_weights(model: Any) -> set[str]:
+    """Return the names of the pooler's weights, which are not used; none for a model without a pooler."""
+    pooler = getattr(model, "pooler", None)
+    return set() if pooler is None else {f"pooler.{name}" for name, _ in pooler.named_parameters()}
+
+
+def pair_separators(config: Any) -> int:
+    """Return how many separators stand between two texts in a model's family."""
+    return 2 if config.model_type in ROBERTA_FAMILY else 1
 
 
 def _check_sizes(folder: Path, config: Any) -> None:
@@ -195,9 +200,11 @@ def _reason(error: Exception) -> str:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of tokenizer.json, else that of vocab.txt."""
+    """Return the tokenizer of tokenizer.json, else that of vocab.txt, else of another vocabulary in the folder."""
     settings = tokenizer_settings(folder)
-    if (folder / "tokenizer.json").is_file() or not (folder / "vocab.txt").is_file():
+    if (folder / "tokenizer.json").is_file():
         return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    if not (folder / "vocab.txt").is_file():
+        return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)  # which names the file
     kind = "BertWordPieceLowerCase" if settings["do_lower_case"] else "BertWordPieceCase"
     return build_tokenizer(kind, vocab_file=folder / "vocab.txt")

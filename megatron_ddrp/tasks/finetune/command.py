@@ -1,45 +1,32 @@
-"""What the commands that fine-tune do: read and check everything, run what is missing, report."""
+"""`python -m tasks.finetune`: fine-tune encoders on tasks of one's own, or label a file with a fine-tuned one."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 
-from megatron_ddrp.errors import FAILURE, UserError
-from megatron_ddrp.run.launch import launched_world_size
-from megatron_ddrp.tasks.finetune.report import write_report
-from megatron_ddrp.tasks.finetune.runs import RUNS
+from megatron_ddrp.run.launch import first_rank_speaks
+from megatron_ddrp.tasks.finetune.arguments import Prediction, parse_arguments, parse_prediction
+from megatron_ddrp.tasks.finetune.running import run
 
 
-def run(options: argparse.Namespace) -> int:
-    """Do a parsed command line. Return 1 where a report leaves runs out."""
-    if options.report is not None:
-        return report_only(options)
-    from megatron_ddrp.tasks.finetune.workers import run_here, run_on_ranks  # here, because it imports torch
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fine-tune, report, or predict. Return 1 where a report leaves runs out."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["predict"]:
+        return predict(parse_prediction(words[1:]))
+    with first_rank_speaks():
+        options = parse_arguments(words)
+    return run(options)
 
-    if launched_world_size() > 1:
-        run_on_ranks(options)
-    else:
-        run_here(options)
+
+def predict(wanted: Prediction) -> int:
+    """Label a file."""
+    from megatron_ddrp.tasks.finetune.predict import predict_file  # here, because it imports torch
+    from megatron_ddrp.tasks.jobs.workers import device_of
+
+    count = predict_file(
+        wanted.load, wanted.input, wanted.output, device_of(0), (wanted.text_column, wanted.text_pair_column)
+    )
+    print(f"{count:,} rows written to {wanted.output}")
     return 0
-
-
-def report_only(options: argparse.Namespace) -> int:
-    """Write one table over several output folders; return 1 where damaged runs had to be left out."""
-    from megatron_ddrp.tasks.finetune.recheck import trusted_runs
-
-    rows, left_out, unchecked = [], [], []
-    for folder in options.report:
-        if not (folder / RUNS).is_file():
-            raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
-        found = trusted_runs(folder, options.suite)
-        if not (found.rows or found.left_out):
-            raise UserError(f"--report {folder}: its runs.jsonl holds no finished run; finish some, or copy it again")
-        rows += found.rows
-        left_out += found.left_out
-        unchecked += found.unchecked
-    print(write_report(rows, options.output_dir, options.suite, [*left_out, *unchecked]))
-    sys.stdout.flush()
-    for sentence in [*left_out, *unchecked]:
-        print(f"{options.suite.program}: warning: {sentence}", file=sys.stderr)
-    return FAILURE if left_out else 0

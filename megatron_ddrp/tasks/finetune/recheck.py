@@ -34,7 +34,7 @@ def trusted_runs(folder: Path, suite: Suite) -> Trusted:
         path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
         if not path.is_file():
             missing.append(path)
-        elif reason := _reason(row, path.read_bytes(), folder, suite):
+        elif reason := _reason(row, path.read_bytes(), suite):
             left_out.append(f"{path}: {reason}; its run is left out")
             continue
         rows.append(row)
@@ -47,9 +47,9 @@ def trusted_runs(folder: Path, suite: Suite) -> Trusted:
     return Trusted(rows, left_out, unchecked)
 
 
-def _reason(row: dict[str, Any], content: bytes, folder: Path, suite: Suite) -> str | None:
+def _reason(row: dict[str, Any], content: bytes, suite: Suite) -> str | None:
     try:
-        task = suite.task(row, folder)
+        task = suite.task(row)
     except UserError as error:
         return str(error)
     return _disagreement(row, content, task, suite.program)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
@@ -40,8 +39,16 @@ class Suite(ABC):
         """Read and check all files that the command line asks for. Raises `UserError` for what is wrong with them."""
 
     @abstractmethod
-    def task(self, row: dict[str, Any], folder: Path) -> Task:
-        """Return the task of a line of runs.jsonl in `folder`. Raises `UserError` where it is not known."""
+    def task(self, row: dict[str, Any]) -> Task:
+        """Return the task of a line of runs.jsonl. Raises `UserError` where it is not known."""
+
+    def row_facts(self, data: TaskData) -> dict[str, Any]:
+        """Return what a line of runs.jsonl says of its task beyond the common keys."""
+        return {}
+
+    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+        """Return whether the fine-tuned model of a task's best run is kept."""
+        return False
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
         """Do what comes after the last run, on every rank; return lines to print."""

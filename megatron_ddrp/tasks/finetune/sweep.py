@@ -21,6 +21,7 @@ from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.rows import Encoded
 from megatron_ddrp.tasks.finetune.runs import Point, Run, count_undefined
+from megatron_ddrp.tasks.finetune.saving import keep_if_best
 from megatron_ddrp.tasks.finetune.task import Examples, TaskData
 from megatron_ddrp.tasks.finetune.training import RunResult, finetune
 
@@ -85,9 +86,13 @@ class Sweep:
             "steps": result.steps,
             "seconds": round(result.seconds, 3),
         }
+        row |= self.options.suite.row_facts(self.data[run.task])
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
-        return count_undefined(row)
+        row = count_undefined(row)
+        if self.options.suite.keeps_model(run.task, self.options) and self.speaks:
+            keep_if_best(self, run, result.model, row)
+        return row
 
     def finetune(
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None

@@ -66,6 +66,15 @@ class Examples:
         return Examples(lambda: (row for row, kept in zip(self, wanted, strict=True) if kept), self.lengths[wanted])
 
 
+class Columns(NamedTuple):
+    """The columns of a file that a task reads."""
+
+    text: str
+    pair: str | None
+    """Column of the second text of a pair."""
+    label: str
+
+
 class TaskData(NamedTuple):
     """The files of one task, read and checked."""
 
@@ -77,3 +86,7 @@ class TaskData(NamedTuple):
     """Changes when any byte of the files or any setting of the task changes."""
     facts: tuple[str, ...] = ()
     """Sentences about the data that the plan shows."""
+    columns: Columns | None = None
+    """The columns that were read, where a user named them."""
+    baseline: float | None = None
+    """What always predicting the most frequent label scores."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ddrp.run.launch import first_rank_speaks
-from megatron_ddrp.tasks.finetune.command import run
+from megatron_ddrp.tasks.finetune.running import run
 from megatron_ddrp.tasks.glue.arguments import parse_arguments
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
@@ -50,7 +49,7 @@ class Glue(Suite):
                 read_test(task, options.data_dir)
         return {task.name: read_task(task, options.data_dir) for task in tasks}
 
-    def task(self, row: dict[str, Any], folder: Path) -> Task:
+    def task(self, row: dict[str, Any]) -> Task:
         """Return the task of a line of runs.jsonl."""
         return TASKS[row["task"]]
 

@@ -5,9 +5,10 @@ A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -15,19 +16,10 @@ from torch import Tensor
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.finetune.rows import Encoded
-from megatron_ddrp.tasks.finetune.task import Example, Task
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 Line = tuple[str, str, str]
 """(index, prediction, label) of a line in a file of predictions; the index counts the file's rows from 0."""
-
-
-class Columns(NamedTuple):
-    """The columns of a file that a task reads."""
-
-    text: str
-    pair: str | None
-    """Column of the second text of a pair."""
-    label: str
 
 
 class Kind(ABC):
@@ -51,6 +43,14 @@ class Kind(ABC):
     @abstractmethod
     def label(self, cell: Any, task: Task) -> Any:
         """Return the label of a cell as `encode` takes it. Raises ValueError with the reason where it is none."""
+
+    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> Any:
+        """Return what stands for the label of a row that has none."""
+        return math.nan
+
+    @abstractmethod
+    def told(self, task: Task, predictions: Any) -> Iterable[Any]:
+        """Yield the prediction of each example as a JSON value; null where there is none."""
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
         """Return what always predicting the most frequent label of the training rows scores on `labels`.

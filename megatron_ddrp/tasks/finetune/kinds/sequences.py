@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.tasks.finetune.kinds.contract import Columns, Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, truncate
-from megatron_ddrp.tasks.finetune.task import Example, Task
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
 """Rows that are tokenized in one call."""
@@ -101,6 +101,15 @@ class SequenceKind(Kind):
         answers, predictions = zip(*found, strict=True)
         return np.array(answers, dtype=np.float64), np.array(predictions, dtype=np.float64)
 
+    def told(self, task: Task, predictions: np.ndarray) -> Iterable[Any]:
+        """Yield the prediction of each row."""
+        for value in predictions:
+            yield self.as_json(task, value) if np.isfinite(value).all() else None
+
+    def as_json(self, task: Task, value: Any) -> Any:
+        """Return a finite prediction as a JSON value."""
+        return self.spelled(task, value)
+
     @abstractmethod
     def spelled(self, task: Task, value: Any) -> str:
         """Return one label or prediction as text."""
@@ -173,6 +182,14 @@ class MultiLabel(SequenceKind):
         predictions[:, max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))] = 1
         return self.score(task.metric, answers, predictions) or 0.0
 
+    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> list[float]:
+        """Return nan for each label."""
+        return [math.nan] * len(task.labels)
+
+    def as_json(self, task: Task, value: np.ndarray) -> list[str]:
+        """Return the labels."""
+        return [label for label, chosen in zip(task.labels, value, strict=True) if chosen]
+
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the binary cross entropy, its mean over the labels."""
         losses = nn.functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
@@ -186,7 +203,7 @@ class MultiLabel(SequenceKind):
         """Return the labels as a JSON list."""
         if not np.isfinite(value).all():
             return "nan"
-        return json.dumps([label for label, chosen in zip(task.labels, value, strict=True) if chosen])
+        return json.dumps(self.as_json(task, value), ensure_ascii=False)
 
     def value(self, task: Task, text: str) -> list[float]:
         """Return 1 or 0 for each label."""
@@ -222,6 +239,10 @@ class Regression(SequenceKind):
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the squared error."""
         return nn.functional.mse_loss(outputs[:, 0], targets.float(), reduction="sum")
+
+    def as_json(self, task: Task, value: float) -> float:
+        """Return the number."""
+        return float(value)
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the number."""
