@@ -62,8 +62,8 @@ class Tokens(Kind):
         words = cells[columns.text]
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{columns.text} is {repr(words)[:80]}, expected a list of words")
-        if not words:
-            raise ValueError(f"{columns.text} is empty, expected a list of words")
+        if not words or "" in words:
+            raise ValueError(f"{columns.text} is empty or holds an empty word, expected a list of words")
         return tuple(words)
 
     def label_names(self, cell: Any) -> Sequence[str]:
