@@ -106,10 +106,9 @@ def predict_file(
     Raises:
         UserError: the folder or a row of the file is not as expected.
     """
+    _check_ending(output, OUTPUTS_OF_KIND)
     model = load_finetuned(folder, device, texts)
-    endings = (*OUTPUTS, *OUTPUTS_OF_KIND.get(model.task.kind, ()))
-    if output.suffix not in endings:
-        raise UserError(f"--output {output}: expected a name that ends in {', '.join(endings)}", WRONG_ARGUMENTS)
+    _check_ending(output, (model.task.kind,))
     kind, wanted = KINDS[model.task.kind], [name for name in (model.columns.text, model.columns.pair) if name]
     rows = read_rows(str(source), wanted)
     count = 0
@@ -129,6 +128,12 @@ def predict_file(
             bar.update(len(some))
         writer.finish()
     return count
+
+
+def _check_ending(output: Path, kinds: Iterable[str]) -> None:
+    endings = (*OUTPUTS, *(ending for kind in kinds for ending in OUTPUTS_OF_KIND.get(kind, ())))
+    if output.suffix not in endings:
+        raise UserError(f"--output {output}: expected a name that ends in {', '.join(endings)}", WRONG_ARGUMENTS)
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:

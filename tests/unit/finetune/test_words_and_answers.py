@@ -1,6 +1,7 @@
 """`python -m tasks.finetune` on CoNLL and SQuAD files: what is kept, predicted and written as text again."""
 
 import json
+import os
 import random
 
 import pytest
@@ -89,14 +90,22 @@ def asked(tmp_path):
 
 
 def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpoint_folder, capsys):
-    row, stored, folder = fine_tune(asked, ".json", checkpoint_folder, "--metric", "exact-match")
+    row, stored, folder = fine_tune(asked, ".json", checkpoint_folder, "--metric", "exact-match", "--name", "squad")
     printed = capsys.readouterr().out
     assert "qa, exact-match; text from question + context, label from answers" in printed
     assert "train: no answer 16" in printed
+    assert row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
+    assert f"| squad | f1 | {100 * row['beside']['f1']:.2f} |" in printed
     told = json.loads(predict(folder, asked / "valid.json", asked / "told.json").read_text())
     assert told == {f"valid-{number}": answer for number, answer in enumerate(stored)}
     with pytest.raises(UserError, match=r"told.conll: expected a name that ends in .jsonl, .csv, .tsv, .json$"):
         predict(folder, asked / "valid.json", asked / "told.conll")
+
+
+def test_training_takes_no_pipe(tmp_path):
+    os.mkfifo(tmp_path / "train.conll")
+    with pytest.raises(UserError, match=r"train.conll: a pipe, but training reads its files several times"):
+        fine_tune(tmp_path, ".conll", "nowhere")
 
 
 def test_tags_that_name_no_entities_are_refused_before_anything_is_loaded(tmp_path):

@@ -163,6 +163,10 @@ class Tokens(Kind):
             return None
         return score_entities(answers.by_sentence(), predictions.by_sentence(), metric == "seqeval-strict").f1
 
+    def beside(self, task: Task) -> tuple[str, ...]:
+        """Return the accuracy of words."""
+        return () if task.metric == "accuracy" else ("accuracy",)
+
     def lines(self, task: Task, answers: Tags, predictions: Tags) -> Iterable[Line]:
         """Yield one line per sentence, the tags as a JSON list."""
         for index, tags in enumerate(zip(predictions.by_sentence(), answers.by_sentence(), strict=True)):
