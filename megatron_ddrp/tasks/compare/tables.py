@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ddrp.tasks.compare.claims import PAPER_TRIANGLES, Claim, number, paper_row
+from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
@@ -171,6 +172,29 @@ def cost_table(results: Results) -> Table:
         rows.append([arm.label, f"{seconds.mean:.4f}", ratio, interval, consumed])
     header = ["model", "seconds of a step", f"÷ {plain.label if plain else 'BERT'}", "95 % interval", TOKENS]
     return Table(header, rows, "Ours: each run's median step after its first tenth, mean over the seeds.")
+
+
+def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]]) -> Table:
+    """Return every measure of every model, its difference to the baseline, and both errors of that."""
+    rows = []
+    for measure in measures(results):
+        for row in compared[measure]:
+            mean, deviation = row.values.mean, row.values.deviation
+            value = number(measure, mean) + (f" ± {number(measure, deviation)}" if deviation is not None else "")
+            found = ["", "", "", str(len(row.values.values))]
+            if row.arm == results.baseline:
+                found[0] = "baseline"
+            elif row.difference:
+                ends = (row.difference.interval, row.over_items)
+                shown = [" to ".join(number(measure, end, sign="+") for end in interval or ()) for interval in ends]
+                found = [number(measure, row.difference.mean, sign="+"), *shown, str(len(row.difference.values))]
+            rows.append([measure, row.arm.label, value, *found, count_items(results, measure)])
+    header = ["measure", "model", "mean", "difference", "95 % over seeds", "95 % over items", "seeds", "items"]
+    caption = (
+        f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "
+        "by seed and by item. Losses in nats, all else x 100; a lower loss is better, of all else more is."
+    )
+    return Table(header, rows, caption, wordy=(0, 1))
 
 
 def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
