@@ -78,6 +78,8 @@ class Sweep:
             scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
             checksum = write_predictions(path, task, scored)
         scoring, *others = dev
+        kind = KINDS[task.kind]
+        answers, predicted = dev[scoring].answers, result.predictions[scoring]
         row = asdict(run) | {
             "load": self.encoders[run.encoder].name,
             "metric": task.metric,
@@ -91,6 +93,8 @@ class Sweep:
             "seconds": round(result.seconds, 3),
         }
         row |= self.options.suite.row_facts(self.data[run.task])
+        if beside := kind.beside(task):
+            row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
         row = count_undefined(row)
