@@ -12,7 +12,7 @@ from megatron_ddrp.tasks.compare.flags import Flags, words
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
-from megatron_ddrp.tasks.compare.scoring import GluePlan, TaskPlan, task_files
+from megatron_ddrp.tasks.compare.scoring import GluePlan, TaskPlan
 from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 
 
@@ -90,17 +90,25 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
 
 def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:
     """Return the score of every last checkpoint on every task of the plan's own."""
-    facts = {task: [fingerprint(plan, "tasks", name) for name in task_files(task)] for task in plan.tasks}
+    facts = [(task, _task_facts(plan, task)) for task in plan.tasks]
     return [
-        TaskMeasure(run, task, _task_job(task, run, data, folder / "tasks"))
-        for run in runs
-        for task, data in facts.items()
+        TaskMeasure(run, task, _task_job(task, run, data, folder / "tasks")) for run in runs for task, data in facts
     ]
 
 
-def _task_job(task: TaskPlan, run: TrainingRun, data: list[object], folder: Path) -> Job:
+def _task_facts(plan: Plan, task: TaskPlan) -> list[object]:
+    """Return what decides a score besides the checkpoint: the data, what is asked of them, and the flags.
+
+    Raises `UserError` for a missing file.
+    """
+    data = [fingerprint(plan, "tasks", name) for name in task.data]
+    asked = {name: value for name, value in vars(task.task).items() if name not in ("train", "valid", "test")}
+    return [data, asked, _flag_facts(task.flags)]
+
+
+def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Path) -> Job:
     title = f"{task.name}, {run.job.title}"
-    name = job_name("finetune", title, [run.job.name, run.steps, _flag_facts(task.flags), data])
+    name = job_name("finetune", title, [run.job.name, run.steps, facts])
     output = folder / name.removeprefix("finetune-")
     command = (
         *("python", "-m", "tasks.finetune", "--task-file", task.file),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config.option import COUNT, option
 from megatron_ddrp.config.reading import Place, make_section, options_of, read_settings
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.flags import Flags
 from megatron_ddrp.tasks.finetune.options import Search, Training
 from megatron_ddrp.tasks.finetune.runs import GRIDS
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
@@ -50,11 +52,18 @@ class TaskPlan:
     file: str = option(MISSING, "task file")
     flags: Flags = ()
     """Further flags of `tasks.finetune`."""
+    task: TaskFiles = TaskFiles()
+    """What the task file says."""
 
     @property
     def name(self) -> str:
         """What tables call the task."""
-        return Path(self.file).stem
+        return self.task.called
+
+    @property
+    def data(self) -> list[str]:
+        """The task's data files."""
+        return [str(path) for path in (self.task.train, self.task.valid, self.task.test) if path is not None]
 
     @property
     def epochs(self) -> int:
@@ -73,19 +82,21 @@ def read_glue(values: Any, place: Place) -> GluePlan:
 def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
     """Read the section `tasks`, a list whose entries hold a task file and flags of `tasks.finetune`."""
     entries = values if isinstance(values, list) else [values]
-    found = tuple(
-        _with_flags(TaskPlan, entry, place._replace(key=f"{place.key}[{number}]"))
-        for number, entry in enumerate(entries, 1)
-    )
+    found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
     for number, task in enumerate(found):
         if task.name in [*TASKS, *(other.name for other in found[:number])]:
-            raise place.error(f"{task.name!r} is the name of two tasks: rename {task.file}")
-    return found
+            raise place.error(f"{task.name!r} is the name of two tasks: give {task.file} another `name`")
+    return tuple(found)
 
 
-def task_files(task: TaskPlan) -> list[str]:
-    """Return a task file and the data files that it names."""
-    return [task.file]
+def _read_task(values: Any, place: Place) -> TaskPlan:
+    plan: TaskPlan = _with_flags(TaskPlan, values, place)
+    try:
+        task = read_task_file(Path(plan.file))
+        task.require()
+    except UserError as error:
+        raise place.error(str(error)) from None
+    return replace(plan, task=task)
 
 
 def _with_flags(section: type[Any], values: Any, place: Place) -> Any:

@@ -18,6 +18,7 @@ from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Resul
 from megatron_ddrp.tasks.compare.runs import Arm
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.statistics import student_interval
 from tests.unit.compare.conftest import finish_run, record
@@ -29,7 +30,7 @@ ROWS = 200
 
 @pytest.fixture
 def with_scores(values, tmp_path):
-    """A plan with minimal pairs and GLUE, two seeds, no arm at half of the budget."""
+    """A plan with minimal pairs, a task of its own and GLUE, two seeds, no arm at half of the budget."""
     pairs = tmp_path / "pairs"
     pairs.mkdir()
     for name, (field, number) in PAIRS.items():
@@ -38,13 +39,17 @@ def with_scores(values, tmp_path):
         ]
         (pairs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    (tmp_path / "order.yaml").write_text("{train: train.jsonl, valid: valid.jsonl, kind: classification}")
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a b", "label": "in order"}\n')
+    values |= {"tasks": [{"file": str(tmp_path / "order.yaml"), "seeds": 2, "epochs": [2, 3]}]}
     values |= {"seeds": 2, "half_budget": [], "minimal_pairs": {"data_dir": str(pairs), "score": "pll"}}
     return values | {"glue": {"data_dir": str(tmp_path / "glue"), "tasks": ["RTE"], "seeds": 2}}
 
 
 @pytest.fixture
 def work(with_scores, open_work):
-    """All of it finished: MTH gets 10 points more of the pairs right, and 5 more of RTE's rows."""
+    """All of it finished: MTH gets 10 points more of the pairs right, and 5 more of the rows of both tasks."""
     work = open_work(with_scores)
     random = np.random.default_rng(3)
     for run in work.runs:
@@ -52,8 +57,10 @@ def work(with_scores, open_work):
     for measure in work.pairs:
         is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
         finish_pairs(work, measure, dict.fromkeys(PAIRS, 0.5 + 0.1 * is_mth + 0.02 * seed), random)
-    for score in work.scores:
-        finish_glue(work, score, 0.6 + 0.05 * (score.run.model.objective == "mth"), random)
+    for score in (*work.scores, *work.tasks):
+        is_own = score.job.kind == "finetune"
+        task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
+        finish_sweep(work, score.job, task, 0.6 + 0.05 * (score.run.model.objective == "mth"), random)
     return work
 
 
@@ -85,31 +92,31 @@ def finish_pairs(work, measure, shares, random):
     record(work, measure.job)
 
 
-def finish_glue(work, score, share, random):
-    """The files of tasks.glue: two fine-tuning seeds on RTE, and their predictions."""
-    folder = score.job.output.parent
+def finish_sweep(work, job, task, share, random):
+    """The files of tasks.glue and tasks.finetune: two fine-tuning seeds on a task, and their predictions."""
+    folder = job.output.parent
     folder.mkdir(parents=True)
     labels = np.arange(ROWS) % 2
     rows = []
     for seed in (1, 2):
         predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
-        row = {"task": "RTE", "batch_size": 32, "lr": 3e-5, "epochs": 4, "seed": seed, "max_seq_length": 32}
-        row |= {"encoder": score.job.name, "data": "d", "micro_batch_size": 16, "load": "iter", "metric": "accuracy"}
-        row |= {"layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None, "score": share}
-        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "epoch_scores": [share]}
+        row = {"task": task.name, "facts": task.facts, "metric": "accuracy", "seed": seed, "encoder": job.name}
+        row |= {"batch_size": 32, "lr": 3e-5, "epochs": 4, "max_seq_length": 32, "data": "d", "load": "iter"}
+        row |= {"micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None}
+        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "score": share, "epoch_scores": [share]}
         scored = {"dev": (labels.astype(float), predictions.astype(float))}
-        write_predictions(folder / "predictions" / f"{Run.of_row(row).name}.tsv", TASKS["RTE"], scored)
+        write_predictions(folder / "predictions" / f"{Run.of_row(row).name}.tsv", task, scored)
         rows.append(row)
     (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "table.json").write_text("{}")
-    record(work, score.job)
+    record(work, job)
 
 
 def test_the_table_has_every_measure_with_its_difference_and_both_errors(work):
     results = Results(work)
     mlm, mth = (Arm(model) for model in work.plan.models)
-    assert comparison.measures(results) == [LOSS, MINIMAL_PAIRS, GLUE]
-    for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), (GLUE, 0.05)):
+    assert comparison.measures(results) == [LOSS, MINIMAL_PAIRS, "order", GLUE]
+    for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
         baseline, other = comparison.compare(results, measure)
         assert (baseline.arm, baseline.difference, baseline.over_items) == (mlm, None, None)
         assert other.arm == mth and other.difference.mean == pytest.approx(difference)
@@ -157,6 +164,7 @@ def test_page_and_results_hold_the_table_and_its_figures(work):
     assert "| minimal pairs | BERT (MLM) | 51.00 ± 1.41 | baseline |  |  | 2 | 200 pairs, 3 paradigms |" in text
     (row,) = [line for line in text.splitlines() if line.startswith("| minimal pairs | BERT (MTH) |")]
     assert "| +10.00 |" in row and row.count(" to ") == 2
+    assert "| order | BERT (MLM) | 60.00 ± 0.00 | baseline |  |  | 2 | 200 rows |" in text
     assert "](figures/measures.png)" in text and "](figures/fields.png)" in text
     claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on minimal pairs"))
     assert "+10.00" in claim and "(by a measure that the paper does not print)" in text
@@ -195,13 +203,27 @@ def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(value
     assert [measure.run for measure in work.pairs] == work.runs and len(work.runs) == 6
     command = " ".join(work.pairs[0].job.command)
     assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
+    assert [measure.run for measure in work.tasks] == work.runs
+    command = " ".join(work.tasks[0].job.command)
+    assert "order.yaml --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
     names = {job.name for job in work.jobs()}
-    del with_scores["minimal_pairs"]
+    del with_scores["minimal_pairs"], with_scores["tasks"]
     assert {job.name for job in open_work(with_scores).jobs()} < names
 
 
-def test_the_forecast_knows_the_pairs(with_scores, open_work, write):
-    work = open_work(with_scores | {"expected": {"minimal_pairs_minutes": 2, "step_seconds": 0.1, "glue_minutes": 1}})
+def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
+    before = {measure.job.name for measure in open_work(with_scores).tasks}
+    (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
+    assert not before & {measure.job.name for measure in open_work(with_scores).tasks}
+    (tmp_path / "valid.jsonl").unlink()
+    with pytest.raises(UserError, match=r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks"):
+        open_work(with_scores)
+
+
+def test_the_forecast_knows_pairs_and_tasks(with_scores, open_work):
+    expected = {"minimal_pairs_minutes": 2, "step_seconds": 0.1, "glue_minutes": 1, "task_minutes": 3}
+    work = open_work(with_scores | {"expected": expected})
+    assert work.tasks[0].job.work == 10 and JobForecast(work.plan, work.store).total([work.tasks[0].job]) == 180
     forecast = JobForecast(work.plan, work.store)
     assert forecast.total([work.pairs[0].job]) == 120
     assert any("4 x minimal-pairs: 0.13 hours" in line for line in forecast.plan_lines(work.jobs()))
@@ -218,8 +240,7 @@ def test_the_forecast_knows_the_pairs(with_scores, open_work, write):
         ("minimal_pairs", {"data_dir": "d", "max_pairs": 0}, "minimal_pairs.max_pairs: got 0: it must be at least 1"),
         ("tasks", [{"lr": 1}], "tasks[1].file: missing"),
         ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
-        ("tasks", [{"file": "a.yaml"}, {"file": "b/a.yaml"}], "tasks: 'a' is the name of two tasks: rename b/a.yaml"),
-        ("tasks", [{"file": "RTE.yaml"}], "tasks: 'RTE' is the name of two tasks: rename RTE.yaml"),
+        ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
         ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
     ],
 )
@@ -238,7 +259,8 @@ def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(va
     words = ["plan.yaml", "--output-dir", str(tmp_path)]
     plan = read_plan(write(values), parse_arguments([*words, "--minimal-pairs-dir", "blimp"]).given)
     assert plan.minimal_pairs.data_dir == "blimp"
-    file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "a.yaml"}]})
+    file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]})
     plan = read_plan(file, parse_arguments([*words, "--no-minimal-pairs", "--no-tasks"]).given)
     assert plan.minimal_pairs is None and plan.tasks == ()
-    assert read_plan(file, parse_arguments([*words, "--minimal-pairs-dir", "e"]).given).minimal_pairs.data_dir == "e"
+    given = parse_arguments([*words, "--minimal-pairs-dir", "e", "--no-tasks"]).given
+    assert read_plan(file, given).minimal_pairs.data_dir == "e"
