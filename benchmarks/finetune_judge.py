@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 from measure import benchmark_parser
+from megatron_ddrp.tasks.glue.metrics import pearson
 
 from megatron_ddrp.tasks.glue.data import Example, read_task
-from megatron_ddrp.tasks.glue.metrics import pearson
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 SETTINGS = ("load", "batch_size", "lr", "epochs", "max_seq_length")
@@ -54,7 +54,7 @@ def train_and_score(options: Namespace, seed: int) -> float | None:
 
     data = read_task(TASKS["STS-B"], options.data_dir)
     tokenizer = AutoTokenizer.from_pretrained(options.load)
-    train, dev = (encode(tokenizer, rows, options.max_seq_length) for rows in (data.train, data.dev["dev"]))
+    train, dev = (encode(tokenizer, rows, options.max_seq_length) for rows in (list(data.train), list(data.dev["dev"])))
     set_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(options.load, num_labels=1)
     pooler = model.base_model.pooler.dense

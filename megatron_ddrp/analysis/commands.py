@@ -3,6 +3,8 @@
     python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
     python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png
     python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
+    python tools/analyze.py space --load runs/mlm runs/mth some_encoder --text sentences.txt --output space.png
+    python tools/analyze.py throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
     python tools/analyze.py notes --load run --data-path corpus_text_document
 
 Figures have the numbers beside them as JSON; `analyze.py COMMAND --help` tells more.
@@ -18,6 +20,7 @@ from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 
 SENTENCES, MAP_SENTENCES = 5000, 1000
 LENGTH = 64
+SPACE_SENTENCES, SPACE_LENGTH = 1000, 128
 
 
 def main() -> None:
@@ -29,6 +32,8 @@ def main() -> None:
         "self-similarity": reports.report_similarity,
         "attention-maps": reports.report_maps,
         "triangle": reports.report_triangles,
+        "space": reports.report_space,
+        "throughput": reports.report_throughput,
         "notes": reports.report_notes,
     }[arguments.command](arguments)
 
@@ -49,6 +54,8 @@ def build_parser() -> ArgumentParser:
             _maps,
         ),
         ("triangle", "share of sentences with the up-down triangle effect (Algorithm 1)", _triangle),
+        ("space", "cosines of tokens, isotropy and effective rank, by layer and over checkpoints, any encoder", _space),
+        ("throughput", "tokens per second and memory of encoders at inference, by length", _throughput),
         ("notes", "the note dictionary of a run with --notes", _notes),
     ):
         command = commands.add_parser(name, help=summary, description=inspect.getdoc(add_flags))
@@ -96,6 +103,55 @@ def _triangle(parser: argparse.ArgumentParser) -> None:
     measure.add_argument("--threshold", type=float, default=0.7, metavar="T", help=share)
 
 
+def _space(parser: argparse.ArgumentParser) -> None:
+    """Show what the hidden states of each layer look like, at every saved checkpoint: the mean cosine of tokens of one
+    sentence (f(S)) and of different sentences, before and after the mean of all tokens is taken off, IsoScore, and the
+    effective rank; of models of ours f(H) as well. Any encoder that transformers loads is welcome; no code of its
+    folder is run. With --text each model cuts up the same texts with its own tokenizer.
+
+        python tools/analyze.py space --load runs/mlm runs/mth --data-path corpus_text_document --output space.png
+        python tools/analyze.py space --load runs/mlm albert mpnet --text sentences.txt --random-init --output s.png
+    """
+    longest = f"cut sentences to so many tokens ({SPACE_LENGTH}); at most as many as a model has positions for"
+    given = _add_common(parser, SPACE_SENTENCES, SPACE_LENGTH, longest, data_path=False)
+    source = given.add_mutually_exclusive_group(required=True)
+    _add_data_path(source, required=False)
+    source.add_argument(
+        "--text",
+        metavar="FILE",
+        help="texts instead of a dataset, in any form that tools/preprocess_data.py reads (.jsonl: the key text; .txt: "
+        "a blank line ends a text); needed for encoders of different vocabularies",
+    )
+    given.add_argument(
+        "--random-init", action="store_true", help="also show each --load with new random weights, drawn from --seed"
+    )
+
+
+def _throughput(parser: argparse.ArgumentParser) -> None:
+    """Measure how many tokens per second encoders take at inference and how much memory, by the length of their rows.
+    Rows are full and hold random pieces; every batch has about the same number of tokens. The encoders take turns,
+    in a random order in each round: the median over the rounds and the quartiles. Memory is the peak of one forward
+    pass above the loaded encoder; on a CPU it is measured in a fresh process for each encoder and length.
+    Checkpoints run in this project's code, Hugging Face folders in that of transformers.
+
+        python tools/analyze.py throughput --load runs/mlm runs/ddrp albert --lengths 64 128 512 --output speed.png
+    """
+    given = parser.add_argument_group("input and output")
+    folder = "what pretrain_bert.py --save wrote, one DIR/iter_N in it, or any Hugging Face folder with an encoder"
+    given.add_argument("--load", type=Path, nargs="+", required=True, metavar="DIR", help=folder)
+    figure = "FILE.png with FILE.json beside it, or FILE.json alone"
+    given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
+    measure = parser.add_argument_group("measure")
+    lengths = "tokens per row (64 128 512); those that an encoder has no positions for are left out"
+    measure.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 512], metavar="N", help=lengths)
+    tokens = "tokens per batch (16384 on a GPU, 2048 on a CPU); a longer row is a batch of its own"
+    measure.add_argument("--tokens", type=int, metavar="N", help=tokens)
+    measure.add_argument("--rounds", type=int, default=9, metavar="N", help="forward passes of each (9), one before")
+    measure.add_argument("--bf16", action="store_true", help="under autocast to bf16 instead of in fp32")
+    measure.add_argument("--seed", type=int, default=1234, help="decides the pieces and the order of the encoders")
+    _add_device(measure)
+
+
 def _notes(parser: argparse.ArgumentParser) -> None:
     """Show how many rare words a run knows, how many of them it has a note of, the share of sentences that hold one,
     and the words whose notes lie nearest to a word's, by the cosine of notes taken from their mean.
@@ -117,9 +173,17 @@ def _notes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(
-    parser: argparse.ArgumentParser, sentences: int, length: int | None, max_length: str, several: bool = True
-) -> None:
-    """Add the flags that every analysis of checkpoints has; `max_length` is the help of --max-length."""
+    parser: argparse.ArgumentParser,
+    sentences: int,
+    length: int | None,
+    max_length: str,
+    several: bool = True,
+    data_path: bool = True,
+) -> argparse._ArgumentGroup:
+    """Add the flags that every analysis of checkpoints has, and return the group of input and output.
+
+    `max_length` is the help of --max-length.
+    """
     given = parser.add_argument_group("input and output")
     given.add_argument(
         "--load",
@@ -130,8 +194,8 @@ def _add_common(
         help="what pretrain_bert.py --save wrote, one DIR/iter_N in it, or a Hugging Face folder (an export of ours, a "
         "BERT or a DeBERTa v1)" + ("; several are compared" if several else ""),
     )
-    prefixes = "prefixes that tools/preprocess_data.py wrote"
-    given.add_argument("--data-path", nargs="+", required=True, metavar="P", help=prefixes)
+    if data_path:
+        _add_data_path(given, required=True)
     figure = "FILE.png with FILE.json beside it, or FILE.json alone"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     looked_at = parser.add_argument_group("sentences")
@@ -146,4 +210,14 @@ def _add_common(
     looked_at.add_argument("--seed", type=int, default=1234, help="decides which of the validation sequences")
     speed = parser.add_argument_group("speed")
     speed.add_argument("--batch-size", type=int, default=32, metavar="N", help="sentences at once")
-    speed.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")
+    _add_device(speed)
+    return given
+
+
+def _add_data_path(parser: argparse._ActionsContainer, required: bool) -> None:
+    prefixes = "prefixes that tools/preprocess_data.py wrote"
+    parser.add_argument("--data-path", nargs="+", required=required, metavar="P", help=prefixes)
+
+
+def _add_device(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")

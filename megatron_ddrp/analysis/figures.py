@@ -87,6 +87,35 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
     save_figure(plt, figure, path)
 
 
+def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw tokens per second, with their quartiles, and memory over the length: a line per encoder."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    for number, row in enumerate(rows):
+        style, speeds = run_style(number), row["lengths"]
+        lengths = [speed["length"] for speed in speeds]
+        axes[0].plot(lengths, [speed["tokens_per_second"] for speed in speeds], label=row["run"], **style)
+        quartiles = ([speed[key] for speed in speeds] for key in ("lower_quartile", "upper_quartile"))
+        axes[0].fill_between(lengths, *quartiles, color=style["color"], alpha=0.18, linewidth=0)
+        known = [(speed["length"], speed["memory_bytes"] / 2**20) for speed in speeds if speed["memory_bytes"]]
+        if known:
+            axes[1].plot(*zip(*known, strict=True), **style)
+    axes[0].set(title="Inference", ylabel="tokens per second", yscale="log")
+    axes[1].set(title="Peak above the loaded encoder", ylabel="memory [MiB]", yscale="log")
+    ticks = sorted({speed["length"] for row in rows for speed in row["lengths"]})
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+        axis.xaxis.minorticks_off()
+        axis.set_xlabel("length of a row [tokens]")
+        axis.grid(alpha=0.3)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.minorticks_off()
+    axes[0].legend()
+    save_figure(plt, figure, path)
+
+
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     """Draw mean attention maps side by side, on one logarithmic scale."""
     plt = pyplot()

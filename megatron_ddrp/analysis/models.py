@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron_ddrp.checkpoint import (
     STATE,
@@ -15,11 +19,26 @@ from megatron_ddrp.checkpoint import (
     read_state,
     whole_checkpoints,
 )
-from megatron_ddrp.config import Config
+from megatron_ddrp.conversion.families import FAMILIES
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder
+from megatron_ddrp.tasks.glue.encoder import load_encoder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, in fp32 and eval mode on the CPU."""
+
+    model: Any
+    """An `Encoder`, or an encoder of transformers, which `load_any` alone returns."""
+    tokenizer: Tokenizer
+    seq_length: int
+    """Longest sequence that it knows positions for."""
+    position_encoding: str | None
+    """None for an encoder that transformers runs."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +52,38 @@ class Snapshot:
     """Steps it was trained for; None where nothing says so, as in a Hugging Face folder."""
     consumed_tokens: int | None = None
 
-    def load(self) -> tuple[Encoder, Tokenizer, Config]:
-        """Return the model on the CPU in fp32 and eval mode, its tokenizer, and its configuration."""
-        if (self.path / STATE).is_file():
-            return read_model(self.path)
-        from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+    random_seed: int | None = None
+    """Seed of new random weights that take the place of the stored ones, or None."""
 
-        model, tokenizer, sizes = load_hugging_face(self.path)
-        return model, tokenizer, Config(model=sizes)
+    def load(self) -> Loaded:
+        """Return a model of ours. Raises `UserError` for a folder of another family."""
+        if (self.path / STATE).is_file():
+            model, tokenizer, config = read_model(self.path)
+            sizes = config.model
+        else:
+            model, tokenizer, sizes = load_hugging_face(self.path)
+        return Loaded(model, tokenizer, sizes.seq_length, sizes.position_encoding)
+
+    def load_any(self) -> Loaded:
+        """Return a model of ours, or the encoder that transformers makes of a folder which is none of ours.
+
+        Raises `UserError` where neither reads the folder.
+        """
+        if self.random_seed is None and (self.path / STATE).is_file():
+            return self.load()
+        refusal = None
+        if self.random_seed is None and str(read_object(self.path / "config.json").get("model_type")) in FAMILIES:
+            try:
+                return self.load()
+            except UserError as error:
+                refusal = error
+        encoder = load_encoder(self.path, random_init=self.random_seed is not None)
+        if refusal is not None:
+            print(f"{self.path}: read by transformers, without f(H) ({refusal})", file=sys.stderr)
+        module: Any = encoder.fresh(self.random_seed or 0, torch.device("cpu")).eval()
+        model = module.model
+        position_encoding = model.config.position_encoding if isinstance(model, Encoder) else None
+        return Loaded(model, encoder.tokenizer, encoder.max_length, position_encoding)
 
 
 def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
@@ -55,6 +98,20 @@ def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
         snapshot
         for folder, name in zip(folders, names, strict=True)
         for snapshot in _of_folder(folder, name if names.count(name) == 1 else str(folder), every)
+    ]
+
+
+def with_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapshot]:
+    """Return the models and, behind the last one of each run, the same with new random weights."""
+    last = {snapshot.run: snapshot for snapshot in snapshots}
+    return [
+        added
+        for snapshot in snapshots
+        for added in (
+            (snapshot, Snapshot(f"{snapshot.run}, random weights", snapshot.path, random_seed=seed))
+            if snapshot is last[snapshot.run]
+            else (snapshot,)
+        )
     ]
 
 

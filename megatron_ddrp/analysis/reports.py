@@ -6,15 +6,24 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from megatron_ddrp.analysis import figures
+import torch
+
+from megatron_ddrp.analysis import figures, space_figure
 from megatron_ddrp.analysis.attention_maps import measure_maps
+from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
-from megatron_ddrp.analysis.session import Session
+from megatron_ddrp.analysis.session import SHORTEST, Output, Session, check_least, find_device, progress
 from megatron_ddrp.analysis.similarity import measure_similarity
+from megatron_ddrp.analysis.space import PASSES, measure_space
+from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
 from megatron_ddrp.analysis.triangle import measure_triangles
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks import machine
 
+GPU_TOKENS, CPU_TOKENS = 16384, 2048
+"""Tokens per batch that throughput is measured with."""
 DIGITS = 6
 """Decimal places of a map's cells in the JSON."""
 
@@ -47,11 +56,31 @@ def report_similarity(arguments: argparse.Namespace) -> None:
     session.write({"checkpoints": rows}, draw)
 
 
+def report_space(arguments: argparse.Namespace) -> None:
+    """Report what the hidden states of every layer look like, at every checkpoint."""
+    session = Session(arguments, every_checkpoint=True, load=Snapshot.load_any, passes=PASSES)
+    rows = []
+    for view in session.views():
+        specials = torch.from_numpy(view.sentences.tokenizer.special_ids).to(view.device)
+        found = measure_space(view.model, view.batches, specials)
+        rows.append(view.facts() | {"tokens": found.tokens, "layers": [asdict(layer) for layer in found.layers]})
+    for row in rows:
+        step = "" if row["iteration"] is None else f" step {row['iteration']:,}"
+        last = row["layers"][-1]
+        values = ", ".join(f"{name} {_shown(last[key])}" for key, name in space_figure.SPACE.items())
+        print(f"{row['run']}{step}, layer {last['layer']}: {values}")
+    session.write({"checkpoints": rows}, lambda path: space_figure.draw_space(rows, path))
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
 def report_maps(arguments: argparse.Namespace) -> None:
     """Report the mean attention maps of one layer of one model."""
     session = Session(arguments, every_checkpoint=False)
     for view in session.views():  # one: --load takes one folder
-        sizes = view.config.model
+        sizes = view.model.config
         layer = sizes.num_layers if arguments.layer is None else arguments.layer
         _check_number("--layer", layer, sizes.num_layers)
         for head in arguments.head:
@@ -87,6 +116,57 @@ def report_triangles(arguments: argparse.Namespace) -> None:
     shares = {row["run"]: [layer["share"] for layer in row["layers"]] for row in rows}
     result = {"threshold": threshold, "models": rows}
     session.write(result, lambda path: figures.draw_triangles(shares, threshold, path))
+
+
+def report_throughput(arguments: argparse.Namespace) -> None:
+    """Report tokens per second and memory of encoders at inference, by length."""
+    output = Output(arguments.output)
+    for name, least in (("rounds", 1), ("tokens", 1)):
+        check_least(name, getattr(arguments, name), least)
+    lengths = sorted(set(arguments.lengths))
+    check_least("lengths", lengths[0], SHORTEST)
+    device = find_device(arguments.device)
+    tokens = arguments.tokens or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
+    setting = Setting(device, tokens, arguments.rounds, arguments.bf16, arguments.seed)
+    snapshots = find_snapshots(arguments.load, every=False)
+    with progress("pass") as bar:
+        bar.total = len(snapshots) * len(lengths) * (setting.rounds + 1)
+        measured = measure_throughput(snapshots, lengths, setting, bar.update)
+    rows = [_throughput_row(timed) for timed in measured]
+    for row in rows:
+        print("\n".join(_throughput_lines(row)))
+    about = {
+        "analysis": arguments.command,
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "precision": "bf16" if arguments.bf16 else "fp32",
+        "tokens_per_batch": tokens,
+        "rounds": setting.rounds,
+        "seed": setting.seed,
+    }
+    output.write(about | {"encoders": rows}, lambda path: figures.draw_throughput(rows, path))
+
+
+def _throughput_row(timed: Timed) -> dict[str, Any]:
+    return {
+        "run": timed.snapshot.run,
+        "checkpoint": str(timed.snapshot.path),
+        "weight_bytes": timed.weight_bytes,
+        "lengths": [asdict(speed) for speed in timed.speeds],
+        "left_out": [{"length": length, "reason": reason} for length, reason in timed.left_out.items()],
+    }
+
+
+def _throughput_lines(row: dict[str, Any]) -> list[str]:
+    lines = []
+    for speed in row["lengths"]:
+        low, median, high = (speed[key] for key in ("lower_quartile", "tokens_per_second", "upper_quartile"))
+        memory = "" if speed["memory_bytes"] is None else f", {speed['memory_bytes'] / 2**20:,.0f} MiB"
+        lines.append(f"length {speed['length']}: {median:,.0f} tokens/s ({low:,.0f} to {high:,.0f}){memory}")
+    lines += [f"length {left['length']}: left out, {left['reason']}" for left in row["left_out"]]
+    return [f"{row['run']}, {line}" for line in lines]
 
 
 def report_notes(arguments: argparse.Namespace) -> None:

@@ -1,23 +1,73 @@
-"""The sentences that an analysis looks at: validation sequences as in training, but unmasked.
+"""The sentences that an analysis looks at: validation sequences as in training, but unmasked, or texts of a file.
 
-A sentence here is a sequence `[CLS] tokens [SEP]` of the validation split, cut to `max_length` tokens. Which of them is
-a function of the seed, so that every checkpoint and every run is shown the same.
+A sentence here is a sequence `[CLS] tokens [SEP]`, cut to `max_length` tokens. Which of them is a function of the seed,
+so that every checkpoint and every run is shown the same.
 """
 
 from __future__ import annotations
 
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ddrp.corpus import check_ids, open_dataset
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.blend import Blend
 from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
 
 
-class Sentences:
+class SentenceBatches(ABC):
+    """Base of the sources of sentences: rows of tokens by number, the longest first."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    lengths: NDArray[np.int64]
+    """`[sentences]`, [CLS] and [SEP] included."""
+
+    def _sort(self, tokenizer: Tokenizer, max_length: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Keep what all sources have, and return the order of the rows: what takes most memory and time comes early."""
+        order = np.argsort(-lengths, kind="stable")
+        self.tokenizer, self.max_length, self.lengths = tokenizer, max_length, lengths[order]
+        return order
+
+    @abstractmethod
+    def tokens(self, rows: slice) -> Sequence[Sequence[int] | NDArray]:
+        """Return the ids of some sentences, without specials and maybe longer than `max_length`."""
+
+    def __len__(self) -> int:
+        """Return the number of sentences."""
+        return len(self.lengths)
+
+    def keep_longest(self) -> None:
+        """Drop all sentences that are shorter than the longest."""
+        self.lengths = self.lengths[self.lengths == self.lengths[0]]
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield numpy batches `[sentences, seq]`, cut to their longest row; nothing is masked or predicted."""
+        for begin in range(0, len(self), batch_size):
+            yield self._batch(slice(begin, min(begin + batch_size, len(self))))
+
+    def _batch(self, rows: slice) -> Batch:
+        lengths = self.lengths[rows]
+        places = np.arange(lengths.max())
+        document_ids = (places < lengths[:, None]).astype(np.int64)  # [sentences, seq]
+        input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
+        input_ids[:, 0] = self.tokenizer.cls_id
+        input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
+        for row, tokens, length in zip(input_ids, self.tokens(rows), lengths, strict=True):
+            row[1 : length - 1] = tokens[: length - NUM_SPECIAL_TOKENS]
+        nothing = np.zeros_like(input_ids)
+        labels = np.full_like(input_ids, IGNORED_LABEL)
+        return Batch(input_ids, labels, document_ids, places * document_ids, nothing, nothing)
+
+
+class Sentences(SentenceBatches):
     """Up to `count` sequences of the validation part of some datasets, drawn without replacement.
 
     `seq_length` is that of the sample index, so that sequences begin where they do in training; `max_length` cuts them.
@@ -40,36 +90,43 @@ class Sentences:
             check_ids(dataset, tokenizer.vocab_size)
             documents = split_documents(dataset.num_documents, split)["valid"]
             parts.append(SampleIndex(dataset, documents, seq_length, sample_totals(dataset, seq_length)))
-        self.tokenizer, self.max_length = tokenizer, max_length
         self.samples = Blend(parts)
         _, indices = self.samples.visits(np.arange(min(count, len(self.samples))), seed)
         lengths = np.minimum(self.samples.lengths(indices), max_length)
-        order = np.argsort(-lengths, kind="stable")  # the longest first: what takes most memory and time comes early
-        self.indices, self.lengths = indices[order], lengths[order]
+        order = self._sort(tokenizer, max_length, lengths)
+        self.indices = indices[order]
 
-    def __len__(self) -> int:
-        """Return the number of sentences."""
-        return len(self.indices)
+    def tokens(self, rows: slice) -> Sequence[NDArray]:
+        return self.samples.tokens(self.indices[rows])
 
-    def keep_longest(self) -> None:
-        """Drop all sentences that are shorter than the longest."""
-        count = int(np.count_nonzero(self.lengths == self.lengths[0]))
-        self.indices, self.lengths = self.indices[:count], self.lengths[:count]
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield numpy batches `[sentences, seq]`, cut to their longest row; nothing is masked or predicted."""
-        for begin in range(0, len(self), batch_size):
-            yield self._batch(slice(begin, begin + batch_size))
+class TextSentences(SentenceBatches):
+    """Texts cut up by a model's own tokenizer, so that models of different vocabularies are shown the same texts.
 
-    def _batch(self, rows: slice) -> Batch:
-        lengths = self.lengths[rows]
-        places = np.arange(lengths.max())
-        document_ids = (places < lengths[:, None]).astype(np.int64)  # [sentences, seq]
-        input_ids = np.full(document_ids.shape, self.tokenizer.pad_id, np.int64)
-        input_ids[:, 0] = self.tokenizer.cls_id
-        input_ids[np.arange(len(lengths)), lengths - 1] = self.tokenizer.sep_id
-        for row, tokens, length in zip(input_ids, self.samples.tokens(self.indices[rows]), lengths, strict=True):
-            row[1 : length - 1] = tokens[: length - NUM_SPECIAL_TOKENS]
-        nothing = np.zeros_like(input_ids)
-        labels = np.full_like(input_ids, IGNORED_LABEL)
-        return Batch(input_ids, labels, document_ids, places * document_ids, nothing, nothing)
+    A text without a token is left out.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> None:
+        rows = [row[: max_length - NUM_SPECIAL_TOKENS] for row in tokenizer.encode_batch(texts) if row]
+        lengths = np.array([len(row) for row in rows], np.int64) + NUM_SPECIAL_TOKENS
+        self._rows = [rows[number] for number in self._sort(tokenizer, max_length, lengths)]
+
+    def tokens(self, rows: slice) -> Sequence[Sequence[int]]:
+        return self._rows[rows]
+
+
+def draw_texts(name: str, count: int, seed: int) -> list[str]:
+    """Return up to `count` texts of a file, folder or pattern that tools/preprocess_data.py reads, drawn evenly.
+
+    Holds no more than `count` of them at a time (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for fewer
+    than two texts.
+    """
+    drawn: list[str] = []
+    draw = random.Random(seed)
+    for number, (text,) in enumerate(iter_documents([name])):
+        place = number if number < count else draw.randrange(number + 1)
+        if place < count:
+            drawn[place : place + 1] = [text]
+    if len(drawn) < 2:
+        raise UserError(f"--text {name}: {len(drawn)} texts; give two or more (a blank line ends a text of a .txt)")
+    return drawn

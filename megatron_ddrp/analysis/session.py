@@ -14,16 +14,14 @@ import torch
 from tqdm import tqdm
 
 from megatron_ddrp.analysis import figures
-from megatron_ddrp.analysis.models import Snapshot, find_snapshots
-from megatron_ddrp.analysis.sentences import Sentences
+from megatron_ddrp.analysis.models import Loaded, Snapshot, find_snapshots, with_random_weights
+from megatron_ddrp.analysis.sentences import SentenceBatches, Sentences, TextSentences, draw_texts
 from megatron_ddrp.checkpoint import STATE, read_config
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import read_blend
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.model import Encoder
 
 SHORTEST = 3
 """Fewest tokens of a sentence: [CLS], one token, [SEP]."""
@@ -34,9 +32,10 @@ class View:
     """One model on the device, and the sentences to show it."""
 
     snapshot: Snapshot
-    model: Encoder
-    config: Config
-    sentences: Sentences
+    model: Any
+    """An `Encoder`, or what `Session`'s `load` returns."""
+    position_encoding: str | None
+    sentences: SentenceBatches
     device: torch.device
     batch_size: int
     advance: Callable[[int], object]
@@ -55,74 +54,115 @@ class View:
             "checkpoint": str(self.snapshot.path),
             "iteration": self.snapshot.iteration,
             "consumed_tokens": self.snapshot.consumed_tokens,
-            "position_encoding": self.config.model.position_encoding,
+            "position_encoding": self.position_encoding,
             "sentences": len(self.sentences),
             "max_length": self.sentences.max_length,
         }
 
 
 class Session:
-    """One run of an analysis. Raises `UserError` for flags that cannot be followed, before anything is computed."""
+    """One run of an analysis. Raises `UserError` for flags that cannot be followed, before anything is computed.
 
-    def __init__(self, arguments: argparse.Namespace, every_checkpoint: bool) -> None:
-        self.arguments = arguments
-        self.output: Path = arguments.output
-        if self.output.suffix not in (".png", ".json"):
-            raise UserError(f"--output {self.output}: expected a name that ends in .png or .json", WRONG_ARGUMENTS)
-        self.draws = self.output.suffix == ".png"
-        if self.draws:
-            figures.pyplot()
+    `load` reads a model, and the analysis calls `View.batches` `passes` times.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        every_checkpoint: bool,
+        load: Callable[[Snapshot], Loaded] = Snapshot.load,
+        passes: int = 1,
+    ) -> None:
+        self.arguments, self.load, self.passes = arguments, load, passes
+        self.output = Output(arguments.output)
         for name, least in (("sentences", 1), ("batch_size", 1), ("max_length", SHORTEST)):
-            value = getattr(arguments, name)
-            if value is not None and value < least:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} is {value}: it must be at least {least}", WRONG_ARGUMENTS)
-        blend = read_blend(arguments.data_path, "--data-path")
-        if blend.weights is not None:
-            raise UserError("--data-path with weights: an analysis takes prefixes alone, all as one", WRONG_ARGUMENTS)
-        self.prefixes = blend.prefixes
+            check_least(name, getattr(arguments, name), least)
+        self.prefixes = _prefixes(arguments.data_path) if arguments.data_path else ()
         self.device = find_device(arguments.device)
         self.snapshots = find_snapshots(arguments.load, every_checkpoint)
+        if getattr(arguments, "random_init", False):
+            self.snapshots = with_random_weights(self.snapshots, arguments.seed)
         paths = [snapshot.path for snapshot in self.snapshots]
         configs = [read_config(path) for path in paths if (path / STATE).is_file()]
         first = configs[0] if configs else Config()
         self.split = arguments.split or first.data.split or "0,1,0"  # all, where a run named its validation data
         self.seq_length = min((config.model.seq_length for config in configs), default=None)
+        text = getattr(arguments, "text", None)
+        self.texts = None if text is None else draw_texts(text, arguments.sentences, arguments.seed)
 
     def views(self) -> Iterator[View]:
         """Yield a view of each model."""
         total = len(self.snapshots)
-        seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-        with tqdm(unit="sentence", dynamic_ncols=True, leave=False, file=sys.stderr, **seldom) as bar:
+        with progress("sentence") as bar:
             for number, snapshot in enumerate(self.snapshots):
-                model, tokenizer, config = snapshot.load()
-                sentences = self._sentences(tokenizer, config)
-                bar.total = bar.n + (total - number) * len(sentences)
+                loaded = self.load(snapshot)
+                sentences = self._sentences(loaded)
+                bar.total = bar.n + (total - number) * len(sentences) * self.passes
                 name = f"{snapshot.run} {snapshot.path.name}" if total > 1 else snapshot.run
                 bar.set_description(name, refresh=False)
-                model = model.to(self.device)
-                yield View(snapshot, model, config, sentences, self.device, self.arguments.batch_size, bar.update)
+                model, batch_size = loaded.model.to(self.device), self.arguments.batch_size
+                yield View(snapshot, model, loaded.position_encoding, sentences, self.device, batch_size, bar.update)
 
-    def _sentences(self, tokenizer: Tokenizer, config: Config) -> Sentences:
-        seq_length = self.seq_length or config.model.seq_length
-        max_length = min(self.arguments.max_length or seq_length, seq_length)
+    def _sentences(self, loaded: Loaded) -> SentenceBatches:
+        seq_length = self.seq_length or loaded.seq_length
+        max_length = min(self.arguments.max_length or seq_length, seq_length, loaded.seq_length)
+        if self.texts is not None:
+            return TextSentences(self.texts, loaded.tokenizer, max_length)
         count, seed = self.arguments.sentences, self.arguments.seed
-        return Sentences(self.prefixes, self.split, tokenizer, seq_length, max_length, count, seed)
+        return Sentences(self.prefixes, self.split, loaded.tokenizer, seq_length, max_length, count, seed)
 
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
         """Write the JSON, and the figure where one is wanted; print their names."""
-        about = {
-            "analysis": self.arguments.command,
-            "data_path": list(self.prefixes),
-            "split": self.split,
-            "seed": self.arguments.seed,
-        }
-        written = self.output.with_suffix(".json")
-        with AtomicFile(written) as stream:
-            stream.write((json.dumps(about | result, indent=1) + "\n").encode())
+        if self.texts is None:
+            source: dict[str, Any] = {"data_path": list(self.prefixes), "split": self.split}
+        else:
+            source = {"text": self.arguments.text}
+        about = {"analysis": self.arguments.command, **source, "seed": self.arguments.seed}
+        self.output.write(about | result, draw)
+
+
+class Output:
+    """The files of `--output`: JSON, and a figure where the name ends in .png.
+
+    Raises `UserError` for another ending, and for a figure without matplotlib.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.suffix not in (".png", ".json"):
+            raise UserError(f"--output {path}: expected a name that ends in .png or .json", WRONG_ARGUMENTS)
+        self.draws = path.suffix == ".png"
         if self.draws:
-            draw(self.output)
-        print(f"{self.output} and {written} written" if self.draws else f"{written} written")
+            figures.pyplot()
+
+    def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
+        """Write the JSON, and the figure where one is wanted; print their names."""
+        written = self.path.with_suffix(".json")
+        with AtomicFile(written) as stream:
+            stream.write((json.dumps(result, indent=1) + "\n").encode())
+        if self.draws:
+            draw(self.path)
+        print(f"{self.path} and {written} written" if self.draws else f"{written} written")
+
+
+def progress(unit: str) -> tqdm:
+    """Return a progress bar on standard error; where that is no terminal it shows itself seldom."""
+    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
+    return tqdm(unit=unit, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
+
+
+def check_least(name: str, value: int | None, least: int) -> None:
+    """Raise `UserError` for a value of a flag that is below the least."""
+    if value is not None and value < least:
+        raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}", WRONG_ARGUMENTS)
+
+
+def _prefixes(data_path: list[str]) -> tuple[str, ...]:
+    """Return the prefixes of `--data-path`."""
+    blend = read_blend(data_path, "--data-path")
+    if blend.weights is not None:
+        raise UserError("--data-path with weights: an analysis takes prefixes alone, all as one", WRONG_ARGUMENTS)
+    return tuple(blend.prefixes)
 
 
 def find_device(name: str | None) -> torch.device:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ddrp.analysis.layers import layer_states
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.similarity import document_mask, token_cosine
-from megatron_ddrp.model.stages import Draws, Inputs
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,11 @@ def measure_similarity(model: Encoder, batches: Iterable[Batch]) -> Similarity:
     return Similarity(tokens / count, tuple((heads / count).tolist()), count)
 
 
-@torch.no_grad()
 def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return sums over the sentences of a batch: the tokens' mean cosine, and the heads' per layer, `[layers]`."""
-    config, device = model.config, batch.document_ids.device
-    all_heads = torch.arange(config.num_attention_heads, device=device).expand(config.num_layers, -1)
-    token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]
-    state = model.embeddings(Inputs.of(batch, Draws(token_mask, all_heads)))
     by_layer = []
-    for layer in model.layers:
-        state = layer(state)
-        by_layer.append(state.head_cosine)
-        state = state._replace(head_cosine=torch.zeros_like(state.head_cosine))
-    hidden = model.head.last_hidden(state.hidden)
-    return token_cosine(hidden, token_mask).sum(), torch.stack(by_layer)
+    for layer in layer_states(model, batch):
+        if layer.head_cosine is not None:
+            by_layer.append(layer.head_cosine)
+    token_mask = document_mask(batch.document_ids, 1).long()  # [batch, 1, seq]
+    return token_cosine(layer.hidden, token_mask).sum(), torch.stack(by_layer)

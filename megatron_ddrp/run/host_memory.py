@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -37,3 +39,29 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_resident_bytes() -> int | None:
+    """Forget the largest resident size of this process so far, and return the present one; None where Linux's /proc is
+    missing.
+
+    Gives freed memory back first, so that what follows is counted anew. Unlike `getrusage`, whose peak is never reset
+    and begins with that of the process before `exec`.
+    """
+    with suppress(OSError, AttributeError):  # another malloc than glibc's
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return None
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident size of this process since `reset_peak_resident_bytes`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -59,7 +59,7 @@ class SentencePieceTokenizer(Tokenizer):
         if hasattr(self._processor, "EncodeAsOffsetMapping"):  # not in sentencepiece up to 0.2.1
             encoding = self._processor.EncodeAsOffsetMapping(text)
             return self._only_text(encoding["ids"]), encoding["offsets"]
-        pieces = self._processor.encode(text, out_type="immutable_proto").pieces
+        pieces = self._processor.encode(text, out_type="immutable_proto").pieces  # type: ignore[arg-type]
         return self._only_text([piece.id for piece in pieces]), [(piece.begin, piece.end) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:

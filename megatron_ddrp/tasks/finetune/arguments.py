@@ -28,7 +28,7 @@ over the seeds, OUT/predictions/ what each run predicted, OUT/models/ the best m
   use it         python -m tasks.finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
 """
 
-PREDICT = """Label a file with a model that tasks.finetune kept. The rows come out in their order, with a column prediction.
+PREDICT = """Label a file with a model that tasks.finetune kept: the same rows in order, with a column `prediction`.
 
   python -m tasks.finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
 """

@@ -25,8 +25,7 @@ def predict(wanted: Prediction) -> int:
     from megatron_ddrp.tasks.finetune.predict import predict_file  # here, because it imports torch
     from megatron_ddrp.tasks.jobs.workers import device_of
 
-    count = predict_file(
-        wanted.load, wanted.input, wanted.output, device_of(0), (wanted.text_column, wanted.text_pair_column)
-    )
+    columns = wanted.text_column, wanted.text_pair_column
+    count = predict_file(wanted.load, wanted.input, wanted.output, device_of(0), columns)
     print(f"{count:,} rows written to {wanted.output}")
     return 0

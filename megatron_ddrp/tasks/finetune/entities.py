@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron_ddrp.errors import UserError
-
 OUTSIDE = "O"
 PREFIXES = ("B", "I", "E", "S")
 """Begin, inside, end (last word) and single (only word); IOB2 has the first two, IOBES all."""
@@ -76,13 +74,13 @@ def entities_of(tags: Sequence[str], strict: bool = False) -> list[Entity]:
     return found
 
 
-def check_tags(tags: Iterable[str], where: str) -> None:
-    """Raise `UserError` for a tag that names no entity type, such as a part of speech."""
+def check_tags(tags: Iterable[str]) -> None:
+    """Raise `ValueError` with the reason for a tag that names no entity type, such as a part of speech."""
     for tag in tags:
         if tag != OUTSIDE and not (_prefix(tag) in PREFIXES and tag[1:2] == "-" and tag[2:]):
-            raise UserError(
-                f"{where}: tag {tag!r}, expected O, or B- or I- and a type, such as B-PER (also E- and S-); "
-                "for tags of single words use --metric accuracy or macro-f1"
+            raise ValueError(
+                f"tag {tag!r}, expected O, or B- or I- and a type, such as B-PER (also E- and S-); for tags of single "
+                "words use --metric accuracy or macro-f1"
             )
 
 

@@ -21,8 +21,8 @@ class OwnTasks(Suite):
     program = "tasks.finetune"
     title = "Fine-tuning scores"
     about = (
-        "Median over seeds of the last epoch's score on the validation rows at the best grid point, x 100. A score that "
-        "is undefined (a constant guess, or training that diverged) counts as 0 and is marked."
+        "Median over seeds of the last epoch's score on the validation rows at the best grid point, x 100. A score "
+        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked."
     )
 
     def read(self, options: argparse.Namespace) -> dict[str, TaskData]:

@@ -90,7 +90,7 @@ def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str,
     else:
         assert isinstance(model.encoder, TrainedEncoder)
         kind = KINDS[task.kind].head
-        layers = {"classifier" if kind != "qa" else "qa_outputs": model.output}
+        layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
         if kind == "sequence":
             layers["pooler.dense"] = model.pooler
         weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}

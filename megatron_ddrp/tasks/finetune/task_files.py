@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune.entities import check_tags
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
@@ -93,6 +94,7 @@ class _Reading:
             texts = with_place(self.kind.texts, row.cells, self.columns)
             cell = row.cells[self.columns.label]
             self.counts.update(set(with_place(self.kind.label_names, cell)))
+            with_place(self.kind.check, texts, cell)
             if self.task is not None:
                 self.labels.append(with_place(self.kind.label, cell, self.task))
             self.lengths.append(sum(map(len, texts)))
@@ -196,6 +198,11 @@ def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, .
     if kind == "multi-label" and not labels:
         raise UserError(f"{files.train}: no row has a label, expected one label or more")
     check_metric(metric, kind, len(labels))
+    if metric.startswith("seqeval"):
+        try:
+            check_tags(labels)
+        except ValueError as error:
+            raise UserError(f"{files.train}: {error}") from None
 
 
 def _facts(

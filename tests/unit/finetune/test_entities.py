@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.entities import EntityScores, check_tags, entities_of, score_entities
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "seqeval.json").read_text())["cases"]
@@ -55,6 +54,6 @@ def test_sentences_of_another_number_are_no_scores():
 
 @pytest.mark.parametrize("tag", ["NN", "B", "B-", "PER", "b-per", "-X"])
 def test_tags_that_name_no_entity(tag):
-    check_tags(["O", "B-PER", "I-per", "S-X-Y"], "f")
-    with pytest.raises(UserError, match=f"train.conll, line 3: tag '{tag}', expected O, or B- or I-"):
-        check_tags(["O", tag], "train.conll, line 3")
+    check_tags(["O", "B-PER", "I-per", "S-X-Y"])
+    with pytest.raises(ValueError, match=f"tag '{tag}', expected O, or B- or I-"):
+        check_tags(["O", tag])

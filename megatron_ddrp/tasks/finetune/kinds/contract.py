@@ -44,6 +44,10 @@ class Kind(ABC):
     def label(self, cell: Any, task: Task) -> Any:
         """Return the label of a cell as `encode` takes it. Raises ValueError with the reason where it is none."""
 
+    def check(self, texts: Sequence[str], cell: Any) -> None:
+        """Raise ValueError with the reason where the texts of a row and its label's cell do not go together."""
+        return None
+
     def unlabelled(self, task: Task, texts: tuple[str, ...]) -> Any:
         """Return what stands for the label of a row that has none."""
         return math.nan

@@ -35,12 +35,7 @@ class SequenceKind(Kind):
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return one text or a pair."""
         names = (columns.text, columns.pair) if columns.pair else (columns.text,)
-        for name in names:
-            if not isinstance(cells[name], str):
-                raise ValueError(f"{name} is {cells[name]!r}, expected text")
-            if not cells[name].strip():
-                raise ValueError(f"{name} is empty, expected text")
-        return tuple(cells[name] for name in names)
+        return tuple(text_of(cells, name) for name in names)
 
     def num_outputs(self, task: Task) -> int:
         """Return the number of labels, 1 for a number."""
@@ -128,7 +123,7 @@ class Classification(SequenceKind):
 
     def label(self, cell: Any, task: Task) -> float:
         """Return the class number."""
-        return float(_number_of(written(cell), task))
+        return float(number_of(written(cell), task))
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
         """Return the score of the most frequent class."""
@@ -172,7 +167,7 @@ class MultiLabel(SequenceKind):
 
     def label(self, cell: Any, task: Task) -> list[float]:
         """Return 1 for each label of the row and 0 for the others."""
-        numbers = {_number_of(name, task) for name in self.label_names(cell)}
+        numbers = {number_of(name, task) for name in self.label_names(cell)}
         return [float(number in numbers) for number in range(len(task.labels))]
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
@@ -257,6 +252,16 @@ class Regression(SequenceKind):
         return float(text)
 
 
+def text_of(cells: Mapping[str, Any], column: str) -> str:
+    """Return the text in a column. Raises ValueError where it holds something else, or blanks alone."""
+    text = cells[column]
+    if not isinstance(text, str):
+        raise ValueError(f"{column} is {repr(text)[:80]}, expected text")
+    if not text.strip():
+        raise ValueError(f"{column} is empty, expected text")
+    return text
+
+
 def written(cell: Any) -> str:
     """Return a label as it is written: a text as it stands, a whole number or a truth value as in JSON.
 
@@ -269,7 +274,8 @@ def written(cell: Any) -> str:
     raise ValueError(f"label is {cell!r}, expected a name without tabs and line breaks, or a whole number")
 
 
-def _number_of(name: str, task: Task) -> int:
+def number_of(name: str, task: Task) -> int:
+    """Return the class number of a label. Raises ValueError where the task has no such label."""
     if name not in task.labels:
         known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")
         raise ValueError(f"label {name!r} is in no row of the training file; it has {known}")

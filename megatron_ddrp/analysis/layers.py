@@ -1,0 +1,60 @@
+"""Hidden states of every layer, of a model of ours or of one that transformers runs.
+
+Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model); the layers
+between are as the next layer reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.stages import Draws, Inputs
+
+
+class LayerStates(NamedTuple):
+    """One layer's states over a batch."""
+
+    hidden: Tensor
+    """`[batch, seq, hidden]`."""
+    head_cosine: Tensor | None
+    """Scalar, the mean pairwise cosine of the layer's attention logits, summed over the sentences; None for the
+    embeddings, for a model of one head, and where logits are not to be had."""
+
+
+@torch.no_grad()
+def layer_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
+    """Yield the states of layers 0 to L of an `Encoder`, or of an encoder of transformers."""
+    yield from _own_states(model, batch) if isinstance(model, Encoder) else _foreign_states(model, batch)
+
+
+def _own_states(model: Encoder, batch: Batch) -> Iterator[LayerStates]:
+    num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
+    compared = num_heads if num_heads > 1 else 0
+    heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]
+    nothing = Draws.none(len(batch.input_ids), num_layers, batch.document_ids.device)
+    state = model.embeddings(Inputs.of(batch, nothing._replace(heads=heads)))
+    yield LayerStates(state.hidden, None)
+    for number, layer in enumerate(model.layers, 1):
+        state = layer(state)
+        hidden = state.hidden if number < num_layers else model.head.last_hidden(state.hidden)
+        yield LayerStates(hidden, state.head_cosine if compared else None)
+        state = state._replace(head_cosine=torch.zeros_like(state.head_cosine))
+
+
+def _foreign_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
+    segments = {"token_type_ids": batch.segment_ids} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
+    mask = (batch.document_ids > 0).long()
+    output = model(batch.input_ids, attention_mask=mask, output_hidden_states=True, **segments)
+    states = (*output.hidden_states[:-1], output.last_hidden_state)
+    if any(hidden.shape[:2] != batch.input_ids.shape for hidden in states):
+        kind = model.config.model_type
+        raise UserError(f"layers of a {kind} shorten their rows: give an encoder with one state per token and layer")
+    for hidden in states:
+        yield LayerStates(hidden, None)

@@ -1,0 +1,176 @@
+"""What the space of hidden states looks like, layer by layer: cosines of tokens, isotropy, effective rank.
+
+    within    mean cosine of two tokens of one sentence; with [CLS] and [SEP] the last layer's is f(S)
+    between   mean cosine of two tokens of different sentences (Ethayarajh, arXiv:1909.00512)
+    centred   the same of x − μ, μ the mean of all tokens
+    IsoScore  (tr(C)²/‖C‖²_F − 1)/(n − 1), C the covariance of the tokens, n the hidden size (Rudman et al.,
+              arXiv:2108.07344: their algorithm in closed form); 1 is isotropic, 0 is one direction
+    effective rank  exp(−Σ p ln p), p the eigenvalues of C divided by their sum (Roy and Vetterli 2007)
+
+All pairs of tokens count, by their sums of unit vectors: no cosine is sampled. A second pass over the sentences takes
+the mean off before anything is squared, so that a large common offset costs no digits. Sums are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp.analysis.layers import layer_states
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask, token_cosine
+
+PASSES = 2
+"""How often `measure_space` reads the sentences."""
+
+
+@dataclass(frozen=True)
+class LayerSpace:
+    """What one layer's hidden states look like; None where a value is not defined."""
+
+    layer: int
+    """0 for the embeddings."""
+    hidden_size: int
+    token_similarity: float
+    """f(S) of this layer: over all tokens of a sentence, [CLS] and [SEP] included."""
+    head_similarity: float | None
+    """This layer's term of f(H); None where the attention logits are not to be had."""
+    cosine_within: float | None
+    cosine_between: float | None
+    centred_cosine_within: float | None
+    centred_cosine_between: float | None
+    isoscore: float | None
+    effective_rank: float | None
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layers of a model, embeddings first, and how many tokens were measured."""
+
+    layers: tuple[LayerSpace, ...]
+    tokens: int
+    """Tokens of text: without [CLS], [SEP] and other specials."""
+
+
+class CosineSums:
+    """Float64 sums over sentences that give the mean cosines of all pairs of tokens, in closed form."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0  # [hidden], Σ of all unit vectors
+        self.inside = self.within = 0.0
+        self.tokens = self.same_sentence = self.sentences = 0
+
+    def add(self, states: Tensor, text: Tensor) -> None:
+        """Add a batch: float64 `[batch, seq, hidden]`, and bool `[batch, seq]` that marks the tokens that count."""
+        units = F.normalize(states, dim=-1, eps=SMALLEST_NORM) * text.unsqueeze(-1)
+        sums, counts = units.sum(1), text.sum(1)  # [batch, hidden], [batch]
+        squares = sums.pow(2).sum(-1)  # [batch], the cosines of all ordered pairs, each token with itself included
+        pairs = counts * (counts - 1)
+        self.total = self.total + sums.sum(0)
+        self.inside += float(squares.sum())
+        means = (squares - units.pow(2).sum((1, 2))) / pairs.clamp_min(1)
+        self.within += float(means[pairs > 0].sum())
+        self.sentences += int((pairs > 0).sum())
+        self.tokens += int(counts.sum())
+        self.same_sentence += int(counts.pow(2).sum())
+
+    @property
+    def mean_within(self) -> float | None:
+        """Mean over sentences of the mean cosine of two of their tokens; None without such a pair."""
+        return self.within / self.sentences if self.sentences else None
+
+    @property
+    def mean_between(self) -> float | None:
+        """Mean cosine of two tokens of different sentences: (‖Σ x̂‖² − Σ_s ‖Σ_s x̂‖²)/(N² − Σ_s n_s²)."""
+        pairs = self.tokens**2 - self.same_sentence
+        return (float(torch.as_tensor(self.total).pow(2).sum()) - self.inside) / pairs if pairs else None
+
+
+class _Layer:
+    """Sums of one layer: `first` over the first pass, `second` over the other."""
+
+    def __init__(self) -> None:
+        self.plain, self.centred = CosineSums(), CosineSums()
+        self.f_s = 0.0
+        self.f_h: float | None = None
+        self.sum: Tensor | float = 0.0  # [hidden]
+        self.covariance: Tensor | float = 0.0  # [hidden, hidden], times the number of tokens
+
+    def first(self, hidden: Tensor, head_cosine: Tensor | None, batch: Batch, text: Tensor) -> None:
+        self.plain.add(hidden, text)
+        self.sum = self.sum + hidden[text].sum(0)
+        self.f_s += float(token_cosine(hidden, document_mask(batch.document_ids, 1).long()).sum())
+        if head_cosine is not None:
+            self.f_h = (self.f_h or 0.0) + float(head_cosine)
+
+    def second(self, hidden: Tensor, text: Tensor) -> None:
+        centred = hidden - self.sum / self.plain.tokens
+        self.centred.add(centred, text)
+        tokens = centred[text]  # [tokens, hidden]
+        self.covariance = self.covariance + tokens.T @ tokens
+
+    def result(self, number: int, sentences: int) -> LayerSpace:
+        covariance = torch.as_tensor(self.covariance)
+        if not covariance.isfinite().all():
+            raise UserError(f"hidden states of layer {number} are not finite: give a checkpoint that has not diverged")
+        return LayerSpace(
+            number,
+            len(covariance),
+            self.f_s / sentences,
+            None if self.f_h is None else self.f_h / sentences,
+            self.plain.mean_within,
+            self.plain.mean_between,
+            self.centred.mean_within,
+            self.centred.mean_between,
+            isoscore(covariance),
+            effective_rank(covariance),
+        )
+
+
+def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: Tensor) -> Space:
+    """Return what the layers of a model look like over batches of sentences on its device.
+
+    `batches` is called twice and must give the same. `model` is an `Encoder` or an encoder of transformers; `specials`
+    int64 `[n]` are ids that are no text, such as [CLS]. Raises `UserError` where there is too little text, and for
+    states that are not finite.
+    """
+    layers: list[_Layer] = []
+    sentences = 0
+    for batch in batches():
+        text = text_mask(batch, specials)
+        for number, (hidden, head_cosine) in enumerate(layer_states(model, batch)):
+            if number == len(layers):
+                layers.append(_Layer())
+            layers[number].first(hidden.double(), head_cosine, batch, text)
+        sentences += len(batch.input_ids)
+    if not layers or layers[0].plain.tokens < 2:
+        raise UserError("the sentences hold fewer than two tokens of text: give more of them, or longer ones")
+    for batch in batches():
+        text = text_mask(batch, specials)
+        for layer, states in zip(layers, layer_states(model, batch), strict=True):
+            layer.second(states.hidden.double(), text)
+    return Space(tuple(layer.result(n, sentences) for n, layer in enumerate(layers)), layers[0].plain.tokens)
+
+
+def text_mask(batch: Batch, specials: Tensor) -> Tensor:
+    """Mark the tokens of text, bool `[batch, seq]`: neither padding nor one of `specials`."""
+    return (batch.document_ids > 0) & ~torch.isin(batch.input_ids, specials)
+
+
+def isoscore(covariance: Tensor) -> float | None:
+    """Return IsoScore of a covariance `[n, n]`, up to a factor; None for n = 1 and where nothing varies."""
+    n, squares = len(covariance), float(covariance.pow(2).sum())
+    return (float(covariance.trace()) ** 2 / squares - 1) / (n - 1) if n > 1 and squares > 0 else None
+
+
+def effective_rank(covariance: Tensor) -> float | None:
+    """Return the effective rank of a covariance `[n, n]`, up to a factor, in [1, n]; None where nothing varies."""
+    eigenvalues = torch.linalg.eigvalsh(covariance).clamp_min(0.0)
+    total = eigenvalues.sum()
+    return float(torch.special.entr(eigenvalues / total).sum().exp()) if total > 0 else None

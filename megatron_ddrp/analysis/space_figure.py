@@ -1,0 +1,65 @@
+"""One figure of what the space of hidden states looks like: panels by layer, and panels over the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
+
+SPACE = {
+    "token_similarity": "f(S)",
+    "head_similarity": "f(H)",
+    "cosine_between": "cosine between sentences",
+    "centred_cosine_within": "cosine within, mean removed",
+    "isoscore": "IsoScore",
+    "effective_rank": "effective rank",
+}
+"""Key of a layer in the JSON → name in the figure and in lines."""
+
+COLUMNS = 3
+LEGEND_WIDTH = 100
+"""Characters that fit side by side under the panels."""
+
+
+def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the rows of the JSON: each measure by layer at a run's last checkpoint, and, where a run has several
+    checkpoints, the last layer's over steps. A model of one checkpoint is a line across.
+    """
+    plt = pyplot()
+    runs = {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
+    has_steps = any(len(of_run) > 1 for of_run in runs.values())
+    height = -(-len(SPACE) // COLUMNS)
+    columns = max(1, LEGEND_WIDTH // (max(map(len, runs)) + 8))  # 8: the line before a name
+    panels = height * (1 + has_steps)
+    inches = 3.3 * panels + 0.5 + 0.28 * -(-len(runs) // columns)
+    figure, axes = plt.subplots(panels, COLUMNS, figsize=(12, inches), layout="constrained")
+    for axis, (key, title) in zip(axes[:height].flat, SPACE.items(), strict=True):
+        for number, of_run in enumerate(runs.values()):
+            _draw_layers(axis, of_run[-1]["layers"], key, run_style(number))
+        axis.set(title=title, xlabel="layer (last checkpoint)")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    for axis, (key, title) in zip(axes[height:].flat, SPACE.items() if has_steps else (), strict=True):
+        for number, of_run in enumerate(runs.values()):
+            _draw_steps(axis, of_run, key, run_style(number))
+        axis.set(title=title, xlabel="training step (last layer)")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    handles = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]
+    figure.legend(handles, list(runs), loc="outside lower center", ncols=min(len(runs), columns))
+    save_figure(plt, figure, path)
+
+
+def _draw_layers(axis: Any, layers: Sequence[Mapping[str, Any]], key: str, style: Mapping[str, Any]) -> None:
+    points = [(layer["layer"], layer[key]) for layer in layers if layer[key] is not None]
+    if points:
+        axis.plot(*zip(*points, strict=True), **style)
+
+
+def _draw_steps(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, style: Mapping[str, Any]) -> None:
+    points = [(row["iteration"], row["layers"][-1][key]) for row in rows if row["layers"][-1][key] is not None]
+    if len(points) > 1 and all(step is not None for step, _ in points):
+        axis.plot(*zip(*points, strict=True), **style)
+    elif points:
+        axis.axhline(points[-1][1], color=style["color"], linestyle=style["linestyle"], linewidth=style["linewidth"])
