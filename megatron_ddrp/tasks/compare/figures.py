@@ -69,7 +69,7 @@ def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> No
     """Draw one panel per measure: differences to the baseline, and their intervals over seeds and over items."""
     plt = pyplot()
     arms = list(dict.fromkeys(row.arm for rows in panels.values() for row in rows))
-    columns = min(len(panels), 3)
+    columns = min(len(panels), 2 if len(panels) == 4 else 3)
     lines = -(-len(panels) // columns)
     size = (2.6 + 3.0 * columns, 0.5 + lines * (1.4 + 0.55 * len(arms)))
     figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
