@@ -152,10 +152,13 @@ def test_other_seeds_and_other_items_are_different_questions(work):
     assert other.over_items[1] - other.over_items[0] > 0.1
 
 
-def test_missing_predictions_leave_the_error_over_items_out(work):
+def test_missing_predictions_and_scores_leave_the_error_over_items_out(work):
     next((work.scores[-1].job.output.parent / "predictions").iterdir()).unlink()
-    _, other = comparison.compare(Results(work), GLUE)
-    assert other.over_items is None and other.difference.mean == pytest.approx(0.05)
+    (work.pairs[0].job.output.parent / "scores.jsonl").unlink()
+    results = Results(work)
+    for measure, difference in ((GLUE, 0.05), (MINIMAL_PAIRS, 0.1)):
+        _, other = comparison.compare(results, measure)
+        assert other.over_items is None and other.difference.mean == pytest.approx(difference)
 
 
 def test_page_and_results_hold_the_table_and_its_figures(work):
