@@ -89,7 +89,7 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
 
 
 def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:
-    """Return the score of every last checkpoint on every task of the plan's own."""
+    """Return the score of every last checkpoint on every task of the plan. Raises `UserError` for missing data."""
     facts = [(task, _task_facts(plan, task)) for task in plan.tasks]
     return [
         TaskMeasure(run, task, _task_job(task, run, data, folder / "tasks")) for run in runs for task, data in facts
@@ -97,10 +97,7 @@ def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskM
 
 
 def _task_facts(plan: Plan, task: TaskPlan) -> list[object]:
-    """Return what decides a score besides the checkpoint: the data, what is asked of them, and the flags.
-
-    Raises `UserError` for a missing file.
-    """
+    """Return what decides a score besides the checkpoint: the data, what is asked of them, and the flags."""
     data = [fingerprint(plan, "tasks", name) for name in task.data]
     asked = {name: value for name, value in vars(task.task).items() if name not in ("train", "valid", "test")}
     return [data, asked, _flag_facts(task.flags)]

@@ -24,7 +24,6 @@ WARM_UP = 0.1
 
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
-MINIMAL_PAIRS = "minimal pairs"
 SPACE = {
     "cosine between sentences": "cosine_between",
     "cosine within, mean removed": "centred_cosine_within",
@@ -32,6 +31,7 @@ SPACE = {
     "effective rank": "effective_rank",
 }
 """Measure of the last layer → its key in the JSON of `analyze.py space`."""
+MINIMAL_PAIRS = "minimal pairs"
 
 Curve = list[tuple[float, float]]
 """(step, value) pairs."""
@@ -48,11 +48,11 @@ class Results:
         self.values: dict[str, dict[Arm, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
+        self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
+        """Arm → length of a row → what `analyze.py throughput` measured."""
         self.items = Items()
         self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
         """Arm → seed → field of minimal pairs → accuracy; paradigms where these name no field."""
-        self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
-        """Arm → length of a row → what `analyze.py throughput` measured."""
         for run in self.runs:
             self._read_metrics(run)
         for analysis in work.analyses:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from megatron_ddrp.tasks.glue.encoder import load_encoder
 from parity import CASES, write_run
 
 from megatron_ddrp import checkpoint
@@ -12,6 +11,7 @@ from megatron_ddrp.conversion.families import FINE_TUNED
 from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
 from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.encoder import load_encoder
 from tests.unit.conversion.conftest import padded_pair_batch, write_checkpoint
 
 LABELS = ("no", "maybe", "yes")
