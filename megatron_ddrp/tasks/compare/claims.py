@@ -11,6 +11,7 @@ from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
+    SPACE,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
     TRIANGLE,
@@ -40,7 +41,7 @@ _TITLES = {
 }
 _SHOWN = {
     STEP_SECONDS: (100, 1, " %"), TRIANGLE: (100, 1, ""), LOSS: (1, 4, ""), TOKEN_SIMILARITY: (1, 4, ""),
-    HEAD_SIMILARITY: (1, 4, ""),
+    HEAD_SIMILARITY: (1, 4, ""), **dict.fromkeys(SPACE, (1, 4, "")), "effective rank": (1, 1, ""),
 }  # fmt: skip
 """Measure → factor, digits and unit in tables; others are shares in points."""
 

@@ -15,7 +15,7 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 _USUAL = {
     "vocabulary": 60.0, "dataset": 120.0, "probe": 30.0, "self-similarity": 30.0, "triangle": 15.0,
-    "attention-maps": 15.0,
+    "attention-maps": 15.0, "space": 60.0, "throughput": 60.0,
 }  # fmt: skip
 """Seconds of the small jobs, until some of them are done."""
 

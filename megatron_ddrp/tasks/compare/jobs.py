@@ -17,7 +17,18 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 RUN = "course"
 """Kind of a training run. Its jobs and folders have this name since the first version, and people read "run"."""
-KINDS = ("vocabulary", "dataset", "probe", RUN, "glue", "self-similarity", "triangle", "attention-maps")
+KINDS = (
+    "vocabulary",
+    "dataset",
+    "probe",
+    RUN,
+    "glue",
+    "self-similarity",
+    "triangle",
+    "attention-maps",
+    "space",
+    "throughput",
+)
 
 
 @dataclass(frozen=True)

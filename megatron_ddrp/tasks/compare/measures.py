@@ -48,7 +48,7 @@ def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], fold
 
 
 def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
-    """Return the analyses of the runs at the full budget; attention maps of the first seed alone."""
+    """Return the analyses of the runs at the full budget; attention maps and throughput of the first seed alone."""
     wanted = plan.analyses
     prefixes = [word for word in corpus.data_path if not is_weight(word)]
     found = []
@@ -60,6 +60,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
             ("self-similarity", wanted.self_similarity, True, ".json"),
             ("triangle", wanted.triangle, encoding_class(run.model.encoding).is_relative, ".json"),
             ("attention-maps", wanted.attention_maps, is_first, ".png"),
+            ("space", wanted.space, True, ".json"),
         ):
             if not sentences or not applies:
                 continue
@@ -69,7 +70,25 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
                 *("python", "tools/analyze.py", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
             )
-            work = float(len(run.checkpoints)) if kind == "self-similarity" else 1.0
+            work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
             job = Job(kind, name, run.job.title, command, output, (run.job.name,), work)
             found.append(Measure(run, run.steps, job))
-    return found
+    return found + throughput(plan, runs, folder)
+
+
+def throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+    """Return the one job that times the models of the first seed beside each other, under the last of their runs."""
+    lengths = plan.analyses.throughput
+    timed = [run for run in runs if run.seed == plan.seeds[0] and run.model in plan.models and not run.arm.half]
+    if not lengths or not timed:
+        return []
+    needs = tuple(run.job.name for run in timed)
+    title = f"{len(timed)} models, seed {plan.seeds[0]}"
+    name = job_name("throughput", title, [needs, lengths])
+    output = folder / "analyses" / f"{name}.json"
+    command = (
+        *("python", "tools/analyze.py", "throughput", "--load", *(str(run.folder) for run in timed)),
+        *("--lengths", *map(str, lengths), "--output", str(output)),
+    )
+    job = Job("throughput", name, title, command, output, needs, float(len(timed)))
+    return [Measure(timed[-1], timed[-1].steps, job)]

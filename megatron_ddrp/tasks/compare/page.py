@@ -21,9 +21,11 @@ from megatron_ddrp.tasks.compare.tables import (
     cost_table,
     paper_triangles,
     similarity_table,
+    space_table,
     table_1,
     table_2,
     table_3,
+    throughput_table,
 )
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.markdown import Table
@@ -73,6 +75,8 @@ def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
         similarity=similarity,
         is_similarity_known=any(cell for row in similarity.rows for cell in row[1:]),
         triangles=paper_triangles(),
+        space=space_table(results),
+        throughput=throughput_table(results),
         maps=results.maps,
         averaged_on_the_way=results.averaged_on_the_way,
         jobs=rows,

@@ -120,11 +120,13 @@ class GluePlan:
 
 @dataclass(frozen=True)
 class Analyses:
-    """Validation sentences of each analysis; 0 leaves it out."""
+    """Validation sentences of each analysis, and the lengths of throughput's rows; 0 or none leaves it out."""
 
     self_similarity: int = option(0, "f(S) and f(H)", within="[0, inf)")
     triangle: int = option(0, "up-down triangles", within="[0, inf)")
     attention_maps: int = option(0, "mean attention maps", within="[0, inf)")
+    space: int = option(0, "cosines, IsoScore and effective rank", within="[0, inf)")
+    throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, inf)", distinct=True)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,13 @@ WARM_UP = 0.1
 
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
-
+SPACE = {
+    "cosine between sentences": "cosine_between",
+    "cosine within, mean removed": "centred_cosine_within",
+    "IsoScore": "isoscore",
+    "effective rank": "effective_rank",
+}
+"""Measure of the last layer → its key in the JSON of `analyze.py space`."""
 
 Curve = list[tuple[float, float]]
 """(step, value) pairs."""
@@ -40,6 +46,8 @@ class Results:
         self.values: dict[str, dict[Arm, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
+        self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
+        """Arm → length of a row → what `analyze.py throughput` measured."""
         for run in self.runs:
             self._read_metrics(run)
         for analysis in work.analyses:
@@ -87,6 +95,15 @@ class Results:
             self.maps[run.arm] = output
             return
         found = json.loads(output.read_text(encoding="utf-8"))
+        if kind == "throughput":
+            self._read_throughput(found["encoders"])
+            return
+        if kind == "space":
+            last = [row for row in found["checkpoints"] if row["iteration"] in run.checkpoints][-1]["layers"][-1]
+            for measure, key in SPACE.items():
+                if last[key] is not None:
+                    self.values[measure][run.arm][run.seed] = last[key]
+            return
         if kind == "triangle":
             self.values[TRIANGLE][run.arm][run.seed] = found["models"][0]["share"]
             return
@@ -96,6 +113,12 @@ class Results:
             curve = [(float(row["iteration"]), float(row[key])) for row in rows]
             self.curves[measure][run.arm][run.seed] = curve
             self.values[measure][run.arm][run.seed] = curve[-1][1]
+
+    def _read_throughput(self, encoders: list[dict[str, Any]]) -> None:
+        by_folder = {run.folder.name: run for run in self.runs}
+        for encoder in encoders:
+            arm = by_folder[Path(encoder["checkpoint"]).parent.name].arm
+            self.speeds[arm] = {row["length"]: row for row in encoder["lengths"]}
 
     def _read_scores(self, score: Measure) -> Scores:
         assert self.plan.glue is not None

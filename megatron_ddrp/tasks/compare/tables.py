@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from megatron_ddrp.tasks.compare.claims import PAPER_TRIANGLES, Claim, number, paper_row
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
+    SPACE,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
     TOKENS,
@@ -107,6 +109,41 @@ def similarity_table(results: Results) -> Table:
     rows = [[arm.label, *(cell(results, measure, arm) for measure in measures)] for arm in arms]
     header = ["model", "f(S)", "f(H)", "triangle share, last layer [%]"]
     return Table(header, rows, "Ours, at the last checkpoint: mean ± standard deviation over the seeds.")
+
+
+def space_table(results: Results) -> Table:
+    """Return cosines, IsoScore and effective rank of the last layer of the last checkpoints."""
+    arms = [arm for arm in results.arms if any(results.of(measure, arm) for measure in SPACE)]
+    rows = [[arm.label, *(cell(results, measure, arm) for measure in SPACE)] for arm in arms]
+    caption = (
+        "Ours, hidden states of the last layer at the last checkpoint: mean ± standard deviation over the seeds. Mean "
+        "cosine and isotropy are different things, see docs/analysis.md."
+    )
+    return Table(["model", *SPACE], rows, caption)
+
+
+def throughput_table(results: Results) -> Table:
+    """Return tokens per second, with their quartiles, and memory at inference, by the length of a row."""
+    lengths = sorted({length for by_length in results.speeds.values() for length in by_length})
+    rows = []
+    for arm in filter(results.speeds.__contains__, results.arms):
+        cells = [_speed(results.speeds[arm].get(length)) for length in lengths]
+        rows.append([arm.label, *(speed for speed, _ in cells), *(memory for _, memory in cells)])
+    header = [f"{what} at {length}" for what in ("tokens/s", "MiB") for length in lengths]
+    caption = (
+        "Ours, forward passes at inference by the length of a row: median over the rounds (its quartiles), and peak "
+        "memory above the loaded model."
+    )
+    return Table(["model", *header], rows, caption)
+
+
+def _speed(found: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return tokens per second and memory as cells; empty ones for a length that a model has no positions for."""
+    if found is None:
+        return "", ""
+    median, low, high = (f"{found[key]:,.0f}" for key in ("tokens_per_second", "lower_quartile", "upper_quartile"))
+    memory = found["memory_bytes"]
+    return f"{median} ({low} to {high})", "" if memory is None else f"{memory / 2**20:,.0f}"
 
 
 def paper_triangles() -> Table:

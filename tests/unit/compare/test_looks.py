@@ -1,0 +1,87 @@
+"""Space and throughput in a comparison: their jobs, and their tables on the page."""
+
+import json
+
+import pytest
+
+from megatron_ddrp.tasks.compare.page import write_page
+from megatron_ddrp.tasks.compare.results import SPACE, Results
+from megatron_ddrp.tasks.compare.runs import Arm
+from tests.unit.compare.conftest import finish_run, record
+
+
+@pytest.fixture
+def work(values, open_work):
+    values["analyses"] = {"space": 10, "throughput": [16, 32]}
+    values["seeds"] = 2
+    work = open_work(values)
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    return work
+
+
+def jobs(work, kind):
+    return [measure for measure in work.analyses if measure.job.kind == kind]
+
+
+def write(work, measure, found):
+    measure.job.output.parent.mkdir(parents=True, exist_ok=True)
+    measure.job.output.write_text(json.dumps(found))
+    record(work, measure.job)
+
+
+def finish_space(work):
+    for measure in jobs(work, "space"):
+        layer = dict.fromkeys(SPACE.values(), work.plan.seeds.index(measure.run.seed) / 10) | {"isoscore": None}
+        rows = [{"iteration": step, "layers": [{}, layer]} for step in measure.run.checkpoints]
+        write(work, measure, {"checkpoints": [*rows, {"iteration": 999, "layers": [{}]}]})
+
+
+def finish_throughput(work):
+    [measure] = jobs(work, "throughput")
+    timed = [run for run in work.runs if run.job.name in measure.job.needs]
+    encoders = []
+    for number, run in enumerate(timed, 1):
+        row = {"rows": 4, "tokens_per_second": 1000.0 * number, "lower_quartile": 900.0, "upper_quartile": 4100.0}
+        lengths = [row | {"length": 16, "memory_bytes": number * 2**20}]
+        lengths += [row | {"length": 32, "memory_bytes": None}] * (number == 1)
+        encoders.append({"checkpoint": str(run.folder / "iter_0000040"), "lengths": lengths})
+    write(work, measure, {"encoders": encoders})
+
+
+def test_space_looks_into_every_run_of_the_full_budget(work):
+    full = [run for run in work.runs if not run.arm.half]
+    assert [measure.run for measure in jobs(work, "space")] == full
+    command = jobs(work, "space")[0].job.command
+    assert command[:5] == ("python", "tools/analyze.py", "space", "--load", str(full[0].folder))
+    assert command[command.index("--sentences") + 1] == "10"
+
+
+def test_one_job_times_all_models_of_the_first_seed_beside_each_other(work):
+    [measure] = jobs(work, "throughput")
+    timed = [run for run in work.runs if run.seed == work.plan.seeds[0] and not run.arm.half]
+    command = measure.job.command
+    assert measure.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
+    assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
+    assert command[command.index("--lengths") + 1 : command.index("--output")] == ("16", "32")
+    order = [job.name for job in work.jobs()]
+    assert all(order.index(measure.job.name) > order.index(name) for name in measure.job.needs)
+
+
+def test_the_page_has_a_table_of_each(work):
+    finish_space(work)
+    finish_throughput(work)
+    write_page(work)
+    text = (work.folder / "page.md").read_text(encoding="utf-8")
+    assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 |  | 0.1 ± 0.1 |" in text
+    assert "| model | tokens/s at 16 | tokens/s at 32 | MiB at 16 | MiB at 32 |" in text
+    assert "| BERT (MLM) | 1,000 (900 to 4,100) | 1,000 (900 to 4,100) | 1 |  |" in text
+    assert "| BERT (MTH) | 2,000 (900 to 4,100) |  | 2 |  |" in text
+    mlm = Arm(work.plan.models[0])
+    assert Results(work).of("effective rank", mlm) == {1234: 0.0, 1235: 0.1}
+
+
+def test_without_their_jobs_the_page_has_neither(work):
+    write_page(work)
+    text = (work.folder / "page.md").read_text(encoding="utf-8")
+    assert "Throughput at inference" not in text and "No analysis is finished yet." in text
