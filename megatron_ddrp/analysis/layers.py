@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
 
@@ -51,5 +52,9 @@ def _foreign_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
     segments = {"token_type_ids": batch.segment_ids} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
     mask = (batch.document_ids > 0).long()
     output = model(batch.input_ids, attention_mask=mask, output_hidden_states=True, **segments)
-    for hidden in (*output.hidden_states[:-1], output.last_hidden_state):
+    states = (*output.hidden_states[:-1], output.last_hidden_state)
+    if any(hidden.shape[:2] != batch.input_ids.shape for hidden in states):
+        kind = model.config.model_type
+        raise UserError(f"layers of a {kind} shorten their rows: give an encoder with one state per token and layer")
+    for hidden in states:
         yield LayerStates(hidden, None)

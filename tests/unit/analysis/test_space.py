@@ -174,6 +174,14 @@ def test_a_family_of_ours_that_we_refuse_is_left_to_transformers(albert, tmp_pat
     assert "read by transformers, without f(H)" in capsys.readouterr().err
 
 
+def test_an_encoder_that_shortens_its_rows_is_one_line():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 8, "block_sizes": [1, 1], "vocab_size": 11}
+    model = transformers.FunnelModel(transformers.FunnelConfig(**sizes)).eval()
+    with pytest.raises(UserError, match="layers of a funnel shorten their rows"):
+        list(layer_states(model, tiny_batch()))
+
+
 def test_a_dataset_of_another_tokenizer_is_refused(albert, analyze_main, tmp_path):
     with pytest.raises(UserError, match="tokenizer") as caught:
         analyze_main("space", albert, tmp_path / "s.json")
