@@ -113,7 +113,7 @@ def _space(parser: argparse.ArgumentParser) -> None:
         python tools/analyze.py space --load runs/mlm albert mpnet --text sentences.txt --random-init --output s.png
     """
     longest = "cut sentences to so many tokens, and to as many as a model has positions for"
-    given = _add_common(parser, SPACE_SENTENCES, SPACE_LENGTH, longest, data_path=False)
+    given = _add_common(parser, SPACE_SENTENCES, SPACE_LENGTH, longest, any_encoder=True)
     source = given.add_mutually_exclusive_group(required=True)
     _add_data_path(source, required=False)
     source.add_argument(
@@ -180,11 +180,11 @@ def _add_common(
     length: int | None,
     max_length: str,
     several: bool = True,
-    data_path: bool = True,
+    any_encoder: bool = False,
 ) -> argparse._ArgumentGroup:
     """Add the flags that every analysis of checkpoints has, and return the group of input and output.
 
-    `max_length` is the help of --max-length.
+    `max_length` is the help of --max-length. With `any_encoder` the caller adds where the sentences come from.
     """
     given = parser.add_argument_group("input and output")
     given.add_argument(
@@ -193,10 +193,11 @@ def _add_common(
         nargs="+" if several else 1,
         required=True,
         metavar="DIR",
-        help="what pretrain_bert.py --save wrote, one DIR/iter_N in it, or a Hugging Face folder (an export of ours, a "
-        "BERT or a DeBERTa v1)" + ("; several are compared" if several else ""),
+        help="what pretrain_bert.py --save wrote, one DIR/iter_N in it, or "
+        + ("any Hugging Face folder with an encoder" if any_encoder else "a Hugging Face folder of a family of ours")
+        + ("; several are compared" if several else ""),
     )
-    if data_path:
+    if not any_encoder:
         _add_data_path(given, required=True)
     figure = "FILE.png with FILE.json beside it, or FILE.json alone"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
