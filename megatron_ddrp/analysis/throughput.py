@@ -26,7 +26,7 @@ from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes
+from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 from megatron_ddrp.tasks.glue.encoder import Encoder, load_encoder
 
 WARM_UP_LENGTH = 8
@@ -128,6 +128,7 @@ def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
 
 
 def _peak_in_this_process(path: Path, length: int, setting: Setting, plugins: set[Path]) -> int | None:
+    return_freed_memory()
     for plugin in plugins:
         load_plugin(plugin)
     encoder = load_encoder(path)
