@@ -24,10 +24,12 @@ from typing import Any
 import numpy as np
 from measure import DEVICE, benchmark_parser, print_ratio, time_rounds
 
-from megatron_ddrp.tasks.glue.data import Encoded
-from megatron_ddrp.tasks.glue.finetune import FineTuning
-from megatron_ddrp.tasks.glue.huggingface import HuggingFaceEncoder
-from megatron_ddrp.tasks.glue.runs import Run
+from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.training import FineTuning
+from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.huggingface import HuggingFaceEncoder
 
 BATCH, VOCABULARY, BOUND = 32, 8192, 1.0
 
@@ -37,8 +39,10 @@ def make_rows(batches: int) -> Encoded:
     rng = np.random.default_rng(0)
     lengths = rng.normal(53, 14, batches * BATCH).clip(20, 90).astype(int)
     pieces = [[2, *rng.integers(5, VOCABULARY, length - 2).tolist(), 3] for length in lengths]
-    segments = [[0] * (len(row) // 2) + [1] * (len(row) - len(row) // 2) for row in pieces]
-    return Encoded(pieces, segments, rng.integers(0, 2, len(pieces)), pad_id=0)
+    writer = RowWriter(pad_id=0)
+    for row in pieces:
+        writer.add(row, len(row) // 2)
+    return writer.rows(rng.integers(0, 2, len(pieces)))
 
 
 def make_config(layers: int, hidden: int) -> Any:
@@ -59,8 +63,10 @@ def ours(config: Any, rows: Encoded, order: list[np.ndarray]) -> Callable[[], No
     from transformers import BertModel
 
     run = Run("MRPC", BATCH, 3e-5, 1000, 1, 128, encoder="", data="", micro_batch_size=BATCH)
-    encoder = HuggingFaceEncoder(BertModel(config, add_pooling_layer=False)).to(DEVICE)
-    tuning = FineTuning(run, encoder, config.hidden_size, rows)
+    encoder = HuggingFaceEncoder(BertModel(config, add_pooling_layer=False))
+    task = TASKS["MRPC"]
+    model = SequenceHead(encoder, config.hidden_size, len(task.labels)).to(DEVICE)
+    tuning = FineTuning(run, task, model, rows)
     return cycle(tuning.step, order)
 
 
@@ -88,8 +94,12 @@ def theirs(config: Any, rows: Encoded, order: list[np.ndarray], folder: str) -> 
 
     def step(numbers: np.ndarray) -> None:
         examples = [
-            {"input_ids": rows.pieces[n], "token_type_ids": rows.segments[n], "label": int(rows.targets[n])}
-            for n in numbers
+            {
+                "input_ids": rows.pieces[rows.places(numbers[at : at + 1])].tolist(),
+                "token_type_ids": (np.arange(rows.lengths[n]) >= rows.seconds[n]).astype(int).tolist(),
+                "label": int(rows.targets[n]),
+            }
+            for at, n in enumerate(numbers)
         ]
         trainer.training_step(model, dict(collate(examples)))
         trainer.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)

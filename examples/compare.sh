@@ -8,8 +8,9 @@
 #   OUT=dir           where everything goes (default: compare)
 #   CORPUS="a.jsonl"  texts instead of the plan's, names without blanks
 #   GLUE=dir          GLUE's folder instead of the plan's; GLUE=none leaves it out
+#   PAIRS=dir         folder of minimal pairs (BLiMP) instead of the plan's; PAIRS=none leaves them out
 #
-#   [OUT=…] [CORPUS=…] [GLUE=…] [DRY_RUN=1] bash examples/compare.sh [PLAN.yaml] [more flags]
+#   [OUT=…] [CORPUS=…] [GLUE=…] [PAIRS=…] [DRY_RUN=1] bash examples/compare.sh [PLAN.yaml] [more flags]
 #
 # To go on after a kill, run the same command again.
 set -euo pipefail
@@ -30,6 +31,11 @@ if [[ ${GLUE:-} == none ]]; then
     ARGS+=(--no-glue)
 elif [[ -n ${GLUE:-} ]]; then
     ARGS+=(--glue-dir "$GLUE")
+fi
+if [[ ${PAIRS:-} == none ]]; then
+    ARGS+=(--no-minimal-pairs)
+elif [[ -n ${PAIRS:-} ]]; then
+    ARGS+=(--minimal-pairs-dir "$PAIRS")
 fi
 [[ -z ${DRY_RUN:-} ]] || ARGS+=(--dry-run)
 

@@ -25,7 +25,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder
-from megatron_ddrp.tasks.glue.encoder import load_encoder
+from megatron_ddrp.tasks.encoder import load_encoder
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
-from megatron_ddrp.tasks.glue.encoder import Encoder, load_encoder
+from megatron_ddrp.tasks.encoder import Encoder, load_encoder
 
 WARM_UP_LENGTH = 8
 

@@ -12,6 +12,7 @@ DEFAULTS: dict[str, Any] = {
     "intermediate_size": 3072,
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
+    "classifier_dropout": None,
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
     "initializer_range": 0.02,

@@ -6,6 +6,7 @@ import importlib
 import shutil
 import sys
 import uuid
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,16 @@ LONGEST = 128
 """Tokens per row that are compared."""
 
 
-def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Tokenizer) -> str:
+Scores = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""Maps last hidden states `[batch, seq, hidden]` to a head's scores under their names in transformers' output."""
+
+
+def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Tokenizer, scores: Scores) -> str:
     """Load the class `class_name` from a written folder, compare it with the model, and return a line for people.
 
-    Raises `UserError` where the folder cannot be loaded or computes something else, and for a plug-in's encoding where
-    transformers is not installed. Other folders are not checked then: the tests load every encoding.
+    Scores of tokens are compared where there is no padding. Raises `UserError` where the folder cannot be loaded or
+    computes something else, and for a plug-in's encoding where transformers is not installed. Other folders are not
+    checked then: the tests load every encoding.
     """
     config = model.config
     try:
@@ -51,17 +57,16 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
             output = loaded.eval()(**inputs, output_hidden_states=True)
     except Exception as error:  # the code of a plug-in may raise anything
         raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
-    has_logits = "logits" in output  # else the class is the encoder's alone, and the head's weights lie beside it
-    if strange := sorted({*report["missing_keys"], *(report["unexpected_keys"] if has_logits else ())}):
+    has_head = any(name.endswith("logits") for name in output)  # else the head's weights lie beside the encoder's class
+    if strange := sorted({*report["missing_keys"], *(report["unexpected_keys"] if has_head else ())}):
         raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
     valid = mask.bool()
     with torch.no_grad():
         hidden = model.encode(ids, segments, mask, place * mask)
         gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
-        if has_logits and model.mask_decoder is None:
-            head: Any = model.head
-            logits = head.logits(hidden)[valid]  # with the vocabulary's padding, or one per token
-            gaps["logits"] = _gap(output.logits[valid], logits if logits.dim() == 1 else logits[:, : config.vocab_size])
+        for name, expected in scores(hidden).items() if has_head else ():
+            compared = valid if expected.shape[:2] == valid.shape else ...  # all, where there is one score per row
+            gaps[name.replace("_", " ")] = _gap(output[name][compared], expected[compared])
     for what, gap in gaps.items():
         if not gap <= TOLERANCE:
             raise UserError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,17 @@ def norm(config: DdrpConfig, width: int | None = None) -> nn.Module:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=config.layer_norm_eps)
     return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.bias)
+
+
+def draw_positions(module: nn.Module, config: DdrpConfig) -> None:
+    """Initialise an encoding's own weights and all its buffers, as far as no file held them, as it does itself."""
+    own = chain(module.named_parameters(recurse=False), module.named_buffers())
+    missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
+    fresh = type(module)(config) if missing else module
+    drawn = dict(chain(fresh.named_parameters(recurse=False), fresh.named_buffers()))
+    with torch.no_grad():
+        for name, tensor in missing.items():
+            tensor.copy_(drawn[name])
 
 
 class PassInputs(NamedTuple):

@@ -24,7 +24,8 @@ from megatron_ddrp.json_files import object_sum
 
 OURS = "megatron_ddrp."
 REGISTRY, CONFIGURATION = OURS + "config.registry", OURS + "conversion.configuration_ddrp"
-TRAVELS = (CONFIGURATION, OURS + "conversion.layers_ddrp", OURS + "model.positions", REGISTRY)
+HEADS, LAYERS = OURS + "conversion.heads_ddrp", OURS + "conversion.layers_ddrp"
+TRAVELS = (CONFIGURATION, HEADS, LAYERS, OURS + "model.positions", REGISTRY)
 """Modules and packages whose files may travel: they need nothing but torch, transformers and one another."""
 
 REGISTRY_CODE = '''"""The position encoding of this model; written when it was exported."""

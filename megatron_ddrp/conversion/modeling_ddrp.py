@@ -7,9 +7,7 @@ compute positions and attention logits; `megatron_ddrp/conversion/model_code.py`
 The output matrix of the masked-LM head is the token embedding itself; it is no weight of its own.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,53 +18,31 @@ from transformers.modeling_outputs import (
     BaseModelOutput,
     MaskedLMOutput,
     ModelOutput,
+    QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
 
 from megatron_ddrp.config.registry import encoding_class
 from megatron_ddrp.conversion.configuration_ddrp import DdrpConfig
-from megatron_ddrp.conversion.layers_ddrp import Embeddings, EncoderLayer, PassInputs, check_length, norm
+from megatron_ddrp.conversion.heads_ddrp import (
+    MaskDecoder,
+    MaskedLMHead,
+    Pooler,
+    classification_loss,
+    classifier_dropout,
+    replaced_token_head,
+    span_loss,
+    stack_spans,
+)
+from megatron_ddrp.conversion.layers_ddrp import Embeddings, EncoderLayer, PassInputs, draw_positions, norm
 from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
-
-
-class MaskedLMHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the token embedding as the output matrix, plus a bias per piece."""
-
-    def __init__(self, config: DdrpConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.embedding_width, bias=config.bias)
-        self.norm = norm(config, config.embedding_width)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def forward(self, hidden: Tensor, token_embedding: Tensor) -> Tensor:
-        """Map `[.., hidden]`, with the embedding `[vocab, embedding]`, to `[.., vocab]`."""
-        return F.linear(self.norm(F.gelu(self.dense(hidden))), token_embedding, self.bias)
-
-
-class MaskDecoder(nn.Module):
-    """DeBERTa's enhanced mask decoder: absolute positions join just before the masked-LM head, for every token.
-
-    The last layer is applied twice more, queries beginning as absolute embedding + H[L−1], keys and values of H[L−1].
-    """
-
-    def __init__(self, config: DdrpConfig) -> None:
-        super().__init__()
-        self.absolute = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-
-    def forward(self, before: Tensor, encoder: "DdrpModel", attention_mask: Tensor | None) -> Tensor:
-        """Map `before` = H[L−1], `[batch, seq, hidden]`, to decoded states of the same shape."""
-        seq = before.shape[1]
-        check_length(seq, self.absolute.num_embeddings)
-        inputs, states = encoder.pass_inputs(before, attention_mask), before + self.absolute.weight[:seq]
-        for _ in range(2):
-            states, _ = encoder.layers[-1](states, inputs, before)
-        return encoder.normalise(states)
 
 
 class DdrpPreTrainedModel(PreTrainedModel):
     """Initialisation and loading for all heads."""
 
+    config: DdrpConfig
     config_class = DdrpConfig
     base_model_prefix = "encoder"
 
@@ -79,17 +55,7 @@ class DdrpPreTrainedModel(PreTrainedModel):
         if isinstance(module, (nn.Linear, nn.LayerNorm, MaskedLMHead)) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, (PositionEncoding, LayerPositions)):
-            self._init_positions(module)
-
-    def _init_positions(self, module: nn.Module) -> None:
-        """Initialise an encoding's own weights and all its buffers, as far as no file held them, as it does itself."""
-        own = chain(module.named_parameters(recurse=False), module.named_buffers())
-        missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
-        fresh = type(module)(self.config) if missing else module
-        drawn = dict(chain(fresh.named_parameters(recurse=False), fresh.named_buffers()))
-        with torch.no_grad():
-            for name, tensor in missing.items():
-                tensor.copy_(drawn[name])
+            draw_positions(module, self.config)
 
 
 class DdrpModel(DdrpPreTrainedModel):
@@ -149,11 +115,10 @@ class DdrpModel(DdrpPreTrainedModel):
 
 
 class DdrpHeadModel(DdrpPreTrainedModel):
-    """The encoder under a head: a subclass has `score`, `loss` and the class of its output."""
+    """The encoder under a head: a subclass has `score`, the class of its output, and maybe another loss."""
 
     output_class: type[ModelOutput]
     score: Callable[..., Tensor]
-    loss: Callable[..., Tensor]
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
@@ -177,11 +142,19 @@ class DdrpHeadModel(DdrpPreTrainedModel):
         logits = self.score(encoded, attention_mask)
         output = self.output_class(
             loss=None if labels is None else self.loss(logits, labels, attention_mask),
-            logits=logits,
+            **self.named(logits),
             hidden_states=encoded.hidden_states if wants_states else None,
             attentions=encoded.attentions,
         )
         return output.to_tuple() if return_dict is False else output
+
+    def named(self, logits: Tensor) -> dict[str, Tensor]:
+        """Return the scores under their names in the output."""
+        return {"logits": logits}
+
+    def loss(self, logits: Tensor, labels: Tensor, _: Tensor | None) -> Tensor:
+        """Return the mean cross entropy over tokens; those whose label is −100 count for nothing."""
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class DdrpForMaskedLM(DdrpHeadModel):
@@ -212,9 +185,6 @@ class DdrpForMaskedLM(DdrpHeadModel):
             hidden = self.mask_decoder(encoded.hidden_states[-2], self.encoder, attention_mask)
         return self.head(hidden, self.encoder.embeddings.token.weight)
 
-    def loss(self, logits: Tensor, labels: Tensor, _: Tensor | None) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
 
 class DdrpForPreTraining(DdrpHeadModel):
     """An ELECTRA discriminator: which tokens of a text were replaced.
@@ -226,9 +196,7 @@ class DdrpForPreTraining(DdrpHeadModel):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
-        dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
-        output = nn.Linear(config.hidden_size, 1)
-        self.head = nn.Sequential(OrderedDict(dense=dense, activation=nn.GELU(), output=output))
+        self.head = replaced_token_head(config)
         self.post_init()
 
     def score(self, encoded: Any, _: Tensor | None) -> Tensor:
@@ -245,7 +213,7 @@ class DdrpForContextualPreTraining(DdrpForPreTraining):
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
-        self.head = nn.Sequential(OrderedDict([("norm", norm(config)), *self.head.named_children()]))
+        self.head = replaced_token_head(config, contextual=True)
         self.post_init()
 
     def score(self, encoded: Any, _: Tensor | None) -> Tensor:
@@ -254,32 +222,79 @@ class DdrpForContextualPreTraining(DdrpForPreTraining):
         return self.head(hidden[:, :1] + hidden).squeeze(-1)
 
 
-class DdrpForSequenceClassification(DdrpHeadModel):
-    """The encoder with a pooler over [CLS] and a classifier, both to be trained.
+class DdrpForTokenClassification(DdrpHeadModel):
+    """The encoder with a classifier of every token, to be trained.
 
-    `labels` are `[batch]` classes or numbers, or `[batch, num_labels]`.
+    `labels` `[batch, seq]`: the class, −100 where none; the loss is the mean over the others.
+    """
+
+    output_class: type[ModelOutput] = TokenClassifierOutput
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__(config)
+        self.num_labels: int = config.num_labels or 2
+        self.dropout = nn.Dropout(classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+    def score(self, encoded: Any, _: Tensor | None) -> Tensor:
+        """Return logits `[batch, seq, num_labels]`."""
+        return self.classifier(self.dropout(encoded.last_hidden_state))
+
+
+class DdrpForSequenceClassification(DdrpForTokenClassification):
+    """The encoder with BERT's pooler over [CLS] and a classifier of the text, to be trained.
+
+    `labels` are `[batch]` classes or numbers, or `[batch, num_labels]`; the loss is as `classification_loss` says.
     """
 
     output_class = SequenceClassifierOutput
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
-        self.num_labels: int = config.num_labels or 2
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self.pooler = Pooler(config)
         self.post_init()
 
     def score(self, encoded: Any, _: Tensor | None) -> Tensor:
         """Return logits `[batch, num_labels]`."""
-        pooled = torch.tanh(self.pooler(encoded.last_hidden_state[:, 0]))  # [batch, hidden]
-        return self.classifier(self.dropout(pooled))
+        return self.classifier(self.dropout(self.pooler(encoded.last_hidden_state)))
 
     def loss(self, logits: Tensor, labels: Tensor, _: Tensor | None) -> Tensor:
-        """Return squared error for one label or `regression`, else cross entropy over classes or independent labels."""
-        kind = self.config.problem_type
-        if kind == "regression" or (kind is None and self.num_labels == 1):
-            return F.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype))
-        if kind == "multi_label_classification":
-            return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-        return F.cross_entropy(logits, labels.flatten())
+        return classification_loss(self.config, logits, labels)
+
+
+class DdrpForQuestionAnswering(DdrpHeadModel):
+    """The encoder with a score of every token as the first and as the last of an answer, to be trained."""
+
+    output_class = QuestionAnsweringModelOutput
+
+    def __init__(self, config: DdrpConfig) -> None:
+        super().__init__(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Score inputs as `DdrpModel` takes them; the two positions, `[batch]`, add a loss as `span_loss` says."""
+        spans, wanted = stack_spans(start_positions, end_positions), (output_attentions, output_hidden_states)
+        return super().forward(input_ids, attention_mask, token_type_ids, spans, *wanted, return_dict)
+
+    def score(self, encoded: Any, _: Tensor | None) -> Tensor:
+        """Return logits `[batch, seq, 2]`."""
+        return self.qa_outputs(encoded.last_hidden_state)
+
+    def loss(self, logits: Tensor, labels: Tensor, _: Tensor | None) -> Tensor:
+        return span_loss(logits, labels)
+
+    def named(self, logits: Tensor) -> dict[str, Tensor]:
+        start, end = logits.unbind(-1)
+        return {"start_logits": start.contiguous(), "end_logits": end.contiguous()}

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
-from megatron_ddrp.conversion.export_check import check_export
+from megatron_ddrp.conversion.export_check import Scores, check_export
 from megatron_ddrp.conversion.export_sums import write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
+from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.bert import decodes_masks
 
 
@@ -93,13 +96,8 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
     family = leaving_family(config, head, tokenizer, family_name)
     tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     left_out = tuple(start for start in objective.left_out if any(name.startswith(start) for name in tensors))
-    padded = ("embeddings.token.weight", "head.decoder.bias")
-    weights = {
-        family.their_name(name, head): tensor.detach()[: config.vocab_size] if name in padded else tensor.detach()
-        for name, tensor in tensors.items()
-        if not name.startswith(left_out)
-    }
-    weights = family.to_folder(weights, config, tokenizer)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+    weights = family.to_folder(renamed(kept, family, head, config.vocab_size), config, tokenizer)
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
         settings = family.folder_settings(config, head, tokenizer)
@@ -111,9 +109,31 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         family.write_code(folder, config)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)
-        check_line = check_export(folder, settings["architectures"][0], model, tokenizer)
+        check_line = check_export(folder, settings["architectures"][0], model, tokenizer, _scores(model))
         write_sums(folder)
     return Export(source, output, config, weights, head, family, left_out, tokenizer_line, check_line)
+
+
+def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size: int) -> dict[str, Tensor]:
+    """Return tensors of ours under a family's names, without the vocabulary's padding; `head` is a key of `HEADS`."""
+    padded = ("embeddings.token.weight", "head.decoder.bias")
+    return {
+        family.their_name(name, head): tensor.detach()[:vocab_size] if name in padded else tensor.detach()
+        for name, tensor in tensors.items()
+    }
+
+
+def _scores(model: Encoder) -> Scores:
+    """Return the function of the model's head. A mask decoder's needs more than the last hidden states: no scores."""
+    head: Any = model.head
+
+    def scores(hidden: Tensor) -> dict[str, Tensor]:
+        if model.mask_decoder is not None:
+            return {}
+        logits = head.logits(hidden)  # [batch, seq, padded vocab], or [batch, seq] of a discriminator
+        return {"logits": logits if logits.dim() == 2 else logits[..., : model.config.vocab_size]}
+
+    return scores
 
 
 def _is_hugging_face(folder: Path) -> bool:

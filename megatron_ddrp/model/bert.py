@@ -99,8 +99,12 @@ class Bert(Encoder):
         state: State = run_stages((self.embeddings, *first), Inputs.of(batch, draws))
         if self.mask_decoder is not None:
             predicted = self.mask_decoder(state, last)
-        else:
-            predicted = last(state).hidden.flatten(0, 1).index_select(0, state.inputs.layout.predicted)
+        else:  # nobody reads the last layer's output elsewhere
+            assert isinstance(last, EncoderLayer)
+            layout = state.inputs.layout
+            queries = state.hidden.gather(1, layout.queries.unsqueeze(-1).expand(-1, -1, state.hidden.shape[-1]))
+            decoded = last.decode(queries, layout.queries, state, times=1)  # [batch, most, hidden]
+            predicted = decoded.flatten(0, 1).index_select(0, layout.answers)
         return self.logits(self.head.last_hidden(predicted))
 
     def logits(self, hidden: Tensor) -> Tensor:

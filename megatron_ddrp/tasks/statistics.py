@@ -1,4 +1,4 @@
-"""Means, spreads and paired differences over seeds, and the word for what they show."""
+"""Means, spreads and paired differences over seeds and over test items, and the word for what they show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 VISIBLE, NOT_VISIBLE, OPPOSITE, ONE_SEED = "visible", "not visible", "opposite", "one seed: no spread"
+
+BOOTSTRAP_SAMPLES = 2000
+"""Samples of every bootstrap. Their random numbers are the same each time, so that a page can be written again."""
+BOOTSTRAP_SEED = 1234
 
 BySeed = Mapping[int, float]
 """Seed → a value of one arm."""
@@ -77,3 +83,36 @@ def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple
         values = [y for _, y in at]
         points.append((statistics.fmean(x for x, _ in at), statistics.fmean(values), min(values), max(values)))
     return points
+
+
+def bootstrap_macro_average(groups: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the macro average (mean over groups of each group's mean) of every bootstrap sample, `[samples]`.
+
+    A sample draws as many groups as there are, with replacement, and from each drawn group as many items as it has
+    (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8, both levels with replacement). A
+    group of one item counts as it stands: for groups of which only the mean is known. `groups`: each `[items]`.
+    """
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    drawn = generator.integers(len(groups), size=(BOOTSTRAP_SAMPLES, len(groups)))
+    means = np.empty(drawn.shape)  # [samples, groups]
+    for number, group in enumerate(groups):
+        places = drawn == number
+        values, counts = np.unique(group, return_counts=True)
+        # Items of one value are alike, so how often each value is drawn is all that matters.
+        times = generator.multinomial(len(group), counts / len(group), size=np.count_nonzero(places))
+        means[places] = times @ values / len(group)
+    return means.mean(axis=1)
+
+
+def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
+    """Return the central 95 % of bootstrap samples `[samples]`."""
+    low, high = np.quantile(samples, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def paired_bootstrap(differences: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the 95 % interval of the macro average of differences between two models on the same items.
+
+    `differences`: first − second model per item, one array `[items]` per group (one paradigm of minimal pairs).
+    """
+    return percentile_interval(bootstrap_macro_average(differences))

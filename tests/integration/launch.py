@@ -45,7 +45,7 @@ PRELOADED = [
     "megatron_ddrp.train",
     "megatron_ddrp.arguments",
     "transformers.models.bert.modeling_bert",
-    "megatron_ddrp.tasks.glue.workers",
+    "megatron_ddrp.tasks.finetune.workers",
     "pytest",
     "tests.integration.launch",
     "tests.integration.before_the_fork",

@@ -45,6 +45,9 @@ HEADS = {
 }
 """`exported` of an objective → the head of its models."""
 
+FINE_TUNED = {"sequence": "SequenceClassification", "tokens": "TokenClassification", "qa": "QuestionAnswering"}
+"""Kind of a head that fine-tuning adds → end of the names of the classes that have it and that load it."""
+
 NOT_COMPARED = {
     *("attention_backend", "compile", "direction_init"),
     *("global_every", "first_norm", "relative_distance", "rope_theta", "local_rope_theta"),

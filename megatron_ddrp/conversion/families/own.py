@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig
 from megatron_ddrp.config.older import model_as_meant
-from megatron_ddrp.conversion.families.contract import HEADS, Family
+from megatron_ddrp.conversion.families.contract import FINE_TUNED, HEADS, Family
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, OWN_SETTINGS, SIZES, read_settings
 from megatron_ddrp.conversion.foreign_config import model_config as checked_config
 from megatron_ddrp.conversion.model_code import write_model_code
@@ -70,7 +70,7 @@ class Own(Family):
                 "AutoConfig": "configuration_ddrp.DdrpConfig",
                 "AutoModel": "modeling_ddrp.DdrpModel",
                 f"AutoModelFor{HEADS[head].auto}": f"modeling_ddrp.DdrpFor{HEADS[head].name}",
-                "AutoModelForSequenceClassification": "modeling_ddrp.DdrpForSequenceClassification",
+                **{f"AutoModelFor{name}": f"modeling_ddrp.DdrpFor{name}" for name in FINE_TUNED.values()},
             },
             **settings,
             **{name: getattr(config, name) for name in OWN_SETTINGS},

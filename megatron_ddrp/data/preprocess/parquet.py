@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,30 @@ def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator
 
     Raises `UserError` without pyarrow, for a damaged file, and for columns that are missing or hold no strings.
     """
+    with open_parquet(path) as file:
+        import pyarrow
+
+        _check_columns(path, file.schema_arrow, columns)
+        total = max(1, file.metadata.num_rows)
+        rows: list[Row] = []
+        size = done = 0
+        for batch in file.iter_batches(ROWS, columns=list(columns), use_threads=False):
+            cells = [batch.column(column).cast(pyarrow.large_binary()).to_pylist() for column in columns]
+            rows += zip(*cells, strict=True)
+            size += batch.nbytes
+            done += batch.num_rows
+            if size >= part_bytes:
+                yield rows, done / total
+                rows, size = [], 0
+        yield rows, 1.0
+
+
+@contextlib.contextmanager
+def open_parquet(path: str) -> Iterator[Any]:
+    """Open a file as pyarrow's `ParquetFile` whose pages are read when needed.
+
+    Raises `UserError` without pyarrow, and for a damaged file, also where the damage shows inside the block.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -28,19 +53,7 @@ def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator
         ) from None
     try:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            _check_columns(path, file.schema_arrow, columns)
-            total = max(1, file.metadata.num_rows)
-            rows: list[Row] = []
-            size = done = 0
-            for batch in file.iter_batches(ROWS, columns=list(columns), use_threads=False):
-                cells = [batch.column(column).cast(pyarrow.large_binary()).to_pylist() for column in columns]
-                rows += zip(*cells, strict=True)
-                size += batch.nbytes
-                done += batch.num_rows
-                if size >= part_bytes:
-                    yield rows, done / total
-                    rows, size = [], 0
-            yield rows, 1.0
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: damaged, or not a Parquet file ({reason}); copy it again") from None

@@ -14,6 +14,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     DESCRIPTION_FILE,
     SPECIAL_PIECES,
     WORD_START,
+    Span,
     Tokenizer,
     find_specials,
     read_bytes,
@@ -71,6 +72,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._only_text(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return self._only_text(encoding.ids), encoding.offsets
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._only_text(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]

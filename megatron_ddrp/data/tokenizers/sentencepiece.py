@@ -12,7 +12,14 @@ from collections.abc import Sequence
 import sentencepiece
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, WORD_START, Tokenizer, find_specials, read_bytes
+from megatron_ddrp.data.tokenizers.tokenizer import (
+    SPECIAL_PIECES,
+    WORD_START,
+    Span,
+    Tokenizer,
+    find_specials,
+    read_bytes,
+)
 from megatron_ddrp.errors import UserError
 
 
@@ -47,6 +54,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._only_text(self._processor.EncodeAsIds(text))
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        if hasattr(self._processor, "EncodeAsOffsetMapping"):  # not in sentencepiece up to 0.2.1
+            encoding = self._processor.EncodeAsOffsetMapping(text)
+            return self._only_text(encoding["ids"]), encoding["offsets"]
+        pieces = self._processor.encode(text, out_type="immutable_proto").pieces  # type: ignore[arg-type]
+        return self._only_text([piece.id for piece in pieces]), [(piece.begin, piece.end) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.DecodePieces([self.pieces[i] for i in ids])

@@ -42,6 +42,10 @@ WORD_START = "\u2581"
 """▁, which SentencePiece writes for a space."""
 
 
+Span = tuple[int, int]
+"""First character of a piece and the one behind its last."""
+
+
 class Tokenizer(ABC):
     """Text ↔ ids of one vocabulary.
 
@@ -89,6 +93,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return a text's ids, without [CLS] and [SEP]. A special token's name inside the text is ordinary text."""
+
+    @abstractmethod
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        """Return the same ids as `encode`, and the span of `text` that each piece stands for.
+
+        A span is in characters of `text` as it was given, whatever normalization makes of it. It may begin with the
+        blank before a word, and is empty for a piece that stands for no character. Of several pieces of one character
+        all have its span, or all but the last an empty one.
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text."""

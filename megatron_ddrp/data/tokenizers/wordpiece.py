@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, find_specials, read_bytes, require_specials
+from megatron_ddrp.data.tokenizers.tokenizer import Span, Tokenizer, find_specials, read_bytes, require_specials
 from megatron_ddrp.errors import UserError
 
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
@@ -54,6 +54,10 @@ class WordPieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return np.frombuffer(self._pack(text), self.dtype).tolist()
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         return [self._pack(text) for text in texts]

@@ -34,6 +34,9 @@ def build_parser() -> ArgumentParser:
     instead.add_argument("--vocab-file", metavar="FILE", help="corpus.vocab_file")
     instead.add_argument("--glue-dir", metavar="DIR", help="glue.data_dir: GLUE's folder")
     instead.add_argument("--no-glue", action="store_true", help="leave GLUE out")
+    instead.add_argument("--minimal-pairs-dir", metavar="DIR", help="minimal_pairs.data_dir: folder of paradigms")
+    instead.add_argument("--no-minimal-pairs", action="store_true", help="leave minimal pairs out")
+    instead.add_argument("--no-tasks", action="store_true", help="leave the plan's own tasks out")
     instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
     mode = parser.add_argument_group("mode")
     mode.add_argument("--page-only", action="store_true", help="only write the page anew, from what is finished by now")
@@ -51,6 +54,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--input and --data-path exclude each other: give the texts, or the datasets made from them")
     if parsed.glue_dir and parsed.no_glue:
         parser.error("--glue-dir and --no-glue exclude each other")
+    if parsed.minimal_pairs_dir and parsed.no_minimal_pairs:
+        parser.error("--minimal-pairs-dir and --no-minimal-pairs exclude each other")
     if parsed.data_path and not parsed.vocab_file:
         parser.error("--data-path needs --vocab-file, the vocabulary that the datasets were made with")
     given: dict[str, Any] = {
@@ -58,6 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "corpus.data_path": parsed.data_path,
         "corpus.vocab_file": parsed.vocab_file,
         "glue.data_dir": parsed.glue_dir,
+        "minimal_pairs.data_dir": parsed.minimal_pairs_dir,
         "workers": parsed.workers,
     }
     parsed.given = {key: value for key, value in given.items() if value is not None}
@@ -65,6 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parsed.given["corpus.data_path"] = None
     if parsed.data_path:
         parsed.given |= {"corpus.input": None, "corpus.vocab_size": None}
-    if parsed.no_glue:
-        parsed.given["glue"] = None
+    for section in ("glue", "minimal_pairs", "tasks"):
+        if getattr(parsed, f"no_{section}"):
+            parsed.given[section] = None
     return parsed

@@ -11,6 +11,7 @@ from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
+    MINIMAL_PAIRS,
     SPACE,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
@@ -80,7 +81,7 @@ def all_claims(plan: Plan) -> list[Claim]:
     for objective in ("mlm", "mth"):
         for better, worse in BETTER:
             if {(better, objective), (worse, objective)} <= arms.keys():
-                claims += _encodings(arms[better, objective], arms[worse, objective])
+                claims += _encodings(plan, arms[better, objective], arms[worse, objective])
     for model in plan.models:
         plain = arms.get((model.encoding, "mth"))
         if plain and model.without_hcd:
@@ -98,6 +99,9 @@ def _objectives(plan: Plan, encoding: str, mlm: Arm, mth: Arm) -> list[Claim]:
         Claim(f"MTH has a lower masked-LM loss with {name}", LOSS, mth, mlm, -1, is_papers=False),
         Claim(f"a step of MTH costs a little more with {name}", STEP_SECONDS, mth, mlm, 1, PAPER_MTH_COST),
     ]
+    if plan.minimal_pairs:
+        text = f"MTH is better than MLM on minimal pairs with {name}"
+        claims.append(Claim(text, MINIMAL_PAIRS, mth, mlm, 1, is_papers=False))
     if mth.model.name in plan.half_budget:
         half = Arm(mth.model, half=True)
         text = f"MTH with half the budget is at least as good as MLM with all of it on GLUE, {name}"
@@ -105,12 +109,14 @@ def _objectives(plan: Plan, encoding: str, mlm: Arm, mth: Arm) -> list[Claim]:
     return claims
 
 
-def _encodings(better: Arm, worse: Arm) -> list[Claim]:
+def _encodings(plan: Plan, better: Arm, worse: Arm) -> list[Claim]:
     names = f"{better.model.name} is better than {worse.model.name}"
     claims = [
         Claim(f"{names} on GLUE", GLUE, better, worse, 1, paper_difference(better, worse)),
         Claim(f"{names} by its masked-LM loss", LOSS, better, worse, -1, is_papers=False),
     ]
+    if plan.minimal_pairs:
+        claims.append(Claim(f"{names} on minimal pairs", MINIMAL_PAIRS, better, worse, 1, is_papers=False))
     ours, theirs = better.model.encoding, worse.model.encoding
     if {ours, theirs} == set(PAPER_TRIANGLES):
         shown = f"{PAPER_TRIANGLES[ours] - PAPER_TRIANGLES[theirs]:+.2f}"

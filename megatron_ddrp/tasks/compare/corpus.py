@@ -92,6 +92,7 @@ _PLACES = {
     "data_path": ("corpus.data_path", "--data-path PREFIX…"),
     "vocab_file": ("corpus.vocab_file", "--vocab-file FILE"),
     "glue": ("glue", "--glue-dir DIR, or --no-glue"),
+    "tasks": ("tasks", "files that are there, or --no-tasks"),
 }
 """What a file is for → its key in the plan, and the flag that names another."""
 

@@ -1,12 +1,16 @@
-"""The page's curves: the mean over seeds, and a band from the lowest to the highest."""
+"""The page's figures: curves with a band from the lowest to the highest seed, differences, and minimal pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
+import numpy as np
+
+from megatron_ddrp.analysis.figures import COLORS, pyplot, run_style, save_figure
+from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
@@ -23,8 +27,8 @@ Curves = Mapping[Arm, Sequence[Curve]]
 STEPS = "training step"
 
 
-def draw_all(results: Results, folder: Path) -> dict[str, Path]:
-    """Draw the figures that there are data for; return name → file."""
+def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folder: Path) -> dict[str, Path]:
+    """Draw the figures that there are data for; return name → file. `compared` by measure."""
     loss = "validation masked-LM loss [nats]"
     wanted = {
         "loss-steps": (_curves(results, LOSS), STEPS, loss),
@@ -40,7 +44,92 @@ def draw_all(results: Results, folder: Path) -> dict[str, Path]:
         if any(curves.values()):
             draw_bands(curves, x_label, y_label, path)
             drawn[name] = path
+    drawn |= _drawn(folder / "measures.png", compared_panels(results, compared), draw_differences)
+    drawn |= _drawn(folder / "fields.png", field_accuracies(results), draw_fields)
     return drawn
+
+
+def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str, Path]:
+    """Draw a figure if there are data for it; return its name → file."""
+    path.unlink(missing_ok=True)
+    if not data:
+        return {}
+    draw(data, path)
+    return {path.stem: path}
+
+
+def compared_panels(results: Results, compared: Mapping[str, Sequence[Compared]]) -> dict[str, list[Compared]]:
+    """Return measure → models with a difference to the baseline; empty where nothing has an interval over items."""
+    panels = {measure: [row for row in compared[measure] if row.difference] for measure in measures(results)}
+    has_items = any(row.over_items for rows in panels.values() for row in rows)
+    return {measure: rows for measure, rows in panels.items() if rows} if has_items else {}
+
+
+def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> None:
+    """Draw one panel per measure: differences to the baseline, and their intervals over seeds and over items."""
+    plt = pyplot()
+    arms = list(dict.fromkeys(row.arm for rows in panels.values() for row in rows))
+    columns = min(len(panels), 2 if len(panels) == 4 else 3)
+    lines = -(-len(panels) // columns)
+    size = (2.6 + 3.0 * columns, 0.5 + lines * (1.4 + 0.55 * len(arms)))
+    figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (measure, rows) in zip(axes.flat, panels.items(), strict=False):
+        is_loss = measure == LOSS
+        for row in rows:
+            _draw_difference(axis, row, arms.index(row.arm), 1 if is_loss else 100)
+        axis.axvline(0, color="grey", linestyle=":", linewidth=1.5)
+        axis.set_title("validation loss" if is_loss else measure)
+        axis.set_xlabel("nats, less is better" if is_loss else "points, more is better")
+        axis.grid(axis="x", alpha=0.3)
+    axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in arms])
+    axes[0, 0].set_ylim(len(arms) - 0.5, -0.5)
+    labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=2, fontsize="small")
+    save_figure(plt, figure, path)
+
+
+def _draw_difference(axis: Any, row: Compared, place: int, factor: int) -> None:
+    """Draw a model's difference times `factor`, at height `place`."""
+    assert row.difference is not None
+    for interval, shift, color, label in (
+        (row.difference.interval, -0.13, COLORS[0], "over seeds"),
+        (row.over_items, 0.13, COLORS[1], "over items"),
+    ):
+        if interval:
+            axis.plot(np.multiply(interval, factor), [place + shift] * 2, color=color, linewidth=4, label=label)
+    axis.plot([factor * row.difference.mean] * 2, [place - 0.28, place + 0.28], color="black", linewidth=2)
+
+
+def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
+    """Return arm → field of minimal pairs → accuracy, mean over the seeds."""
+    return {
+        arm: {
+            field: statistics.fmean(found[field] for found in by_seed.values())
+            for field in next(iter(by_seed.values()))
+        }
+        for arm in results.arms
+        if (by_seed := results.fields.get(arm))
+    }
+
+
+def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> None:
+    """Draw fields × models as a heat map with the numbers in it; 50 % is a guess."""
+    plt = pyplot()
+    fields = list(dict.fromkeys(field for by_field in accuracies.values() for field in by_field))
+    values = np.array([[100 * by_field[field] for by_field in accuracies.values()] for field in fields])
+    size = (3.5 + 1.15 * len(accuracies), 2.6 + 0.5 * len(fields))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    spread = max(float(np.abs(values - 50).max()), 1.0)
+    image = axis.imshow(values, cmap="RdBu", vmin=50 - spread, vmax=50 + spread, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        color = "white" if abs(value - 50) > 0.6 * spread else "black"
+        axis.text(column, row, f"{value:.1f}", ha="center", va="center", color=color)
+    axis.set_xticks(range(len(accuracies)), [arm.label for arm in accuracies], rotation=30, ha="right")
+    axis.set_yticks(range(len(fields)), fields)
+    figure.colorbar(image, label="pairs right [%]")
+    save_figure(plt, figure, path)
 
 
 def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:

@@ -46,9 +46,14 @@ class JobForecast(Forecast[Job]):
             return self.plan.budget.amount * 60
         if job.kind == RUN:
             return expected.step_seconds * job.work if expected.step_seconds else None
-        if job.kind == "glue":
-            return expected.glue_minutes * 60 if expected.glue_minutes else None
-        return _USUAL[job.kind]
+        if job.kind in _USUAL:
+            return _USUAL[job.kind]
+        minutes = {
+            "glue": expected.glue_minutes,
+            "minimal-pairs": expected.minimal_pairs_minutes,
+            "finetune": expected.task_minutes,
+        }[job.kind]
+        return minutes * 60 if minutes else None
 
     def plan_lines(self, jobs: Sequence[Job]) -> list[str]:
         """Return what is to do and how long it will take, by kind."""

@@ -18,17 +18,9 @@ from megatron_ddrp.tasks.jobs.store import Store
 RUN = "course"
 """Kind of a training run. Its jobs and folders have this name since the first version, and people read "run"."""
 KINDS = (
-    "vocabulary",
-    "dataset",
-    "probe",
-    RUN,
-    "glue",
-    "self-similarity",
-    "triangle",
-    "attention-maps",
-    "space",
-    "throughput",
-)
+    "vocabulary", "dataset", "probe", RUN, "minimal-pairs", "finetune", "glue", "self-similarity", "triangle",
+    "attention-maps", "space", "throughput",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

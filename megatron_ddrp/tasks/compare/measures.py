@@ -1,4 +1,4 @@
-"""What is measured on the checkpoints of runs: GLUE scores, and the analyses of tools/analyze.py."""
+"""What is measured on the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by tools/analyze.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ddrp.config import encoding_class
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
-from megatron_ddrp.tasks.compare.flags import words
+from megatron_ddrp.tasks.compare.flags import Flags, words
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
-from megatron_ddrp.tasks.compare.plan import GluePlan, Plan
+from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
+from megatron_ddrp.tasks.compare.scoring import GluePlan, TaskPlan
+from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 
 
 class Measure(NamedTuple):
@@ -18,6 +21,14 @@ class Measure(NamedTuple):
 
     run: TrainingRun
     step: int
+    job: Job
+
+
+class TaskMeasure(NamedTuple):
+    """A job that fine-tunes the last checkpoint of a run on a task."""
+
+    run: TrainingRun
+    task: TaskPlan
     job: Job
 
 
@@ -34,7 +45,7 @@ def glue_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
 
 
 def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], folder: Path) -> Job:
-    flags = [[name.replace("_", "-"), words([(name, value)])[1:]] for name, value in glue.flags]
+    flags = _flag_facts(glue.flags)
     # A task added to the plan later joins the runs of the others: the folder is the same.
     facts = [run.job.name, step, flags]
     title = f"{run.job.title}, step {step:,}"
@@ -45,6 +56,62 @@ def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], fold
     )
     name = job_name("glue", title, [facts, glue.tasks, data])
     return Job("glue", name, title, command, output / "table.json", (run.job.name,))
+
+
+def _flag_facts(flags: Flags) -> list[object]:
+    return [[name.replace("_", "-"), words([(name, value)])[1:]] for name, value in flags]
+
+
+def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
+    """Return the score of every last checkpoint on minimal pairs. Raises `UserError` for pairs that cannot be read."""
+    pairs = plan.minimal_pairs
+    if pairs is None:
+        return []
+    try:
+        paradigms = read_pairs(Path(pairs.data_dir), pairs.max_pairs)
+    except UserError as error:
+        raise UserError(f"{plan.file}: minimal_pairs: {error}; or give --no-minimal-pairs", 2) from None
+    data = [[paradigm.uid, paradigm.digest] for paradigm in paradigms]
+    work = float(sum(map(len, paradigms)))
+    # The command takes all cores by itself; beside other jobs it keeps to its share.
+    share = () if plan.workers == 1 else ("--workers", "1")
+    found = []
+    for run in runs:
+        name = job_name("minimal-pairs", run.job.title, [run.job.name, run.steps, _flag_facts(pairs.flags), data])
+        output = folder / "minimal-pairs" / name.removeprefix("minimal-pairs-")
+        command = (
+            *("python", "-m", "tasks.minimal_pairs", "--data-dir", pairs.data_dir),
+            *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(pairs.flags), *share),
+        )
+        job = Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
+        found.append(Measure(run, run.steps, job))
+    return found
+
+
+def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:
+    """Return the score of every last checkpoint on every task of the plan. Raises `UserError` for missing data."""
+    facts = [(task, _task_facts(plan, task)) for task in plan.tasks]
+    return [
+        TaskMeasure(run, task, _task_job(task, run, data, folder / "tasks")) for run in runs for task, data in facts
+    ]
+
+
+def _task_facts(plan: Plan, task: TaskPlan) -> list[object]:
+    """Return what decides a score besides the checkpoint: the data, what is asked of them, and the flags."""
+    data = [fingerprint(plan, "tasks", name) for name in task.data]
+    asked = {name: value for name, value in vars(task.task).items() if name not in ("train", "valid", "test")}
+    return [data, asked, _flag_facts(task.flags)]
+
+
+def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Path) -> Job:
+    title = f"{task.name}, {run.job.title}"
+    name = job_name("finetune", title, [run.job.name, run.steps, facts])
+    output = folder / name.removeprefix("finetune-")
+    command = (
+        *("python", "-m", "tasks.finetune", "--task-file", task.file),
+        *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(task.flags)),
+    )
+    return Job("finetune", name, title, command, output / "table.json", (run.job.name,), float(task.epochs))
 
 
 def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:

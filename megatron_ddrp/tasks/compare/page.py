@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.compare import comparison
 from megatron_ddrp.tasks.compare.claims import all_claims, resolution, summary
 from megatron_ddrp.tasks.compare.figures import draw_all
 from megatron_ddrp.tasks.compare.flags import words
@@ -18,6 +19,7 @@ from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.running import last_line
 from megatron_ddrp.tasks.compare.tables import (
     claims_table,
+    comparison_table,
     cost_table,
     paper_triangles,
     similarity_table,
@@ -30,16 +32,19 @@ from megatron_ddrp.tasks.compare.tables import (
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.pages import render, to_html
+from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 
 def write_page(work: Work) -> str:
     """Write page.md, page.html, results.json and the figures; return the line that says so."""
     results = Results(work)
-    text = page(work, results, draw_all(results, work.folder / "figures"))
+    compared = comparison.compare_all(results)
+    figures = draw_all(results, compared, work.folder / "figures")
+    text = page(work, results, comparison_table(results, compared), figures)
     texts = {
         "page.md": text,
         "page.html": to_html(text, "Position encodings and objectives at one budget", work.folder),
-        "results.json": json.dumps(as_json(results), indent=1) + "\n",
+        "results.json": json.dumps(as_json(results, compared), indent=1) + "\n",
     }
     for name, content in texts.items():
         with AtomicFile(work.folder / name) as stream:
@@ -47,7 +52,7 @@ def write_page(work: Work) -> str:
     return f"{work.folder / 'page.html'}, page.md and results.json written"
 
 
-def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
+def page(work: Work, results: Results, measured: Table, figures: dict[str, Path]) -> str:
     """Return the text of page.md."""
     plan, claims = work.plan, all_claims(work.plan)
     names = {job.name for job in work.jobs()}
@@ -68,6 +73,8 @@ def page(work: Work, results: Results, figures: dict[str, Path]) -> str:
         summary=summary(results, claims),
         resolution=resolution(results, claims),
         claims=claims_table(results, claims) if claims else None,
+        comparison=measured,
+        samples=BOOTSTRAP_SAMPLES,
         tables=(table_1(results), table_2(results), table_3(results)),
         cost=cost_table(results),
         beside=max((row["workers"] for row in rows if row["kind"] == RUN), default=1),
@@ -115,13 +122,17 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['workers']} job{'s' * (row['workers'] > 1)} at once{threads}"
 
 
-def as_json(results: Results) -> dict[str, Any]:
+def as_json(results: Results, compared: dict[str, list[comparison.Compared]]) -> dict[str, Any]:
     """Return every number of the page for programs: arm → measure → seed → value; arm → task → undefined runs."""
+    accuracies = {arm.label: results.items.accuracies(arm) for arm in results.arms}
     return {
         "values": _by_label(results.values),
         "curves": _by_label(results.curves),
         "averaged": results.averaged,
         "undefined": _by_label(results.collapsed),
+        "comparison": comparison.as_json(results, compared),
+        "paradigms": {label: found for label, found in accuracies.items() if found},
+        "fields": {arm.label: by_seed for arm, by_seed in results.fields.items()},
     }
 
 

@@ -20,15 +20,12 @@ from megatron_ddrp.config.reading import (
     Option,
     Place,
     load_yaml,
-    make_section,
     options_of,
     read_section,
-    read_settings,
     read_value,
 )
 from megatron_ddrp.tasks.compare.flags import Flags, read_flags
-from megatron_ddrp.tasks.glue.arguments import Search, Training
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, read_glue, read_tasks
 
 FIRST_SEED = 1234
 NUM_SEEDS = 3
@@ -106,19 +103,6 @@ class CorpusPlan:
 
 
 @dataclass(frozen=True)
-class GluePlan:
-    """How `python -m tasks.glue` scores a checkpoint."""
-
-    data_dir: str = option(MISSING, "GLUE's folder")
-    tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
-    checkpoints_of: tuple[str, ...] = option(
-        (), "models of which every checkpoint is scored (figure 3b)", distinct=True
-    )
-    flags: Flags = ()
-    """Further flags of `tasks.glue`."""
-
-
-@dataclass(frozen=True)
 class Analyses:
     """Validation sentences of each analysis, and the lengths of throughput's rows; 0 or none leaves it out."""
 
@@ -135,6 +119,8 @@ class Expected:
 
     step_seconds: float | None = option(None, "of one run with `workers` runs beside each other", within="(0, inf)")
     glue_minutes: float | None = option(None, "to score one checkpoint", within="(0, inf)")
+    minimal_pairs_minutes: float | None = option(None, "to score one checkpoint", within="(0, inf)")
+    task_minutes: float | None = option(None, "to fine-tune one checkpoint on one task", within="(0, inf)")
 
 
 @dataclass(frozen=True)
@@ -148,15 +134,6 @@ class Alphas:
     def __post_init__(self) -> None:
         if bool(self.models) != bool(self.values):
             refuse(f"{'values' if self.models else 'models'} is missing: the grid needs models and values")
-
-
-def _read_glue(values: Any, place: Place) -> GluePlan:
-    """Read the section `glue`, whose further keys are flags of `tasks.glue`."""
-    flags = options_of(Search, Training)
-    settings = read_settings(options_of(GluePlan) | flags, values, place)
-    given = {"grid": "quick", "seeds": 1} | {name: settings.pop(name) for name in flags if name in settings}
-    chosen = tuple((name, given[name]) for name in flags if given.get(name) not in (None, False))
-    return make_section(GluePlan, settings | {"flags": chosen}, place)
 
 
 def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
@@ -180,7 +157,10 @@ class Plan:
     )
     model: Flags = option((), "flags of every run", read=read_flags)
     training: Flags = option((), "more flags of every run", read=read_flags)
-    glue: GluePlan | None = option(None, "fine-tuning", read=_read_glue)
+    glue: GluePlan | None = option(None, "fine-tuning", read=read_glue)
+    minimal_pairs: MinimalPairsPlan | None = option(None, "pairs of sentences, without fine-tuning")
+    tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on tasks of one's own", read=read_tasks)
+    baseline: str | None = option(None, "model that the others are compared with (default: the first)")
     analyses: Analyses = option(Analyses(), "looks into the models")
     half_budget: tuple[str, ...] = option((), "models that are also trained at half of the budget", distinct=True)
     alphas: Alphas = option(Alphas(), "the grid of MTH's weights")
@@ -200,7 +180,8 @@ class Plan:
         names = [model.name for model in self.models]
         curves = self.glue.checkpoints_of if self.glue else ()
         for key, chosen in (
-            ("half_budget", self.half_budget), ("glue.checkpoints_of", curves), ("alphas.models", self.alphas.models)
+            ("half_budget", self.half_budget), ("glue.checkpoints_of", curves), ("alphas.models", self.alphas.models),
+            ("baseline", (self.baseline,) if self.baseline else ()),
         ):  # fmt: skip
             for name in chosen:
                 if name not in names:
@@ -268,6 +249,7 @@ def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for path, value in given.items():
         key, _, inner = path.partition(".")
+        key = next((name for name in found if str(name).replace("-", "_") == key), key)
         if not inner:
             found[key] = value
         elif isinstance(found.setdefault(key, {}), dict):

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.measures import Measure
+from megatron_ddrp.tasks.compare.items import Items, read_right
+from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.glue.cells import best_cells
-from megatron_ddrp.tasks.glue.runs import RUNS, RunStore
+from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
+from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
 from megatron_ddrp.tasks.statistics import BySeed
 
 WARM_UP = 0.1
@@ -30,6 +31,7 @@ SPACE = {
     "effective rank": "effective_rank",
 }
 """Measure of the last layer → its key in the JSON of `analyze.py space`."""
+MINIMAL_PAIRS = "minimal pairs"
 
 Curve = list[tuple[float, float]]
 """(step, value) pairs."""
@@ -48,6 +50,9 @@ class Results:
         self.maps: dict[Arm, Path] = {}
         self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
         """Arm → length of a row → what `analyze.py throughput` measured."""
+        self.items = Items()
+        self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
+        """Arm → seed → field of minimal pairs → accuracy; paradigms where these name no field."""
         for run in self.runs:
             self._read_metrics(run)
         for analysis in work.analyses:
@@ -63,6 +68,17 @@ class Results:
                 scores[score.run][score.step] = found
         self.averaged = self._average_last(scores)
         self.averaged_on_the_way = self._average_curves(scores)
+        for pairs in work.pairs:
+            if pairs.job.name in work.store:
+                self._read_pairs(pairs)
+        for task in work.tasks:
+            if task.job.name in work.store:
+                self._read_task(task)
+
+    @property
+    def baseline(self) -> Arm:
+        """The arm that the others are compared with."""
+        return Arm(self.plan.named(self.plan.baseline) if self.plan.baseline else self.plan.models[0])
 
     @property
     def arms(self) -> list[Arm]:
@@ -122,14 +138,33 @@ class Results:
 
     def _read_scores(self, score: Measure) -> Scores:
         assert self.plan.glue is not None
-        store = RunStore(score.job.output.parent / RUNS)
-        rows = [row for row in store if row["task"] in self.plan.glue.tasks]
+        folder = score.job.output.parent
+        rows = [row for row in RunStore(folder / RUNS) if row["task"] in self.plan.glue.tasks]
         cells = [{}, *best_cells(rows).values()][-1]  # one encoder per folder, or none
         self.facts |= {task: cell.rows[0] for task, cell in cells.items()}
         if score.step == score.run.steps:
             for task, cell in cells.items():
-                self.collapsed[task][score.run.arm] += cell.undefined
+                self._take_cell(task, score.run, cell, folder)
         return {task: cell.median for task, cell in cells.items()}
+
+    def _take_cell(self, task: str, run: TrainingRun, cell: Cell, folder: Path) -> None:
+        self.collapsed[task][run.arm] += cell.undefined
+        self.items.add_cell(task, run, cell, folder)
+
+    def _read_task(self, measure: TaskMeasure) -> None:
+        folder = measure.job.output.parent
+        for cells in best_cells(RunStore(folder / RUNS)).values():
+            for cell in cells.values():  # one encoder and one task per folder
+                self.values[measure.task.name][measure.run.arm][measure.run.seed] = cell.median
+                self._take_cell(measure.task.name, measure.run, cell, folder)
+
+    def _read_pairs(self, measure: Measure) -> None:
+        (found,) = json.loads(measure.job.output.read_text(encoding="utf-8"))["encoders"]
+        arm, seed = measure.run.arm, measure.run.seed
+        paradigms = {name: paradigm["accuracy"] for name, paradigm in found["paradigms"].items()}
+        self.values[MINIMAL_PAIRS][arm][seed] = found["macro_average"]
+        self.fields[arm][seed] = (found["fields"] or paradigms) | {"all": found["macro_average"]}
+        self.items.add_pairs(measure.run, read_right(measure.job.output.parent))
 
     def _average_last(self, scores: Mapping[TrainingRun, Mapping[int, Scores]]) -> list[str]:
         """Take the scores of last checkpoints, and their average; return the tasks that every one of them has."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ddrp.tasks.compare.claims import PAPER_TRIANGLES, Claim, number, paper_row
+from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
     HEAD_SIMILARITY,
@@ -173,6 +174,29 @@ def cost_table(results: Results) -> Table:
     return Table(header, rows, "Ours: each run's median step after its first tenth, mean over the seeds.")
 
 
+def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]]) -> Table:
+    """Return every measure of every model, its difference to the baseline, and both errors of that."""
+    rows = []
+    for measure in measures(results):
+        for row in compared[measure]:
+            found = ["", "", "", str(len(row.values.values))]
+            if row.arm == results.baseline:
+                found[0] = "baseline"
+            elif row.difference:
+                ends = (row.difference.interval, row.over_items)
+                shown = [" to ".join(number(measure, end, sign="+") for end in interval or ()) for interval in ends]
+                found = [number(measure, row.difference.mean, sign="+"), *shown, str(len(row.difference.values))]
+            rows.append(
+                [measure, row.arm.label, cell(results, measure, row.arm), *found, count_items(results, measure)]
+            )
+    header = ["measure", "model", "mean", "difference", "95 % over seeds", "95 % over items", "seeds", "items"]
+    caption = (
+        f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "
+        "by seed and by item. Losses in nats, all else x 100; a lower loss is better, of all else more is."
+    )
+    return Table(header, rows, caption, wordy=(0, 1))
+
+
 def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
     """Return every claim that the data can speak to, with its difference and the word for it."""
     rows = []
@@ -185,7 +209,7 @@ def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
         rows.append([claim.text, claim.measure, *found, claim.paper, verdict])
     header = ["claim", "measure", "difference", "95 % interval", "seeds", "the paper's", "at this scale"]
     caption = (
-        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE and shares in points, cost "
-        "in per cent of a step."
+        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE, pairs and shares in points, "
+        "cost in per cent of a step. Where a cell of the paper's is empty, it prints no such number."
     )
     return Table(header, rows, caption, wordy=(0, 1))

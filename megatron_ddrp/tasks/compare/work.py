@@ -6,7 +6,14 @@ from pathlib import Path
 
 from megatron_ddrp.tasks.compare.corpus import open_corpus
 from megatron_ddrp.tasks.compare.jobs import Job
-from megatron_ddrp.tasks.compare.measures import Measure, analyses, glue_scores
+from megatron_ddrp.tasks.compare.measures import (
+    Measure,
+    TaskMeasure,
+    analyses,
+    glue_scores,
+    minimal_pair_scores,
+    task_scores,
+)
 from megatron_ddrp.tasks.compare.plan import NUM_SEEDS, Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun, all_runs, count_steps, probe_jobs, probed_seconds
 from megatron_ddrp.tasks.jobs.store import Store
@@ -20,6 +27,10 @@ class Work:
     runs: list[TrainingRun]
     scores: list[Measure]
     """Every checkpoint that GLUE is to score."""
+    pairs: list[Measure]
+    """Every checkpoint that minimal pairs are to score."""
+    tasks: list[TaskMeasure]
+    """Every checkpoint that is to be fine-tuned on a task of the plan's own."""
     analyses: list[Measure]
     """Every look into a run."""
 
@@ -36,6 +47,8 @@ class Work:
         self.steps = count_steps(self.plan, {name: probed_seconds(job) for name, job in finished.items()})
         self.runs = all_runs(self.plan, self.corpus, self.folder, self.steps)
         self.scores = glue_scores(self.plan, self.runs, self.folder)
+        self.pairs = minimal_pair_scores(self.plan, self.runs, self.folder)
+        self.tasks = task_scores(self.plan, self.runs, self.folder)
         self.analyses = analyses(self.plan, self.runs, self.corpus, self.folder)
 
     def first_jobs(self) -> list[Job]:
@@ -44,7 +57,8 @@ class Work:
 
     def jobs(self) -> list[Job]:
         """Return all jobs in the order in which they are wanted: seed after seed, figure 3b at the end."""
-        measured = self.analyses + [score for score in self.scores if score.step == score.run.steps]
+        last = [score for score in self.scores if score.step == score.run.steps]
+        measured: list[Measure | TaskMeasure] = [*self.pairs, *self.analyses, *self.tasks, *last]
         jobs = self.first_jobs()
         for seed in self.plan.seeds:
             jobs += [run.job for run in self.runs if run.seed == seed]

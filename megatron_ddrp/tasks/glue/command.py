@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
-from megatron_ddrp.errors import FAILURE, UserError
-from megatron_ddrp.run.launch import first_rank_speaks, launched_world_size
+from megatron_ddrp.run.launch import first_rank_speaks
+from megatron_ddrp.tasks.finetune.running import run
 from megatron_ddrp.tasks.glue.arguments import parse_arguments
-from megatron_ddrp.tasks.glue.report import write_report
-from megatron_ddrp.tasks.glue.runs import RUNS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read and check everything, then run what is missing, then report. Return 1 where a report leaves runs out."""
     with first_rank_speaks():
         options = parse_arguments(arguments)
-    if options.report is not None:
-        return report_only(options)
-    from megatron_ddrp.tasks.glue.workers import run_here, run_on_ranks  # here, because it imports torch
-
-    if launched_world_size() > 1:
-        run_on_ranks(options)
-    else:
-        run_here(options)
-    return 0
-
-
-def report_only(options: argparse.Namespace) -> int:
-    """Write one table over several output folders; return 1 where damaged runs had to be left out."""
-    from megatron_ddrp.tasks.glue.recheck import trusted_runs
-
-    rows, left_out, unchecked = [], [], []
-    for folder in options.report:
-        if not (folder / RUNS).is_file():
-            raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
-        found = trusted_runs(folder)
-        if not (found.rows or found.left_out):
-            raise UserError(f"--report {folder}: its runs.jsonl holds no finished run; finish some, or copy it again")
-        rows += found.rows
-        left_out += found.left_out
-        unchecked += found.unchecked
-    print(write_report(rows, options.output_dir, [*left_out, *unchecked]))
-    sys.stdout.flush()
-    for sentence in [*left_out, *unchecked]:
-        print(f"tasks.glue: warning: {sentence}", file=sys.stderr)
-    return FAILURE if left_out else 0
+    return run(options)

@@ -1,5 +1,7 @@
 """--predict-test: predictions for the test sets, whose labels only gluebenchmark.com knows.
 
+A submission is a folder of TASK.tsv with `index` and `prediction`, and the same files zipped, as the server takes them.
+
 A sweep keeps scores, not weights. Each task's best run (the best seed at the best grid point) is therefore repeated,
 which its seed makes the same run, and predicts the test set at its end. A task whose predictions are there is skipped
 while the same run is the best.
@@ -8,20 +10,30 @@ while the same run is the best.
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
-from megatron_ddrp.tasks.glue.cells import best_cells
+import numpy as np
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.tasks.finetune.cells import best_cells
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.report import percent
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.glue.data import read_test
-from megatron_ddrp.tasks.glue.predictions import pack_submission, write_test_predictions
-from megatron_ddrp.tasks.glue.report import percent
-from megatron_ddrp.tasks.glue.runs import Run
-from megatron_ddrp.tasks.glue.sweep import Sweep
-from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 from megatron_ddrp.tasks.jobs.store import Store
 
+SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
+"""All files that the server wants, whichever tasks one cares for."""
 
-def write_submissions(sweep: Sweep, store: Store) -> None:
-    """Write a folder and archive per encoder: OUT/submission, or OUT/submission-FINGERPRINT for several encoders."""
+
+def write_submissions(sweep: Sweep, store: Store) -> list[str]:
+    """Write a folder and an archive per encoder; return the lines that say where.
+
+    It is OUT/submission, or OUT/submission-FINGERPRINT for several encoders.
+    """
     store.refresh()
     own = set(sweep.runs)
     cells = best_cells(row for row in store.rows if Run.of_row(row) in own)
@@ -44,10 +56,35 @@ def write_submissions(sweep: Sweep, store: Store) -> None:
         score = result.scores[next(iter(dev))][-1] or 0.0  # 0 where it is undefined
         _marker(folder, run).write_text(json.dumps({"run": run.name, "dev_score": score}) + "\n", encoding="utf-8")
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
+    lines = []
     for folder in dict.fromkeys(folder for folder, _ in jobs) if sweep.speaks else ():
         missing = pack_submission(folder)
         lacks = f"; the server also wants {', '.join(missing)}" if missing else ""
-        print(f"written to {folder / 'submission.zip'}{lacks}")
+        lines.append(f"written to {folder / 'submission.zip'}{lacks}")
+    return lines
+
+
+def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) -> None:
+    """Write one test set's file for the server; numbers are brought into the task's range, as it asks for.
+
+    The server takes no nan: a row without a prediction gets 0, or the first class.
+    """
+    predictions = np.nan_to_num(predictions)
+    if task.label_range is not None:
+        predictions = np.clip(predictions, *task.label_range)
+    lines = KINDS[task.kind].lines(task, predictions, predictions)
+    text = "\n".join(["index\tprediction", *(f"{index}\t{prediction}" for index, prediction, _ in lines)])
+    with AtomicFile(path) as output:
+        output.write(f"{text}\n".encode())
+
+
+def pack_submission(folder: Path) -> list[str]:
+    """Zip the folder's files into submission.zip; return the names that the server wants and that are not there."""
+    present = [name for name in SUBMISSION if (folder / name).is_file()]
+    with AtomicFile(folder / "submission.zip") as output, zipfile.ZipFile(output.stream, "w") as archive:
+        for name in present:
+            archive.write(folder / name, name, zipfile.ZIP_DEFLATED)
+    return [name for name in SUBMISSION if name not in present]
 
 
 def _marker(folder: Path, run: Run) -> Path:

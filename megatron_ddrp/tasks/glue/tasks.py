@@ -9,23 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_ddrp.tasks.finetune.task import Task
 
-@dataclass(frozen=True)
-class Task:
+
+@dataclass(frozen=True, kw_only=True)
+class GlueTask(Task):
     """One row of the table; `TASKS` holds them by name."""
 
-    name: str
-    """The official name, also the folder below --data-dir."""
-    metric: str
-    """Name in `metrics.METRICS`."""
     text_columns: tuple[str, ...]
     """Header names of one sentence or of a pair, in the order in which they are encoded."""
     label_column: str
     """Header name of the label."""
     dev_examples: int
     """Rows of the official (first) development file."""
-    labels: tuple[str, ...] = ("0", "1")
-    """The labels as they are written; empty for a regression."""
     label_range: tuple[float, float] | None = None
     """Lowest and highest target of a regression."""
     dev_files: tuple[str, ...] = ("dev.tsv",)
@@ -40,41 +36,84 @@ class Task:
     """Whether the paper's eight-column average counts the task."""
 
     @property
-    def is_regression(self) -> bool:
-        """True where the target is a number."""
-        return not self.labels
-
-    @property
     def submission_files(self) -> dict[str, str]:
         """Test file → its name in a submission; also test files that other tasks' data hold."""
         return self.several_tests or {"test.tsv": f"{self.name}.tsv"}
 
-    @property
-    def num_outputs(self) -> int:
-        """Width of the classifier's last layer."""
-        return max(1, len(self.labels))
 
-
+_BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
+_SENTENCES = ("sentence1", "sentence2")
 
-
-TASKS: dict[str, Task] = {
+TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
-        Task("RTE", "accuracy", ("sentence1", "sentence2"), "label", 277, _ENTAILMENT),
-        Task("STS-B", "pearson", ("sentence1", "sentence2"), "score", 1500, labels=(), label_range=(0.0, 5.0)),
-        Task("MRPC", "accuracy", ("#1 String", "#2 String"), "Quality", 408),
-        Task("CoLA", "matthews", ("sentence",), "label", 1043, columns=("source", "label", "star", "sentence")),
-        Task("SST-2", "accuracy", ("sentence",), "label", 872),
-        Task("QNLI", "accuracy", ("question", "sentence"), "label", 5463, _ENTAILMENT),
-        Task("QQP", "accuracy", ("question1", "question2"), "is_duplicate", 40430, broken_rows=10),
-        Task(
-            "MNLI",
-            "accuracy",
-            ("sentence1", "sentence2"),
-            "gold_label",
-            9815,
-            ("contradiction", "entailment", "neutral"),
+        GlueTask(
+            name="RTE",
+            metric="accuracy",
+            labels=_ENTAILMENT,
+            text_columns=_SENTENCES,
+            label_column="label",
+            dev_examples=277,
+        ),
+        GlueTask(
+            name="STS-B",
+            metric="pearson",
+            kind="regression",
+            text_columns=_SENTENCES,
+            label_column="score",
+            label_range=(0.0, 5.0),
+            dev_examples=1500,
+        ),
+        GlueTask(
+            name="MRPC",
+            metric="accuracy",
+            labels=_BINARY,
+            text_columns=("#1 String", "#2 String"),
+            label_column="Quality",
+            dev_examples=408,
+        ),
+        GlueTask(
+            name="CoLA",
+            metric="matthews",
+            labels=_BINARY,
+            text_columns=("sentence",),
+            label_column="label",
+            columns=("source", "label", "star", "sentence"),
+            dev_examples=1043,
+        ),
+        GlueTask(
+            name="SST-2",
+            metric="accuracy",
+            labels=_BINARY,
+            text_columns=("sentence",),
+            label_column="label",
+            dev_examples=872,
+        ),
+        GlueTask(
+            name="QNLI",
+            metric="accuracy",
+            labels=_ENTAILMENT,
+            text_columns=("question", "sentence"),
+            label_column="label",
+            dev_examples=5463,
+        ),
+        GlueTask(
+            name="QQP",
+            metric="accuracy",
+            labels=_BINARY,
+            text_columns=("question1", "question2"),
+            label_column="is_duplicate",
+            dev_examples=40430,
+            broken_rows=10,
+        ),
+        GlueTask(
+            name="MNLI",
+            metric="accuracy",
+            labels=("contradiction", "entailment", "neutral"),
+            text_columns=_SENTENCES,
+            label_column="gold_label",
+            dev_examples=9815,
             dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
             several_tests={
                 "test_matched.tsv": "MNLI-m.tsv",
@@ -82,7 +121,15 @@ TASKS: dict[str, Task] = {
                 "../diagnostic/diagnostic.tsv": "AX.tsv",
             },
         ),
-        Task("WNLI", "accuracy", ("sentence1", "sentence2"), "label", 71, in_average=False),
+        GlueTask(
+            name="WNLI",
+            metric="accuracy",
+            labels=_BINARY,
+            text_columns=_SENTENCES,
+            label_column="label",
+            dev_examples=71,
+            in_average=False,
+        ),
     )
 }
 """In the order of the paper's tables, WNLI (left out of the averages) last."""

@@ -30,8 +30,8 @@ MORE_PRELOADED = [
     "megatron_ddrp.conversion.to_huggingface",
     "megatron_ddrp.data.preprocess.pipeline",
     "megatron_ddrp.tasks.glue.figure",
-    "megatron_ddrp.tasks.glue.sweep",
-    "megatron_ddrp.tasks.glue.workers",
+    "megatron_ddrp.tasks.finetune.sweep",
+    "megatron_ddrp.tasks.finetune.workers",
     "tests.endurance.damage.running",
 ]
 CHUNK_BYTES = 1 << 13

@@ -16,7 +16,7 @@ import random
 import shutil
 from pathlib import Path
 
-from megatron_ddrp.tasks.glue.runs import RunStore
+from megatron_ddrp.tasks.finetune.runs import RunStore
 from tests.conftest import documents, write_vocabulary
 from tests.endurance.damage.readers import CLOCK, PREPROCESS, READERS, RUN, SAVED
 from tests.endurance.damage.running import Command, run_one

@@ -203,6 +203,44 @@ def test_ids_equal_tokenizers(trained_huggingface, text):
     assert [np.frombuffer(packed, ours.dtype).tolist() for packed in ours.encode_packed([text])] == [expected]
 
 
+def check_spans(tokenizer, text):
+    """Spans go with the ids of `encode`, lie in the text, in order, and leave out only what has no piece."""
+    ids, spans = tokenizer.encode_with_spans(text)
+    assert ids == tokenizer.encode(text) and len(spans) == len(ids)
+    assert all(0 <= begin <= end <= len(text) for begin, end in spans)
+    assert spans == sorted(spans)
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=TRICKY)
+@example(text=ODD)
+def test_spans_of_any_text(vocab_file, trained_sentencepiece, trained_huggingface, text):
+    for tokenizer in (_wordpiece(vocab_file, True), _wordpiece(vocab_file, False)):
+        check_spans(tokenizer, text)
+    check_spans(trained_sentencepiece[0], text)
+    check_spans(trained_huggingface[0], text)
+
+
+UNICODE = "\U0001f680 Cafe\u0301s, na\u00efve \u4e2d\u6587 don't  the\u00a0cats"
+
+
+def test_spans_are_characters_of_the_text_as_given(vocab_file, trained_sentencepiece, trained_huggingface):
+    """The text has a character beyond 16 bits, a combining accent, ideographs and doubled blanks."""
+    words = ["\U0001f680", "Cafe\u0301s", ",", "na\u00efve", "\u4e2d\u6587", "don't", "the", "cats"]
+    for tokenizer in (
+        build_tokenizer("BertWordPieceLowerCase", vocab_file),
+        trained_sentencepiece[0],
+        trained_huggingface[0],
+    ):
+        ids, spans = tokenizer.encode_with_spans(UNICODE)
+        covered = {i for begin, end in spans for i in range(begin, end)}
+        for word in words:
+            begin = UNICODE.index(word)
+            assert covered >= set(range(begin, begin + len(word))) - {UNICODE.index("\u0301")}, word
+        for piece, (begin, end) in zip(ids, spans, strict=True):
+            assert len(UNICODE[begin:end].split()) <= 1, tokenizer.pieces[piece]  # of one word
+
+
 def test_wordpiece_attributes(vocab_file):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file)
     assert tokenizer.vocab_size == len(VOCAB) == len(tokenizer.pieces)

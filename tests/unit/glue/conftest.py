@@ -6,9 +6,9 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from megatron_ddrp.tasks.glue.metrics import METRICS
-from megatron_ddrp.tasks.glue.predictions import write_predictions
-from megatron_ddrp.tasks.glue.runs import Run, RunStore, count_undefined
+from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.runs import Run, RunStore, count_undefined
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings"]

@@ -4,18 +4,10 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.tasks.glue.data import (
-    Example,
-    GlueDataError,
-    dev_order,
-    encode,
-    pad_batch,
-    read_examples,
-    read_task,
-    read_test,
-    train_order,
-    truncate,
-)
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch, train_order, truncate
+from megatron_ddrp.tasks.finetune.task import Example
+from megatron_ddrp.tasks.glue.data import GlueDataError, read_examples, read_task, read_test
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 
@@ -27,6 +19,16 @@ class WordTokenizer:
 
     def encode_batch(self, texts):
         return [[10 + len(word) for word in text.split()] for text in texts]
+
+
+def encode(task, examples, tokenizer, max_length, pair_separators=1):
+    return KINDS[task.kind].encode(task, examples, tokenizer, max_length, pair_separators)
+
+
+def row_of(encoded, number):
+    """(pieces, segments) of a row, as a batch has them."""
+    batch = pad_batch(encoded, np.array([number]))
+    return batch.input_ids[0].tolist(), batch.segment_ids[0].tolist()
 
 
 COLA = 'gj04\t1\t\tHe said "go" and left.\ngj04\t0\t*\tHe said go and left\x85 .\n'
@@ -43,7 +45,7 @@ def write(folder, task, **files):
 
 def test_cola_has_no_header_and_quotes_are_text(tmp_path):
     data = read_task(TASKS["CoLA"], write(tmp_path, "CoLA", train=COLA, dev=COLA))
-    assert data.train == [(('He said "go" and left.',), 1), (("He said go and left\x85 .",), 0)]
+    assert list(data.train) == [(('He said "go" and left.',), 1), (("He said go and left\x85 .",), 0)]
     assert list(data.dev) == ["dev"]
 
 
@@ -56,7 +58,7 @@ def test_sts_b_labels_stay_floats(tmp_path):
 def test_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
     text = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t1\t2\ta\tb\r\n"
     data = read_task(TASKS["MRPC"], write(tmp_path, "MRPC", train=text, dev=text))
-    assert data.train == [(("a", "b"), 1)]
+    assert list(data.train) == [(("a", "b"), 1)]
 
 
 def test_mnli_scores_the_matched_file_first(tmp_path):
@@ -115,23 +117,22 @@ def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
 def test_pairs_are_cls_a_sep_b_sep(tmp_path):
     data = read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE, dev=RTE))
     encoded = encode(data.task, data.train, WordTokenizer(), 32)
-    assert encoded.pieces[0] == [1, 11, 11, 11, 2, 11, 11, 2]
-    assert encoded.segments[0] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert row_of(encoded, 0) == ([1, 11, 11, 11, 2, 11, 11, 2], [0, 0, 0, 0, 0, 1, 1, 1])
+    assert row_of(encoded, 1) == ([1, 11, 2, 11, 2], [0, 0, 0, 1, 1])
     assert encoded.targets.tolist() == [0, 1]
 
 
 def test_the_roberta_family_has_two_separators_in_a_pair():
     encoded = encode(TASKS["RTE"], [Example(("a b c", "d e"), 0)], WordTokenizer(), 8, pair_separators=2)
-    assert encoded.pieces == [[1, 11, 11, 2, 2, 11, 11, 2]]
-    assert encoded.segments == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    assert row_of(encoded, 0) == ([1, 11, 11, 2, 2, 11, 11, 2], [0, 0, 0, 0, 0, 1, 1, 1])
     single = encode(TASKS["SST-2"], [Example(("a b c",), 0)], WordTokenizer(), 8, pair_separators=2)
-    assert single.pieces == [[1, 11, 11, 11, 2]]
+    assert row_of(single, 0)[0] == [1, 11, 11, 11, 2]
 
 
 def test_doubled_quotation_marks_stay_as_released(tmp_path):
     text = 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t1\t2\t"What is ""it""?\tb"\t0\n'
     data = read_task(TASKS["QQP"], write(tmp_path, "QQP", train=text, dev=text))
-    assert data.train == [(('"What is ""it""?', 'b"'), 0)]
+    assert list(data.train) == [(('"What is ""it""?', 'b"'), 0)]
 
 
 def test_test_sets_have_headers_and_no_labels(tmp_path):
@@ -190,12 +191,12 @@ def test_the_order_is_a_function_of_seed_and_epoch(encoded):
 def test_batches_are_padded_to_their_longest_row_only(encoded):
     for rows in dev_order(encoded, 8):
         batch = pad_batch(encoded, rows)
-        lengths = [len(encoded.pieces[row]) for row in rows]
+        lengths = [len(row_of(encoded, row)[0]) for row in rows]
         assert batch.input_ids.shape == (len(rows), max(lengths))
         assert (batch.document_ids.sum(axis=1) == lengths).all()
         assert (batch.labels == IGNORED_LABEL).all()
         for index, row in enumerate(rows):
-            assert batch.input_ids[index, : lengths[index]].tolist() == encoded.pieces[row]
+            assert batch.input_ids[index, : lengths[index]].tolist() == row_of(encoded, row)[0]
             assert batch.position_ids[index, : lengths[index]].tolist() == list(range(lengths[index]))
             assert not batch.position_ids[index, lengths[index] :].any()
             assert encoded.targets[row] == row % 2
@@ -203,6 +204,6 @@ def test_batches_are_padded_to_their_longest_row_only(encoded):
 
 def test_rows_of_similar_length_share_a_batch(encoded):
     order = train_order(encoded, 8, seed=0, epoch=0)
-    padded = sum(len(rows) * max(len(encoded.pieces[row]) for row in rows) for rows in order)
-    valid = sum(map(len, encoded.pieces))
+    padded = sum(len(rows) * max(encoded.lengths[rows]) for rows in order)
+    valid = len(encoded.pieces)
     assert valid / padded > 0.85

@@ -7,8 +7,10 @@ import torch
 
 from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.data import Example, encode, pad_batch
-from megatron_ddrp.tasks.glue.encoder import load_encoder, pair_separators
+from megatron_ddrp.tasks.encoder import load_encoder, pair_separators
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.rows import pad_batch
+from megatron_ddrp.tasks.finetune.task import Example
 from megatron_ddrp.tasks.glue.tasks import TASKS
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
@@ -16,7 +18,7 @@ EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue gr
 
 def hidden(encoder):
     """Hidden states of both rows and which of them are no padding: `[2, seq, hidden]`, `[2, seq]`."""
-    encoded = encode(TASKS["RTE"], EXAMPLES, encoder.tokenizer, encoder.max_length)
+    encoded = KINDS["classification"].encode(TASKS["RTE"], EXAMPLES, encoder.tokenizer, encoder.max_length, 1)
     batch = pad_batch(encoded, torch.arange(2).numpy()).map(torch.from_numpy)
     with torch.no_grad():
         return encoder.module.eval()(batch), batch.document_ids > 0

@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ddrp.tasks.glue.data import Encoded
-from megatron_ddrp.tasks.glue.finetune import FineTuning, finetune, layer_depths, learning_rate_factor
-from megatron_ddrp.tasks.glue.runs import Run
+from megatron_ddrp.tasks.finetune.heads import SequenceHead
+from megatron_ddrp.tasks.finetune.rows import RowWriter
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.training import FineTuning, finetune, layer_depths, learning_rate_factor
+from megatron_ddrp.tasks.glue.tasks import TASKS
 
 HIDDEN = 8
 
@@ -36,7 +38,15 @@ def rows(count, seed, regression=False):
     for row, number in zip(pieces, counts, strict=True):
         row.extend([19] * int(number) * (1 if regression else 3))
     dtype = np.float64 if regression else np.int64
-    return Encoded(pieces, [[0] * len(row) for row in pieces], counts.astype(dtype), pad_id=0)
+    writer = RowWriter(pad_id=0)
+    for row in pieces:
+        writer.add(row)
+    return writer.rows(counts.astype(dtype))
+
+
+def classifier(task, encoder, seed=1):
+    torch.manual_seed(seed)
+    return SequenceHead(encoder, HIDDEN, max(1, len(TASKS[task].labels)))
 
 
 def make_run(task="CoLA", seed=1, epochs=6, lr=3e-2, batch=8, micro=8, **more):
@@ -49,7 +59,7 @@ def do(task="CoLA", seed=1, dropout=0.1, **more):
     encoder.dropout.p = dropout
     regression = task == "STS-B"
     train, dev = rows(96, 0, regression), {"dev": rows(41, 1, regression)}
-    return dev, finetune(make_run(task, seed, **more), encoder, HIDDEN, train, dev)
+    return dev, finetune(make_run(task, seed, **more), TASKS[task], classifier(task, encoder, seed), train, dev)
 
 
 def test_learns_a_separable_task():
@@ -82,8 +92,10 @@ def test_nothing_but_the_seed_fixes_it():
     first = do("STS-B", epochs=1)[1].predictions["dev"]
     torch.manual_seed(0)
     encoder = BagOfPieces()
+    model = classifier("STS-B", encoder)
     torch.rand(7)
-    again = finetune(make_run("STS-B", epochs=1), encoder, HIDDEN, rows(96, 0, True), {"dev": rows(41, 1, True)})
+    run, dev = make_run("STS-B", epochs=1), {"dev": rows(41, 1, True)}
+    again = finetune(run, TASKS["STS-B"], model, rows(96, 0, True), dev)
     assert (again.predictions["dev"] == first).all()
 
 
@@ -106,7 +118,7 @@ def tuning(micro=8, dropout=0.0, **more):
     torch.manual_seed(0)
     encoder = BagOfPieces()
     encoder.dropout.p = dropout
-    result = FineTuning(make_run(micro=micro, **more), encoder, HIDDEN, rows(64, 0))
+    result = FineTuning(make_run(micro=micro, **more), TASKS["CoLA"], classifier("CoLA", encoder), rows(64, 0))
     result.model.dropout.p = dropout
     return result
 

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 
-from megatron_ddrp.tasks.glue.runs import Run, RunStore
+from megatron_ddrp.tasks.finetune.runs import Run, RunStore
 from megatron_ddrp.tasks.jobs.queue import drain
 from tests.unit.glue.conftest import finished
 

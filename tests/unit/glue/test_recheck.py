@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from megatron_ddrp.tasks.finetune.predictions import read_predictions, write_predictions
+from megatron_ddrp.tasks.finetune.recheck import trusted_runs
 from megatron_ddrp.tasks.glue.command import main
-from megatron_ddrp.tasks.glue.predictions import read_predictions, write_predictions
-from megatron_ddrp.tasks.glue.recheck import trusted_runs
+from megatron_ddrp.tasks.glue.suite import Glue
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from tests.unit.glue.conftest import scored_folder
 
@@ -70,7 +71,7 @@ def test_a_change_that_keeps_the_score_is_noticed_by_the_sum(out, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("dev\t1\t", "dev\t7\t", "row 7 of dev stands where row 1 should"),
+        ("dev\t1\t", "dev\t7\t", "dev: row 7 stands where row 1 should"),
         ("dev\t3\t0\t1\n", "", "holds 3 rows of dev, runs.jsonl says 4|gives dev a matthews"),
         ("dev\t2", "other\t0", "holds predictions for dev, other|stands where"),
         ("\tprediction\t", "\tguess\t", "its first line is"),
@@ -81,7 +82,7 @@ def test_a_change_that_keeps_the_score_is_noticed_by_the_sum(out, capsys):
 def test_damaged_predictions_are_named(out, old, new, reason):
     without_sums(out)
     rewrite(file_of(out, 1), old, new)
-    found = trusted_runs(out)
+    found = trusted_runs(out, Glue())
     assert [row["seed"] for row in found.rows] == [2, 3]
     (told,) = found.left_out
     assert any(part in told for part in reason.split("|")) and str(file_of(out, 1)) in told

@@ -6,12 +6,15 @@ import statistics
 
 import pytest
 
-from megatron_ddrp.tasks.glue.cells import best_cells
+from megatron_ddrp.tasks.finetune.cells import best_cells
+from megatron_ddrp.tasks.finetune.report import differences, summary, write_report
+from megatron_ddrp.tasks.finetune.report import table as table_of
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
-from megatron_ddrp.tasks.glue.report import averages, differences, summary, write_report
-from megatron_ddrp.tasks.glue.report import table as table_of
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.tasks.glue.suite import Glue
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.statistics import student_interval
+
+GLUE = Glue()
 
 
 def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
@@ -25,6 +28,7 @@ def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
         "encoder": "e" * 16,
         "data": "d" * 16,
         "load": load,
+        "metric": TASKS[task].metric,
         "score": score or 0.0,
         "undefined": score is None,
         "best_epoch_score": score or 0.0,
@@ -39,11 +43,11 @@ def row(task="RTE", score=0.5, seed=1, lr=1e-5, load="base", **more):
 
 
 def table(rows):
-    return table_of(best_cells(rows))
+    return table_of(best_cells(rows, GLUE.order), GLUE)
 
 
 def average(cells):
-    return averages(cells)["average of 8"]
+    return GLUE.means(cells)["average of 8"]
 
 
 def test_the_median_at_the_best_grid_point():
@@ -61,7 +65,7 @@ def test_undefined_scores_count_as_0_and_are_marked():
     assert "| base | 20.00 (1 undefined) |" in table(rows)
     assert "| base | CoLA | matthews | 20.00 | 0.00 to 40.00 | 20.00 | 3 | 1 |" in table(rows)
     assert "| base | 0.00 (1 undefined) |" in table([row("CoLA", None)])
-    assert summary(best_cells(rows))["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
+    assert summary(best_cells(rows), GLUE)["encoders"]["base"]["tasks"]["CoLA"]["undefined"] == 1
 
 
 def best_point_by_hand(points):
@@ -131,9 +135,9 @@ def full(seed=1, load="base", mismatched=0.9, **more):
 
 
 def test_averages_of_8_and_9_columns_are_never_mixed():
-    assert averages(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
+    assert GLUE.means(best_cells(full())["base"]) == pytest.approx({"average of 8": 0.35, "average of 9": 3.7 / 9})
     rows = [{k: v for k, v in row.items() if k != "other_scores"} for row in full()]
-    assert averages(best_cells(rows)["base"])["average of 9"] is None
+    assert GLUE.means(best_cells(rows)["base"])["average of 9"] is None
     assert "| encoder | RTE | STS-B | MRPC | CoLA | SST-2 | QNLI | QQP | MNLI | average of 8 | average of 9 |" in table(
         full()
     )
@@ -199,7 +203,7 @@ def test_the_papers_rows_are_marked_and_average_as_printed():
 
 def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     pytest.importorskip("matplotlib")
-    text = write_report(full() + full(2), tmp_path)
+    text = write_report(full() + full(2), tmp_path, GLUE)
     assert (tmp_path / "table.md").read_text() in text
     data = json.loads((tmp_path / "table.json").read_text())
     assert data["encoders"]["base"]["tasks"]["STS-B"]["scores"] == [0.1, 0.1]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.glue.runs import GRIDS, Point, Run, RunStore, grid
+from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, Run, RunStore, grid
+from megatron_ddrp.tasks.glue.tasks import TASKS
 from tests.unit.glue.conftest import finished
 
 RUN = Run("RTE", 16, 1e-5, 4, 1, max_seq_length=128, encoder="aa", data="bb", micro_batch_size=8)
@@ -42,7 +43,7 @@ def test_a_foreign_line_is_named_and_left_alone(tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_text('{"task": "RTE"}\n')
     with pytest.raises(UserError, match=r"runs\.jsonl, line 1: not a run"):
-        RunStore(path)
+        RunStore(path, tasks=TASKS)
     assert path.read_text() == '{"task": "RTE"}\n'
 
 
@@ -89,7 +90,7 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     assert damage(lines[1]) != lines[1]
     path.write_bytes(b"".join([lines[0], damage(lines[1]), lines[2]]))
     with pytest.raises(UserError, match=r"runs\.jsonl, line 2: "):
-        RunStore(path)
+        RunStore(path, tasks=TASKS)
     told = []
-    assert [row["seed"] for row in RunStore(path, told.append)] == [1, 3]
+    assert [row["seed"] for row in RunStore(path, told.append, TASKS)] == [1, 3]
     assert len(told) == 1 and "line 2: " in told[0]

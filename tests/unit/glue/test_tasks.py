@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.tasks.finetune.metrics import METRICS
 from megatron_ddrp.tasks.glue.data import read_examples
-from megatron_ddrp.tasks.glue.metrics import METRICS
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 
@@ -18,8 +18,7 @@ def test_the_paper_averages_eight_tasks_without_wnli():
 @pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 def test_rows_are_consistent(task):
     assert task.metric in METRICS
-    assert task.is_regression == (task.label_range is not None)
-    assert task.num_outputs == (1 if task.is_regression else len(task.labels))
+    assert (task.kind == "regression") == (task.label_range is not None) == (not task.labels)
     assert list(task.labels) == sorted(task.labels)
     if task.columns is not None:
         assert {*task.text_columns, task.label_column} <= set(task.columns)

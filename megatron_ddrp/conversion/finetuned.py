@@ -1,0 +1,143 @@
+"""Fine-tuned model of ours → Hugging Face folder that `AutoModelFor…` loads, with equal scores.
+
+The encoder leaves as the family that its masked LM leaves as, where that family's class in transformers computes our
+heads: BERT, RoBERTa's relatives and DeBERTa do. ELECTRA pools with a GELU, and ModernBERT puts one more dense layer and
+a norm before every classifier, so these leave as our own family, with our model code.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.export_check import check_export
+from megatron_ddrp.conversion.export_sums import write_sums
+from megatron_ddrp.conversion.families import FAMILIES, FINE_TUNED, Family, leaving_family
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
+from megatron_ddrp.conversion.output_folder import whole_folder
+from megatron_ddrp.conversion.to_huggingface import renamed
+from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.model import Encoder
+
+DEBERTAS = ("deberta", "deberta-v2")
+ROBERTA_NAMES = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}
+SEQUENCE_NAMES: dict[str, dict[str, str]] = {
+    "bert": {"pooler.dense": "bert.pooler.dense"},
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), ROBERTA_NAMES),
+    **dict.fromkeys((*DEBERTAS, OWN_MODEL_TYPE), {}),
+}
+"""`model_type` of each family whose heads compute ours → names of a text's pooler and classifier, as far as they differ
+from ours. Heads of tokens and answers have our names in all of them."""
+
+ENCODER_PARTS = ("embeddings.", "layers.", "head.final_norm.")
+"""Beginnings of the names of our weights that hidden states depend on."""
+
+
+@dataclass(frozen=True)
+class TaskHead:
+    """The head that fine-tuning trained, and what config.json says about it."""
+
+    kind: str
+    """Key of `FINE_TUNED`: "sequence", "tokens" or "qa"."""
+    weights: Mapping[str, Tensor]
+    """Names → tensors: `pooler.dense.weight` `[hidden, hidden]` and `classifier.weight` `[labels, hidden]` for a
+    sequence, the latter alone for tokens, `qa_outputs.weight` `[2, hidden]` for answers; each with its `.bias`."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, in the classifier's order; none for a regression and for answers."""
+    problem_type: str | None = None
+    """Loss of a sequence head in transformers: single_label_classification, multi_label_classification, regression."""
+    dropout: float = 0.1
+    """Dropout before the classifier if somebody trains the folder further."""
+
+    def scores(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Return the scores of last hidden states `[batch, seq, hidden]`, under transformers' names.
+
+        `logits` are `[batch, labels]`, or `[batch, seq, labels]` for tokens; answers have `start_logits` and
+        `end_logits`, `[batch, seq]`.
+        """
+        if self.kind == "qa":
+            start, end = self._linear("qa_outputs", hidden).unbind(-1)
+            return {"start_logits": start, "end_logits": end}
+        if self.kind == "sequence":
+            hidden = torch.tanh(self._linear("pooler.dense", hidden[:, 0]))  # [batch, hidden]
+        return {"logits": self._linear("classifier", hidden)}
+
+    def _linear(self, name: str, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def settings(self, family: Family) -> dict[str, Any]:
+        """Return the keys of config.json that describe the head in a family."""
+        settings: dict[str, Any] = {"classifier_dropout": self.dropout}
+        if family.model_type in DEBERTAS:
+            settings = {"cls_dropout": self.dropout, "pooler_hidden_act": "tanh"}
+        if self.kind != "qa":
+            names = self.labels or [f"LABEL_{i}" for i in range(len(self.weights["classifier.bias"]))]
+            settings["id2label"] = {str(i): name for i, name in enumerate(names)}
+            settings["label2id"] = {name: i for i, name in enumerate(names)}
+        if self.problem_type is not None:
+            settings["problem_type"] = self.problem_type
+        return settings
+
+
+def write_finetuned(
+    model: Encoder, tokenizer: Tokenizer, head: TaskHead, output: Path, more_settings: Mapping[str, Any] | None = None
+) -> str:
+    """Write a fine-tuned model with its head and tokenizer as the folder `output`; return the line that loads it.
+
+    `model` is one of ours, as `checkpoint.read_model` returns it, with fine-tuned weights, on any device and in any
+    precision; it stays as it is, and the folder is fp32. `more_settings` are further keys of config.json.
+
+    `output` appears whole or not at all, in place of a folder of that name. Before it does, transformers loads it and
+    compares hidden states and scores. Raises `UserError` where they differ or the folder cannot be written.
+    """
+    model = copy.deepcopy(model).cpu().float().eval()
+    model.merge_embeddings()
+    head = replace(head, weights={name: tensor.detach().cpu().float() for name, tensor in head.weights.items()})
+    model_config = replace(model.config, deberta_emd=False)  # the mask decoder belongs to the masked-LM head
+    family = _family(model_config, tokenizer)
+    class_end = FINE_TUNED[head.kind]
+    class_name = f"{family.class_name}For{class_end}"
+    with whole_folder(output) as folder:
+        checkpoint.save_weights(_weights(model, family, head, tokenizer), folder)
+        settings = {
+            **family.folder_settings(model_config, "masked-lm", tokenizer),
+            "architectures": [class_name],
+            **head.settings(family),
+            **(more_settings or {}),
+        }
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        family.write_code(folder, model_config)
+        write_tokenizer(tokenizer, folder, model_config.seq_length, model_config.num_segments)
+        check_export(folder, class_name, model, tokenizer, head.scores)
+        write_sums(folder)
+    trust = ", trust_remote_code=True" if family.has_code else ""
+    return f'AutoModelFor{class_end}.from_pretrained("{output}"{trust})'
+
+
+def _family(config: ModelConfig, tokenizer: Tokenizer) -> Family:
+    """Return the family that the model is written as: its masked LM's if that one has our heads, else our own."""
+    family = leaving_family(config, "masked-lm", tokenizer)
+    return family if family.model_type in SEQUENCE_NAMES else FAMILIES[OWN_MODEL_TYPE]
+
+
+def _weights(model: Encoder, family: Family, head: TaskHead, tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """Return the encoder's and the head's tensors under the family's names."""
+    tensors = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
+    encoder = {name: tensor for name, tensor in tensors.items() if name.startswith(ENCODER_PARTS)}
+    weights = renamed(encoder, family, "masked-lm", model.config.vocab_size)
+    theirs = SEQUENCE_NAMES[family.model_type] if head.kind == "sequence" else {}
+    for name, tensor in head.weights.items():
+        module, _, kind = name.rpartition(".")
+        weights[f"{theirs.get(module, module)}.{kind}"] = tensor.contiguous()
+    return family.to_folder(weights, model.config, tokenizer)

@@ -1,0 +1,93 @@
+"""The measures beside each other: each model's difference to the baseline, its error over seeds and over items."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from megatron_ddrp.tasks.compare.items import Interval
+from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
+from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.statistics import Difference, Spread, paired, spread
+
+
+class Compared(NamedTuple):
+    """One model by one measure, beside the baseline."""
+
+    measure: str
+    arm: Arm
+    values: Spread
+    """One value per seed."""
+    difference: Difference | None
+    """This model − the baseline at each common seed; None for the baseline and where no seed is common."""
+    over_items: Interval | None
+    """95 % interval of the mean difference on other test items; None where nothing is stored per item."""
+
+
+def measures(results: Results) -> list[str]:
+    """Return the measures that a plan compares by, in the order of the table."""
+    plan = results.plan
+    pairs = [MINIMAL_PAIRS] if plan.minimal_pairs else []
+    return [LOSS, *pairs, *(task.name for task in plan.tasks), *([GLUE] if results.averaged else [])]
+
+
+def compare_all(results: Results) -> dict[str, list[Compared]]:
+    """Return every measure of the table, then GLUE's single tasks, with the models that have a value of it."""
+    tasks = results.plan.glue.tasks if results.plan.glue else ()
+    return {measure: compare(results, measure) for measure in (*measures(results), *tasks)}
+
+
+def compare(results: Results, measure: str) -> list[Compared]:
+    """Return every model that has a value of the measure, in the plan's order."""
+    found = []
+    for arm in results.arms:
+        if values := spread(results.of(measure, arm)):
+            difference, over_items = None, None
+            if arm != results.baseline:
+                difference = paired(results.of(measure, arm), results.of(measure, results.baseline))
+                over_items = _over_items(results, measure, arm)
+            found.append(Compared(measure, arm, values, difference, over_items))
+    return found
+
+
+def _over_items(results: Results, measure: str, arm: Arm) -> Interval | None:
+    seeds = sorted(results.of(measure, arm).keys() & results.of(measure, results.baseline).keys())
+    if measure == MINIMAL_PAIRS:
+        return results.items.of_pairs(arm, results.baseline, seeds)
+    return results.items.of_tasks(_tasks(results, measure), arm, results.baseline, seeds)
+
+
+def _tasks(results: Results, measure: str) -> Collection[str]:
+    """Return the tasks whose rows a measure is made of."""
+    if measure == GLUE:
+        return results.averaged
+    return [measure] if measure != LOSS else []
+
+
+def count_items(results: Results, measure: str) -> str:
+    """Return how many items a measure is made of, in words; empty where they are not counted."""
+    if measure == MINIMAL_PAIRS:
+        pairs, paradigms = results.items.count_pairs()
+        return f"{pairs:,} pairs, {paradigms} paradigm{'s' * (paradigms > 1)}" if pairs else ""
+    rows = results.items.count_rows(_tasks(results, measure))
+    return f"{rows:,} rows" if rows else ""
+
+
+def as_json(results: Results, compared: dict[str, list[Compared]]) -> list[dict[str, Any]]:
+    """Return what `compare_all` found, for programs."""
+    return [
+        {
+            "measure": row.measure,
+            "model": row.arm.label,
+            "mean": row.values.mean,
+            "deviation": row.values.deviation,
+            "baseline": results.baseline.label,
+            "difference": row.difference.mean if row.difference else None,
+            "over_seeds": row.difference.interval if row.difference else None,
+            "over_items": row.over_items,
+            "seeds": len(row.difference.values if row.difference else row.values.values),
+            "items": count_items(results, row.measure),
+        }
+        for rows in compared.values()
+        for row in rows
+    ]

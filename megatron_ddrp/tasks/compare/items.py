@@ -1,0 +1,115 @@
+"""Results per test item, and the intervals over items that follow from them: what other sentences would have given."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.tasks.compare.resampling import resampled_scores
+from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
+from megatron_ddrp.tasks.finetune.cells import Cell
+from megatron_ddrp.tasks.finetune.predictions import read_predictions
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
+from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
+from megatron_ddrp.tasks.statistics import paired_bootstrap, percentile_interval
+
+Interval = tuple[float, float]
+Paradigms = Mapping[str, np.ndarray]
+"""Paradigm → 1.0 for each pair that is right, otherwise 0.0, `[pairs]`."""
+
+
+class Items:
+    """What the runs of a plan gave on each item, by arm and seed."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[Arm, dict[int, np.ndarray]]] = defaultdict(lambda: defaultdict(dict))
+        """Task → arm → seed → scores of the bootstrap samples of its rows, `[samples]`."""
+        self._pairs: dict[Arm, dict[int, Paradigms]] = defaultdict(dict)
+        self._rows: dict[str, int] = {}
+        """Task → rows of its development set."""
+
+    def add_cell(self, task: str, run: TrainingRun, cell: Cell, folder: Path) -> None:
+        """Take the predictions behind a score of a run; nothing where they are missing or damaged."""
+        self._rows[task] = cell.rows[0]["dev_examples"]
+        if (samples := _resampled(cell, folder)) is not None:
+            self._samples[task][run.arm][run.seed] = samples
+
+    def add_pairs(self, run: TrainingRun, paradigms: Paradigms) -> None:
+        """Take the results of a run on minimal pairs; nothing where the file of scores is gone."""
+        if paradigms:
+            self._pairs[run.arm][run.seed] = paradigms
+
+    def of_tasks(self, tasks: Collection[str], first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
+        """Return the interval of `first` − `second`, mean over the tasks and over the seeds, on resampled rows.
+
+        The two models, and all seeds, are scored on the same samples. None where predictions are missing.
+        """
+        differences = []
+        for task in tasks:
+            ours, theirs = (self._samples[task].get(arm, {}) for arm in (first, second))
+            if not all(seed in by_seed for by_seed in (ours, theirs) for seed in seeds):
+                return None
+            differences += [ours[seed] - theirs[seed] for seed in seeds]
+        return percentile_interval(np.mean(differences, axis=0)) if differences else None
+
+    def of_pairs(self, first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
+        """Return the interval of `first` − `second`, mean over the seeds, on resampled paradigms and pairs.
+
+        None where scores are missing.
+        """
+        ours, theirs = (
+            [found[seed] for seed in seeds if seed in found]
+            for found in (self._pairs.get(first, {}), self._pairs.get(second, {}))
+        )
+        if not seeds or len(ours) < len(seeds) or len(theirs) < len(seeds):
+            return None
+        return paired_bootstrap(
+            [np.mean([a[name] - b[name] for a, b in zip(ours, theirs, strict=True)], axis=0) for name in ours[0]]
+        )
+
+    def accuracies(self, arm: Arm) -> dict[str, float]:
+        """Return paradigm → accuracy, mean over the seeds; empty where nothing is measured."""
+        by_seed = list(self._pairs.get(arm, {}).values())
+        names = by_seed[0] if by_seed else ()
+        return {name: float(np.mean([found[name].mean() for found in by_seed])) for name in names}
+
+    def count_rows(self, tasks: Collection[str]) -> int:
+        """Return the number of development rows of some tasks."""
+        return sum(self._rows.get(task, 0) for task in tasks)
+
+    def count_pairs(self) -> tuple[int, int]:
+        """Return the numbers of pairs and of paradigms; 0 where nothing is measured."""
+        for by_seed in self._pairs.values():
+            for found in by_seed.values():
+                return sum(map(len, found.values())), len(found)
+        return 0, 0
+
+
+def read_right(folder: Path) -> Paradigms:
+    """Return which pairs were right in an output folder of `tasks.minimal_pairs`, which holds one encoder."""
+    return {
+        row["paradigm"]: cell_of_pairs(row, "strict").right.astype(float) for row in PairStore(folder / SCORES_FILE)
+    }
+
+
+def _resampled(cell: Cell, folder: Path) -> np.ndarray | None:
+    """Return the median over fine-tuning seeds of the score of each bootstrap sample, `[samples]`."""
+    found = [samples for row in cell.rows if (samples := _resampled_run(row, folder)) is not None]
+    return np.median(found, axis=0) if len(found) == len(cell.rows) else None
+
+
+def _resampled_run(row: dict[str, Any], folder: Path) -> np.ndarray | None:
+    path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
+    try:
+        task = Task.of(row["facts"]) if "facts" in row else TASKS[row["task"]]
+        scored = read_predictions(path.read_bytes(), task)
+    except (OSError, LookupError, TypeError, ValueError):
+        return None
+    return resampled_scores(task, *next(iter(scored.values())))

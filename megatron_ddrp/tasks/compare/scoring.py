@@ -1,0 +1,108 @@
+"""The sections of a plan that score checkpoints: GLUE, minimal pairs, and tasks of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config.option import COUNT, option
+from megatron_ddrp.config.reading import Place, make_section, options_of, read_settings
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.flags import Flags
+from megatron_ddrp.tasks.finetune.options import Search, Training
+from megatron_ddrp.tasks.finetune.runs import GRIDS
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
+
+
+@dataclass(frozen=True)
+class GluePlan:
+    """How `python -m tasks.glue` scores a checkpoint."""
+
+    data_dir: str = option(MISSING, "GLUE's folder")
+    tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
+    checkpoints_of: tuple[str, ...] = option(
+        (), "models of which every checkpoint is scored (figure 3b)", distinct=True
+    )
+    flags: Flags = ()
+    """Further flags of `tasks.glue`."""
+
+
+@dataclass(frozen=True)
+class MinimalPairsPlan:
+    """How `python -m tasks.minimal_pairs` scores a checkpoint."""
+
+    data_dir: str = option(MISSING, "folder of paradigms, one .jsonl each")
+    max_pairs: int | None = option(None, "pairs of each paradigm (default: all)", within=COUNT)
+    score: str | None = option(None, "which pieces are masked together", choices=tuple(SCORES))
+
+    @property
+    def flags(self) -> Flags:
+        """Further flags of `tasks.minimal_pairs`."""
+        given = (("max_pairs", self.max_pairs), ("score", self.score))
+        return tuple((name, value) for name, value in given if value is not None)
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """How `python -m tasks.finetune` scores a checkpoint on one task."""
+
+    file: str = option(MISSING, "task file")
+    flags: Flags = ()
+    """Further flags of `tasks.finetune`."""
+    task: TaskFiles = TaskFiles()
+    """What the task file says."""
+
+    @property
+    def name(self) -> str:
+        """What tables call the task."""
+        return self.task.called
+
+    @property
+    def data(self) -> list[str]:
+        """The task's data files."""
+        return [str(path) for path in (self.task.train, self.task.valid, self.task.test) if path is not None]
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all fine-tuning runs on one checkpoint."""
+        given = dict(self.flags)
+        chosen = GRIDS[given["grid"]]
+        points = len(given.get("batch_size", chosen["batch_sizes"])) * len(given.get("lr", chosen["lrs"]))
+        return int(given["seeds"]) * points * sum(given.get("epochs", chosen["epochs"]))
+
+
+def read_glue(values: Any, place: Place) -> GluePlan:
+    """Read the section `glue`, whose further keys are flags of `tasks.glue`."""
+    return _with_flags(GluePlan, values, place)
+
+
+def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
+    """Read the section `tasks`, a list whose entries hold a task file and flags of `tasks.finetune`."""
+    entries = values if isinstance(values, list) else [values]
+    found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
+    for number, task in enumerate(found):
+        if task.name in [*TASKS, *(other.name for other in found[:number])]:
+            raise place.error(f"{task.name!r} is the name of two tasks: give {task.file} another `name`")
+    return tuple(found)
+
+
+def _read_task(values: Any, place: Place) -> TaskPlan:
+    plan: TaskPlan = _with_flags(TaskPlan, values, place)
+    try:
+        task = read_task_file(Path(plan.file))
+        task.require()
+    except UserError as error:
+        raise place.error(str(error)) from None
+    return replace(plan, task=task)
+
+
+def _with_flags(section: type[Any], values: Any, place: Place) -> Any:
+    """Return a section whose further keys are flags of a command that fine-tunes."""
+    flags = options_of(Search, Training)
+    settings = read_settings(options_of(section) | flags, values, place)
+    given = {"grid": "quick", "seeds": 1} | {name: settings.pop(name) for name in flags if name in settings}
+    chosen = tuple((name, given[name]) for name in flags if given.get(name) not in (None, False))
+    return make_section(section, settings | {"flags": chosen}, place)

@@ -1,0 +1,184 @@
+"""The encoder to be fine-tuned, from a training checkpoint of this project or a Hugging Face folder.
+
+Both end as a module that maps a Batch to hidden states, beside the tokenizer that belongs to it. Everything comes from
+the folder that was named; nothing is fetched, and no code in the folder is run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.foreign_config import read_config_file
+from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A loaded encoder; `fresh` gives each run its own copy."""
+
+    name: str
+    """Name of the encoder in tables."""
+    folder: Path
+    module: nn.Module
+    """Maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+    tokenizer: Tokenizer
+    hidden_size: int
+    max_length: int
+    """Longest sequence that it knows positions for."""
+    fingerprint: str
+    """Changes when any weight does."""
+    origin: str
+    """Which weights were loaded, missing and left unused, and which damage was skipped; for people."""
+    rebuild: Callable[[], nn.Module] | None = None
+    """Makes the same architecture with new random weights; set where these are wanted."""
+    pair_separators: int = 1
+    """Separators between the two texts of a pair."""
+    family_model: Callable[[nn.Module, str, Labels], nn.Module] | None = None
+    """Puts the head of the encoder's own family on a fresh copy; None where it has no family but ours."""
+
+    def fresh(self, seed: int, device: torch.device) -> nn.Module:
+        """Return a copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
+        if self.rebuild is None:
+            return copy.deepcopy(self.module).to(device)
+        torch.manual_seed(seed)
+        return self.rebuild().to(device)
+
+
+class TrainedEncoder(nn.Module):
+    """A model of this project as an encoder."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return hidden states `[batch, seq, hidden]`."""
+        return self.model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
+
+
+def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
+    """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
+
+    A model of this project always carries its head; with `masked_lm` so does one of a Hugging Face folder.
+
+    Raises:
+        UserError: the folder is of neither kind, cannot be loaded, or its tokenizer has more pieces than its model; or
+            `masked_lm`, and the folder lacks the weights of that head.
+    """
+    path = folder / "config.json"
+    if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
+        raise UserError(
+            f"--load {folder}: neither a training checkpoint nor a Hugging Face folder; expected a folder that "
+            "pretrain_bert.py --save or tools/convert_checkpoint.py wrote, or a downloaded encoder"
+        )
+    config = read_config_file(folder) if path.is_file() else {}
+    if "model_type" in config:
+        return _load_hugging_face(folder, config, random_init, masked_lm)
+    return _load_checkpoint(folder, random_init, masked_lm)
+
+
+def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encoder:
+    from megatron_ddrp.model import build_model
+
+    remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
+    model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
+    _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
+    model.merge_embeddings()
+    names = [name for name, _ in model.named_parameters()]
+    unused = [] if masked_lm else [name for name in names if name.startswith("head.")]
+    return Encoder(
+        _name(folder, random_init),
+        folder,
+        TrainedEncoder(model),
+        tokenizer,
+        config.model.hidden_size,
+        config.model.seq_length,
+        _fingerprint(model, random_init),
+        "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init, masked_lm))),
+        (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
+        pair_separators=pair_separators(config.model, tokenizer),
+    )
+
+
+def pair_separators(config: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Return how many separators stand between two texts: 2 in the RoBERTa family, which has no second segment."""
+    return 2 if config.num_segments == 1 and tokenizer.pieces[tokenizer.cls_id] == "<s>" else 1
+
+
+def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bool, masked_lm: bool) -> Encoder:
+    found = load_folder(folder, raw_config, masked_lm)
+    tokenizer = load_tokenizer(folder)
+    _refuse_foreign_tokenizer(folder, tokenizer, found.config.vocab_size, PADDED_ROWS)
+    encoder = HuggingFaceEncoder(found.model)
+    names = {name for name, _ in encoder.model.named_parameters()}
+    missing = sorted(names & found.missing)
+    if 2 * len(missing) > len(names):
+        raise UserError(f"--load {folder}: its weights are of another model than its config.json; copy it again")
+    if masked_lm and missing:
+        raise UserError(
+            f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the folder lacks "
+            f"{_names(missing)}; give the folder of a masked language model"
+        )
+    return Encoder(
+        _name(folder, random_init),
+        folder,
+        encoder,
+        tokenizer,
+        found.config.hidden_size,
+        found.max_length,
+        _fingerprint(encoder, random_init),
+        _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
+        (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
+        pair_separators=found.pair_separators,
+        family_model=FamilyModel.on_top_of,
+    )
+
+
+def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spare: int) -> None:
+    if not rows - spare <= tokenizer.vocab_size <= rows:
+        raise UserError(
+            f"--load {folder}: its tokenizer has {tokenizer.vocab_size} pieces and its model embeds {rows}; "
+            "put the vocabulary there that the model was trained with"
+        )
+
+
+def _origin(loaded: int, missing: list[str], unused: list[str], random_init: bool, masked_lm: bool) -> str:
+    if random_init:
+        return "loaded: none, all weights are new and random in every run"
+    whole = "of the masked language model" if masked_lm else "of the encoder"
+    parts = [f"loaded: {loaded} weights {whole}", f"missing: {_names(missing)}", f"not used: {_names(unused)}"]
+    return "; ".join(parts if masked_lm else [*parts, "new in every run: pooler and classifier"])
+
+
+def _names(weights: list[str]) -> str:
+    if not weights:
+        return "none"
+    few = ", ".join(weights[:4]) + (", …" if len(weights) > 4 else "")
+    return f"{len(weights)} ({few})"
+
+
+def _name(folder: Path, random_init: bool) -> str:
+    return f"{folder}, random weights" if random_init else str(folder)
+
+
+def _fingerprint(model: nn.Module, random_init: bool) -> str:
+    digest = hashlib.sha256(b"random weights" if random_init else b"")
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if not random_init:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,62 @@
+"""Exact match and F1 of answers to questions, as SQuAD's evaluation script version 2.0 scores them.
+
+Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822. An answer is compared after lower-casing, without ASCII
+punctuation, English articles and doubled blanks. Of several gold answers the best counts. A question without an answer
+has the gold answer "" alone; then, and where a prediction is empty, F1 is 1 if both are empty and 0 otherwise. On
+answers that are not empty version 1.1 scores the same.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class AnswerScores(NamedTuple):
+    """Means over questions, as fractions; None without a question."""
+
+    exact_match: float | None
+    f1: float | None
+    questions: int
+
+
+def normalized(answer: str) -> str:
+    """Return an answer as it is compared: lower case, no ASCII punctuation, no English article, single blanks."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(gold: Sequence[str], predicted: str) -> float:
+    """Return 1.0 if the prediction equals one of the gold answers after normalization, otherwise 0.0."""
+    return float(normalized(predicted) in gold_answers(gold))
+
+
+def f1(gold: Sequence[str], predicted: str) -> float:
+    """Return the best F1 of the prediction's words and a gold answer's: 2·common / (words of both)."""
+    return max(_f1(answer.split(), normalized(predicted).split()) for answer in gold_answers(gold))
+
+
+def score_answers(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> AnswerScores:
+    """Return the means over all questions, given the gold answers and the predicted one of each."""
+    pairs = list(zip(gold, predicted, strict=True))
+    if not pairs:
+        return AnswerScores(None, None, 0)
+    matches = sum(exact_match(*pair) for pair in pairs)
+    return AnswerScores(matches / len(pairs), sum(f1(*pair) for pair in pairs) / len(pairs), len(pairs))
+
+
+def gold_answers(answers: Sequence[str]) -> list[str]:
+    """Return the normalized answers that are not empty, or "" alone for a question without an answer."""
+    return [text for text in map(normalized, answers) if text] or [""]
+
+
+def _f1(gold: list[str], predicted: list[str]) -> float:
+    if not gold or not predicted:
+        return float(gold == predicted)
+    common = (Counter(gold) & Counter(predicted)).total()
+    return 2 * common / (len(gold) + len(predicted))

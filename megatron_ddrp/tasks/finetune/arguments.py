@@ -1,0 +1,108 @@
+"""The command lines of `python -m tasks.finetune` and of its `predict`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.config.option import COUNT, option, refuse
+from megatron_ddrp.tasks.finetune.options import Machine, Search, Training, parse_options, require
+from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
+from megatron_ddrp.tasks.finetune.runs import GRIDS
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
+
+DESCRIPTION = """Fine-tune encoders on tasks of your own and report the validation scores.
+
+A task is a training and a validation file with a column of texts and one of labels, given by flags or in a YAML file
+with the same names. Every task is run at every grid point with every seed. OUT/runs.jsonl holds one line per finished
+run; a restarted command does what is missing, and several commands may share one OUT. OUT/table.md holds the medians
+over the seeds, OUT/predictions/ what each run predicted, OUT/models/ the best model as a Hugging Face folder.
+
+  one task       python -m tasks.finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
+  what is in it  … --dry-run                     columns, class counts, the majority's score, hours
+  several        python -m tasks.finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
+  baseline       … --random-init
+  use it         python -m tasks.finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
+"""
+
+PREDICT = """Label a file with a model that tasks.finetune kept: the same rows in order, with a column `prediction`.
+
+  python -m tasks.finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
+"""
+
+
+@dataclass(frozen=True)
+class What:
+    """what to run"""
+
+    output_dir: Path = option(MISSING, "for runs.jsonl, the tables, predictions and models", metavar="OUT")
+    load: tuple[Path, ...] | None = option(
+        None,
+        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; several to compare them",
+        nargs="+",
+        metavar="DIR",
+    )
+    task_file: tuple[Path, ...] | None = option(
+        None, "tasks as YAML; keys are the flags of a task, paths are relative to the file", nargs="+", metavar="T.yaml"
+    )
+    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
+    report: tuple[Path, ...] | None = option(
+        None, "run nothing: one table over these --output-dir folders", nargs="+", metavar="OUT"
+    )
+
+
+@dataclass(frozen=True)
+class OwnSearch(Search):
+    """grid and seeds"""
+
+    grid: str = option(
+        "quick",
+        "quick: batch 32, lr 3e-5, 4 epochs; paper: batch 16, 32 x lr 1e-5, 2e-5, 3e-5 x 4, 6 epochs",
+        choices=tuple(GRIDS),
+    )
+    seeds: int = option(3, "runs per grid point, with seeds 1 to N", within=COUNT)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """what to label"""
+
+    load: Path = option(MISSING, "a folder in OUT/models", metavar="DIR")
+    input: Path = option(MISSING, "rows to label, of any format that training takes", metavar="F")
+    output: Path = option(
+        MISSING,
+        "the same rows with their predictions: .jsonl, .csv or .tsv; of tokens also .conll, of qa .json",
+        metavar="G",
+    )
+    text_column: str | None = option(None, "column of the text (default: as in training)", metavar="C")
+    text_pair_column: str | None = option(None, "column of the second text (default: as in training)", metavar="C")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line; `points` are the grid's, `tasks` those of the files and flags."""
+    parser = ArgumentParser(prog="python -m tasks.finetune", description=DESCRIPTION)
+    options = parse_options(parser, (What, TaskFiles, OwnSearch, Training, Machine), _check, arguments)
+    options.suite = OwnTasks()
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    require(options, "load")
+    given = TaskFiles(**{name: getattr(options, name) for name in TaskFiles.__dataclass_fields__})
+    if options.task_file and given != TaskFiles():
+        refuse("--task-file and the flags of a task exclude each other: write them into the file")
+    options.tasks = [read_task_file(path) for path in options.task_file] if options.task_file else [given]
+    if options.report is None:
+        for task in options.tasks:
+            task.require()
+
+
+def parse_prediction(arguments: Sequence[str]) -> Prediction:
+    """Parse the command line of `predict`."""
+    parser = ArgumentParser(prog="python -m tasks.finetune predict", description=PREDICT)
+    add_flags(parser, Prediction)
+    add_plugin_flag(parser)
+    return given_options(Prediction, parser.parse_args(arguments))

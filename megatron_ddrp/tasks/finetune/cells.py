@@ -1,0 +1,100 @@
+"""The cells of a table: one encoder on one task, its seeds at the best grid point.
+
+A grid point is all that decides a run but its seed; the best one has the highest median of the last epoch's scores
+among those with the most seeds. An undefined score counts as 0 (`runs.count_undefined`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ddrp.tasks.finetune.runs import Run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One encoder on one task at its best grid point."""
+
+    task: str
+    rows: list[dict[str, Any]]
+    """Lines of runs.jsonl as `RunStore` reads them, one per seed."""
+
+    @property
+    def scores(self) -> list[float]:
+        """The last epoch's scores as fractions, one per seed."""
+        return [row["score"] for row in self.rows]
+
+    @property
+    def median(self) -> float:
+        """Median of the scores."""
+        return statistics.median(self.scores)
+
+    @property
+    def undefined(self) -> int:
+        """Number of scores that are undefined and count as 0."""
+        return sum(row["undefined"] for row in self.rows)
+
+    @property
+    def metric(self) -> str:
+        """Name of the scores' metric."""
+        return str(self.rows[0]["metric"])
+
+    @property
+    def others(self) -> dict[str, list[float]]:
+        """Scores of further development files (MNLI's mismatched one)."""
+        return {name: [row["other_scores"][name] for row in self.rows] for name in self.rows[0].get("other_scores", {})}
+
+    @property
+    def beside(self) -> dict[str, list[float]]:
+        """Scores by further metrics, 0 where one is undefined."""
+        return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in self.rows[0].get("beside", {})}
+
+    def other_undefined(self, file: str) -> int:
+        """Return how many scores of a further development file are undefined."""
+        return sum(file in row["other_undefined"] for row in self.rows)
+
+
+Cells = dict[str, Cell]
+
+
+def best_cells(rows: Iterable[dict[str, Any]], order: Sequence[str] = ()) -> dict[str, Cells]:
+    """Return encoder's name → task → its cell at the best grid point, tasks in `order`, others after them."""
+    known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
+    names: dict[str, set[str]] = {}
+    # Scores on other data, at another length or from fewer rows than the newest run's have no place in one median.
+    newest: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for run, row in known.items():
+        names.setdefault(row["load"], set()).add(run.encoder)
+        newest[run.encoder, run.task] = _conditions(run)
+    groups: dict[str, dict[str, dict[Run, list[dict[str, Any]]]]] = {}
+    for run, row in known.items():
+        if _conditions(run) != newest[run.encoder, run.task]:
+            continue
+        name = f"{row['load']} ({run.encoder[:8]})" if len(names[row["load"]]) > 1 else row["load"]
+        groups.setdefault(name, {}).setdefault(run.task, {}).setdefault(replace(run, seed=0), []).append(row)
+    return {
+        name: {task: _best(task, tasks[task]) for task in dict.fromkeys([*order, *tasks]) if task in tasks}
+        for name, tasks in groups.items()
+    }
+
+
+def task_order(encoders: dict[str, Cells], order: Sequence[str]) -> list[str]:
+    """Return the tasks that any encoder has a cell of, in `order`, others after them."""
+    found = dict.fromkeys(task for cells in encoders.values() for task in cells)
+    return [task for task in dict.fromkeys([*order, *found]) if task in found]
+
+
+def _conditions(run: Run) -> tuple[Any, ...]:
+    return run.data, run.max_seq_length, run.max_train_examples
+
+
+def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:
+    def rank(point: Run) -> tuple[int, float, int]:
+        cell = Cell(task, points[point])
+        return len(cell.rows), cell.median, -cell.undefined
+
+    point = max(sorted(points, key=lambda run: (run.point, run.name)), key=rank)
+    return Cell(task, sorted(points[point], key=lambda row: row["seed"]))

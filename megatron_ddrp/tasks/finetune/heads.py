@@ -1,0 +1,83 @@
+"""What stands on top of the encoder. All of it is new in every run, also where a checkpoint holds a pooler of its own,
+so that encoders compare by what pre-training gave them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.tasks.encoder import Encoder
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.huggingface import Labels
+
+DROPOUT = 0.1
+INIT_STD = 0.02
+
+
+class SequenceHead(nn.Module):
+    """An encoder with a pooler (dense, tanh, on [CLS]), dropout and an output layer, as in appendix B of the paper."""
+
+    def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
+        """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+        super().__init__()
+        self.encoder = encoder
+        self.pooler = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.output = nn.Linear(hidden_size, num_outputs)
+        _initialise(self.pooler, self.output)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return logits, or the prediction of a regression: float32 `[batch, num_outputs]`."""
+        first = self.encoder(batch)[:, 0]  # [batch, hidden]
+        return self.output(self.dropout(torch.tanh(self.pooler(first)))).float()
+
+
+class PieceHead(nn.Module):
+    """An encoder with dropout and an output layer on every piece."""
+
+    def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
+        """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+        super().__init__()
+        self.encoder = encoder
+        self.dropout = nn.Dropout(DROPOUT)
+        self.output = nn.Linear(hidden_size, num_outputs)
+        _initialise(self.output)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return logits, float32 `[batch, seq, num_outputs]`."""
+        return self.output(self.dropout(self.encoder(batch))).float()
+
+
+def _initialise(*layers: nn.Linear) -> None:
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=INIT_STD)
+        nn.init.zeros_(layer.bias)
+
+
+HEADS: dict[str, type[SequenceHead | PieceHead]] = {"sequence": SequenceHead, "tokens": PieceHead, "qa": PieceHead}
+
+PROBLEM_TYPES = {
+    "classification": "single_label_classification",
+    "multi-label": "multi_label_classification",
+    "regression": "regression",
+}
+"""Kind → what a Hugging Face configuration calls it."""
+
+
+def labels_of(task: Task) -> Labels:
+    """Return what a Hugging Face configuration says of a task's labels; a regression has one, named after the task."""
+    return Labels(task.labels or (task.name,), PROBLEM_TYPES.get(task.kind))
+
+
+def build_model(encoder: Encoder, task: Task, run: Run, device: torch.device) -> nn.Module:
+    """Return a fresh copy of the encoder with a new head, on the device; a function of the run's seed."""
+    module, kind = encoder.fresh(run.seed, device), KINDS[task.kind]
+    torch.manual_seed(run.seed_of("fine-tuning head"))
+    if run.head == "family":
+        assert encoder.family_model is not None
+        return encoder.family_model(module, kind.head, labels_of(task)).to(device)
+    return HEADS[kind.head](module, encoder.hidden_size, kind.num_outputs(task)).to(device)

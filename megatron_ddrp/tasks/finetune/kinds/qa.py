@@ -1,0 +1,256 @@
+"""Question answering: the part of a context that answers a question, or nothing, as in SQuAD.
+
+The model gives each piece one logit for the first piece of the answer and one for the last (Devlin et al.,
+arXiv:1810.04805, section 4.2). Long contexts become several overlapping rows; of all rows the span with the highest sum
+of its two logits wins. In tasks with unanswerable questions [CLS] competes with the spans (section 4.3 there).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.tasks.finetune.answers import score_answers
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
+from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
+from megatron_ddrp.tasks.finetune.squad_files import flat_answers
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
+
+NO_ANSWER = "no answer"
+"""The one label of a task in which questions may have no answer; other tasks have none."""
+OVERLAP = 128
+"""Pieces that neighbouring rows of one context share, at most half of a row's room."""
+LONGEST_ANSWER = 30
+"""Pieces of the longest predicted answer."""
+LONGEST_QUESTION = 64
+"""Pieces of a question, at most about half of a row."""
+
+
+class Answers(NamedTuple):
+    """The label of an example: the gold answers, none where the question has no answer."""
+
+    texts: tuple[str, ...]
+    begins: tuple[int, ...]
+    """Character of the context at which each begins. The model learns the first answer."""
+
+
+@dataclass(frozen=True)
+class Windows(Encoded):
+    """Rows of a question and a window over its context; targets are the first and the last piece in the row.
+
+    Both targets are 0, [CLS], where the window does not hold the whole answer.
+    """
+
+    spans: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    """Characters of the context that a piece stands for, `[all pieces, 2]`; −1 of [CLS], [SEP] and the question."""
+    questions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Number of the question in each row, `[rows]`."""
+    contexts: tuple[str, ...] = ()
+    """The context of each question."""
+
+
+class QuestionAnswering(Kind):
+    """A span of the context. An example's texts are question and context, its label `Answers`."""
+
+    head: ClassVar[str] = "qa"
+    usual_columns: ClassVar[Columns] = Columns("question", "context", "answers")
+
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return question and context."""
+        if columns.pair is None:
+            raise ValueError("a question without a context; name its column by --text-pair-column")
+        return text_of(cells, columns.text), text_of(cells, columns.pair)
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return `NO_ANSWER` for a question without an answer, otherwise nothing."""
+        return () if _answers(cell).texts else (NO_ANSWER,)
+
+    def label(self, cell: Any, task: Task) -> Answers:
+        """Return the answers."""
+        return _answers(cell)
+
+    def check(self, texts: Sequence[str], cell: Any) -> None:
+        """Refuse an answer that the context does not hold where it should."""
+        for text, begin in zip(*_answers(cell), strict=True):
+            if not text.strip() or begin < 0 or texts[1][begin : begin + len(text)] != text:
+                raise ValueError(
+                    f"answer {text[:60]!r} is not at character {begin} of the context, expected the answer's own words "
+                    "and the number of characters before them"
+                )
+
+    def told(self, task: Task, predictions: list[str | None]) -> Iterable[Any]:
+        """Yield the answers."""
+        return predictions
+
+    def num_outputs(self, task: Task) -> int:
+        """Return 2: logits of the first and the last piece."""
+        return 2
+
+    def encode(
+        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
+    ) -> Windows:
+        """Return rows `[CLS] question [SEP] window [SEP]`, with segment 1 from the window on."""
+        writer = RowWriter(tokenizer.pad_id)
+        targets, spans, questions = array("q"), array("i"), array("q")
+        gold: list[tuple[str, ...]] = []
+        contexts: list[str] = []
+        for number, example in enumerate(examples):
+            question, context = example.texts
+            asked = tokenizer.encode(question)[: min(LONGEST_QUESTION, max_length // 2 - 2)]
+            before = [tokenizer.cls_id, *asked, *[tokenizer.sep_id] * pair_separators]
+            room = max_length - len(before) - 1
+            pieces, places = tokenizer.encode_with_spans(context)
+            answer = _first_answer(example.label, places)
+            for begin, end in context_windows(len(pieces), room, min(OVERLAP, room // 2)):
+                writer.add([*before, *pieces[begin:end], tokenizer.sep_id], len(before))
+                is_inside = answer is not None and begin <= answer[0] and answer[1] < end
+                targets.extend([len(before) - begin + piece for piece in answer] if answer and is_inside else [0, 0])
+                outside = (-1, -1)
+                for span in [*[outside] * len(before), *places[begin:end], outside]:
+                    spans.extend(span)
+                questions.append(number)
+            gold.append(example.label.texts if isinstance(example.label, Answers) else ())
+            contexts.append(context)
+        rows = writer.rows(np.array(targets).reshape(-1, 2), gold)
+        return Windows(
+            **vars(rows), spans=np.array(spans).reshape(-1, 2), questions=np.array(questions), contexts=tuple(contexts)
+        )
+
+    def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+        """Return first piece, last piece and length of the rows, `[batch, 3]`."""
+        return np.concatenate([encoded.targets[rows], encoded.lengths[rows][:, None]], axis=1)
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean of the two cross entropies over the pieces of a row, summed over rows."""
+        positions = torch.arange(outputs.shape[1], device=outputs.device)
+        is_padding = positions >= targets[:, 2:]  # [batch, seq]
+        logits = outputs.masked_fill(is_padding[..., None], -math.inf)  # [batch, seq, 2]
+        return nn.functional.cross_entropy(logits, targets[:, :2], reduction="sum") / 2
+
+    def blank(self, encoded: Encoded) -> np.ndarray:
+        """Return `[rows, 4]` zeros."""
+        return np.zeros((len(encoded), 4))
+
+    def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Return of each row the score, first and last piece of its best span, and the score of [CLS].
+
+        All four are nan where not all outputs of a row are finite. The score is −inf where a row has no context.
+        """
+        assert isinstance(encoded, Windows)
+        lengths = encoded.lengths[rows]
+        valid = np.arange(outputs.shape[1]) < lengths[:, None]  # [batch, seq]
+        is_context = np.zeros_like(valid)
+        is_context[valid] = encoded.spans[encoded.places(rows), 0] >= 0
+        outside = ~torch.from_numpy(is_context).to(outputs.device)
+        first, last = outputs.masked_fill(outside[..., None], -math.inf).unbind(dim=-1)  # [batch, seq] each
+        best = best_spans(first, last, LONGEST_ANSWER)  # [batch, 3]
+        found = torch.cat([best, outputs[:, 0].sum(dim=-1, keepdim=True)], dim=-1)
+        padding = ~torch.from_numpy(valid).to(outputs.device)
+        is_finite = outputs.masked_fill(padding[..., None], 0).isfinite().flatten(1).all(dim=1)
+        return rows, torch.where(is_finite[:, None], found, math.nan)
+
+    def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> list[str | None]:
+        """Return the answer of each question, "" for none, and None where a row has no prediction."""
+        assert isinstance(encoded, Windows)
+        begins = encoded.ends - encoded.lengths
+        by_question: list[list[int]] = [[] for _ in encoded.contexts]
+        for row, question in enumerate(encoded.questions.tolist()):
+            by_question[question].append(row)
+        answers: list[str | None] = []
+        for context, rows in zip(encoded.contexts, by_question, strict=True):
+            of_rows = outcomes[rows]  # [rows of the question, 4]
+            if np.isnan(of_rows).any():
+                answers.append(None)
+                continue
+            best = int(of_rows[:, 0].argmax())
+            score, first, last, _ = of_rows[best]
+            is_none = score == -math.inf or (NO_ANSWER in task.labels and of_rows[:, 3].min() > score)
+            place = begins[rows[best]]
+            begin, end = encoded.spans[place + int(first), 0], encoded.spans[place + int(last), 1]
+            answers.append("" if is_none else context[begin:end].strip())
+        return answers
+
+    def score(self, metric: str, answers: list[tuple[str, ...]], predictions: list[str | None]) -> float | None:
+        """Return F1 or exact match, None where a prediction is missing."""
+        found = [prediction for prediction in predictions if prediction is not None]
+        if len(found) < len(predictions):
+            return None
+        scores = score_answers(answers, found)
+        return scores.exact_match if metric == "exact-match" else scores.f1
+
+    def beside(self, task: Task) -> tuple[str, ...]:
+        """Return the other one of F1 and exact match."""
+        return tuple(name for name in METRICS_OF_KIND["qa"] if name != task.metric)
+
+    def lines(self, task: Task, answers: list[tuple[str, ...]], predictions: list[str | None]) -> Iterable[Line]:
+        """Yield one line per question: the answer as a JSON string (null: no prediction), the gold ones as a list."""
+        for index, (prediction, gold) in enumerate(zip(predictions, answers, strict=True)):
+            yield str(index), json.dumps(prediction, ensure_ascii=False), json.dumps(gold, ensure_ascii=False)
+
+    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[list[tuple[str, ...]], list[str | None]]:
+        """Return the gold answers and the predictions."""
+        answers, predictions = [], []
+        for number, (index, prediction, gold) in enumerate(lines):
+            if index != str(number):
+                raise ValueError(f"question {index} stands where question {number} should")
+            predicted, texts = json.loads(prediction), json.loads(gold)
+            if not (predicted is None or isinstance(predicted, str)) or not _are_texts(texts):
+                raise ValueError(f"{prediction[:80]!r} or {gold[:80]!r} is no answer")
+            predictions.append(predicted)
+            answers.append(tuple(texts))
+        return answers, predictions
+
+
+def best_spans(first: Tensor, last: Tensor, longest: int) -> Tensor:
+    """Return score, first and last piece of the best span of each row, float `[batch, 3]`; the shortest among equals.
+
+    `first` and `last` are logits `[batch, seq]`, −inf where no answer may begin or end; a span has at most `longest`
+    pieces. The search is complete, not over a few best beginnings and ends.
+    """
+    seq = first.shape[1]
+    best = first.new_zeros(len(first), 3)
+    best[:, 0] = -math.inf
+    for more in range(min(longest, seq)):  # pieces after the first
+        scores, begins = (first[:, : seq - more] + last[:, more:]).max(dim=1)  # [batch] each
+        found = torch.stack([scores, begins.to(scores.dtype), begins.to(scores.dtype) + more], dim=1)
+        best = torch.where((scores > best[:, 0])[:, None], found, best)
+    return best
+
+
+def _first_answer(label: object, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    if not isinstance(label, Answers) or not label.texts:
+        return None
+    return pieces_of_answer(places, label.begins[0], label.begins[0] + len(label.texts[0]))
+
+
+def _answers(cell: Any) -> Answers:
+    """Return the answers of a cell, in SQuAD's layout or in that of Hugging Face's datasets."""
+    try:
+        flat = flat_answers(cell)
+        answers = Answers(tuple(flat["text"]), tuple(flat["answer_start"]))
+        if len(answers.texts) != len(answers.begins) or not _are_texts([*answers.texts]):
+            raise TypeError
+        if not all(isinstance(begin, int) for begin in answers.begins):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise ValueError(
+            f'label is {repr(cell)[:80]}, expected {{"text": ["…"], "answer_start": [0]}}, or empty lists for a '
+            "question without an answer"
+        ) from None
+    return answers
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)

@@ -1,0 +1,294 @@
+"""Kinds that predict one thing for a text or a pair: a class, several classes at once, or a number.
+
+Pairs are `[CLS] a [SEP] b [SEP]` with segments 0 and 1; a row that is too long loses pieces from the end of its longer
+side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, truncate
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+
+_TOGETHER = 1000
+"""Rows that are tokenized in one call."""
+
+
+class SequenceKind(Kind):
+    """What the three kinds share; a subclass says what the outputs of one row mean."""
+
+    head: ClassVar[str] = "sequence"
+    usual_columns: ClassVar[Columns] = Columns("text", None, "label")
+
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return one text or a pair."""
+        names = (columns.text, columns.pair) if columns.pair else (columns.text,)
+        return tuple(text_of(cells, name) for name in names)
+
+    def num_outputs(self, task: Task) -> int:
+        """Return the number of labels, 1 for a number."""
+        return max(1, len(task.labels))
+
+    def encode(
+        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
+    ) -> Encoded:
+        """Return the rows of the examples."""
+        writer = RowWriter(tokenizer.pad_id)
+        labels: list[Any] = []
+        for some in _chunks(examples):
+            texts = zip(*(example.texts for example in some), strict=True)
+            for row in zip(*(tokenizer.encode_batch(side) for side in texts), strict=True):
+                sides = [list(side) for side in row]
+                between = pair_separators if len(sides) > 1 else 1
+                truncate(sides, max_length - len(sides) - between)
+                first = [tokenizer.cls_id, *sides[0], *[tokenizer.sep_id] * between]
+                second = [*sides[1], tokenizer.sep_id] if len(sides) > 1 else []
+                writer.add(first + second, len(first))
+            labels += [example.label for example in some]
+        return writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
+
+    def as_targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return float64 labels, `[rows, …]`, as the loss takes them."""
+        return labels
+
+    def blank(self, encoded: Encoded) -> np.ndarray:
+        """Return zeros of the shape of the targets."""
+        return np.zeros(encoded.targets.shape)
+
+    def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Return the predictions of the rows, nan where not all of a row's outputs are finite."""
+        predicted = self.predict(outputs)
+        is_finite = outputs.isfinite().all(dim=-1).view(-1, *[1] * (predicted.ndim - 1))
+        return rows, torch.where(is_finite, predicted, math.nan)
+
+    @abstractmethod
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the predictions, float `[batch, …]`, of outputs `[batch, num_outputs]`."""
+
+    def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> np.ndarray:
+        """Return the outcomes."""
+        return outcomes
+
+    def lines(self, task: Task, answers: np.ndarray, predictions: np.ndarray) -> Iterable[Line]:
+        """Yield one line per row."""
+        for index, (prediction, answer) in enumerate(zip(predictions, answers, strict=True)):
+            yield str(index), self.spelled(task, prediction), self.spelled(task, answer)
+
+    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels and predictions, each `[rows, …]`."""
+        found = []
+        for number, (index, prediction, label) in enumerate(lines):
+            if index != str(number):
+                raise ValueError(f"row {index} stands where row {number} should")
+            found.append((self.value(task, label), self.value(task, prediction)))
+        answers, predictions = zip(*found, strict=True)
+        return np.array(answers, dtype=np.float64), np.array(predictions, dtype=np.float64)
+
+    def told(self, task: Task, predictions: np.ndarray) -> Iterable[Any]:
+        """Yield the prediction of each row."""
+        for value in predictions:
+            yield self.as_json(task, value) if np.isfinite(value).all() else None
+
+    def as_json(self, task: Task, value: Any) -> Any:
+        """Return a finite prediction as a JSON value."""
+        return self.spelled(task, value)
+
+    @abstractmethod
+    def spelled(self, task: Task, value: Any) -> str:
+        """Return one label or prediction as text."""
+
+    @abstractmethod
+    def value(self, task: Task, text: str) -> Any:
+        """Return what `spelled` wrote. Raises ValueError where it did not write `text`."""
+
+
+class Classification(SequenceKind):
+    """One of several labels."""
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the label."""
+        return (written(cell),)
+
+    def label(self, cell: Any, task: Task) -> float:
+        """Return the class number."""
+        return float(number_of(written(cell), task))
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
+        """Return the score of the most frequent class."""
+        answers = np.array(labels)
+        most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
+        return self.score(task.metric, answers, np.full(len(answers), float(most))) or 0.0
+
+    def as_targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return class numbers, int64 `[rows]`; nan where there are no labels."""
+        return labels if np.isnan(labels).any() else labels.astype(np.int64)
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy."""
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the number of the likeliest class."""
+        return outputs.argmax(dim=-1).float()
+
+    def spelled(self, task: Task, value: float) -> str:
+        """Return the label."""
+        return task.labels[int(value)] if math.isfinite(value) else "nan"
+
+    def value(self, task: Task, text: str) -> float:
+        """Return the class number."""
+        return float(task.labels.index(text)) if text in task.labels else _nan(text)
+
+
+class MultiLabel(SequenceKind):
+    """Any number of several labels, none included. Files have them as a list, or as text with `|` between them."""
+
+    usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the labels."""
+        if isinstance(cell, str):
+            return tuple(name.strip() for name in cell.split("|") if name.strip())
+        if not isinstance(cell, list):
+            raise ValueError(f"label is {cell!r}, expected a list of labels")
+        return tuple(written(name) for name in cell)
+
+    def label(self, cell: Any, task: Task) -> list[float]:
+        """Return 1 for each label of the row and 0 for the others."""
+        numbers = {number_of(name, task) for name in self.label_names(cell)}
+        return [float(number in numbers) for number in range(len(task.labels))]
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
+        """Return the score of the most frequent label alone."""
+        answers = np.array(labels)
+        predictions = np.zeros_like(answers)
+        predictions[:, max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))] = 1
+        return self.score(task.metric, answers, predictions) or 0.0
+
+    def unlabelled(self, task: Task, texts: tuple[str, ...]) -> list[float]:
+        """Return nan for each label."""
+        return [math.nan] * len(task.labels)
+
+    def as_json(self, task: Task, value: np.ndarray) -> list[str]:
+        """Return the labels."""
+        return [label for label, chosen in zip(task.labels, value, strict=True) if chosen]
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the binary cross entropy, its mean over the labels."""
+        losses = nn.functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+        return losses.mean(dim=-1).sum()
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return 1 for each label whose probability is above a half, else 0, `[batch, labels]`."""
+        return (outputs > 0).float()
+
+    def spelled(self, task: Task, value: np.ndarray) -> str:
+        """Return the labels as a JSON list."""
+        if not np.isfinite(value).all():
+            return "nan"
+        return json.dumps(self.as_json(task, value), ensure_ascii=False)
+
+    def value(self, task: Task, text: str) -> list[float]:
+        """Return 1 or 0 for each label."""
+        if text == "nan":
+            return [math.nan] * len(task.labels)
+        chosen = json.loads(text)
+        if not isinstance(chosen, list) or not set(chosen) <= set(task.labels):
+            raise ValueError(f"{text!r} is no list of labels")
+        return [float(label in chosen) for label in task.labels]
+
+
+class Regression(SequenceKind):
+    """A number."""
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return nothing: a number is no name."""
+        self._number(cell)
+        return ()
+
+    def label(self, cell: Any, task: Task) -> float:
+        """Return the number."""
+        return self._number(cell)
+
+    def _number(self, cell: Any) -> float:
+        try:
+            number = math.nan if isinstance(cell, bool) else float(cell)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"label is {cell!r}, expected a number")
+        return number
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the squared error."""
+        return nn.functional.mse_loss(outputs[:, 0], targets.float(), reduction="sum")
+
+    def as_json(self, task: Task, value: float) -> float:
+        """Return the number."""
+        return float(value)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the number."""
+        return outputs[:, 0]
+
+    def spelled(self, task: Task, value: float) -> str:
+        """Return the number in full."""
+        return repr(float(value))
+
+    def value(self, task: Task, text: str) -> float:
+        """Return the number."""
+        return float(text)
+
+
+def text_of(cells: Mapping[str, Any], column: str) -> str:
+    """Return the text in a column. Raises ValueError where it holds something else, or blanks alone."""
+    text = cells[column]
+    if not isinstance(text, str):
+        raise ValueError(f"{column} is {repr(text)[:80]}, expected text")
+    if not text.strip():
+        raise ValueError(f"{column} is empty, expected text")
+    return text
+
+
+def written(cell: Any) -> str:
+    """Return a label as it is written: a text as it stands, a whole number or a truth value as in JSON.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(cell, str) and cell.strip() and not set(cell) & set("\t\n\r"):
+        return cell
+    if isinstance(cell, int):
+        return json.dumps(cell)
+    raise ValueError(f"label is {cell!r}, expected a name without tabs and line breaks, or a whole number")
+
+
+def number_of(name: str, task: Task) -> int:
+    """Return the class number of a label. Raises ValueError where the task has no such label."""
+    if name not in task.labels:
+        known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")
+        raise ValueError(f"label {name!r} is in no row of the training file; it has {known}")
+    return task.labels.index(name)
+
+
+def _nan(text: str) -> float:
+    if text != "nan":
+        raise ValueError(f"{text!r} is none of the task's labels")
+    return math.nan
+
+
+def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    rows = iter(examples)
+    while some := list(itertools.islice(rows, _TOGETHER)):
+        yield some

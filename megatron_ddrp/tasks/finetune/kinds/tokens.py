@@ -1,0 +1,202 @@
+"""Token classification: one label per word of a sentence, as in named-entity recognition.
+
+A word's label stands on its first piece, the word's other pieces have none (Devlin et al., arXiv:1810.04805, section
+5.3). A sentence that is too long for a row becomes several overlapping rows (`words.windows_of`): no word is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.tasks.finetune.entities import score_entities
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
+from megatron_ddrp.tasks.finetune.kinds.sequences import number_of, written
+from megatron_ddrp.tasks.finetune.metrics import METRICS
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+from megatron_ddrp.tasks.finetune.words import pieces_of_words, windows_of
+
+OVERLAP = 4
+"""Neighbouring rows of one sentence share a row's pieces divided by this."""
+UNKNOWN = "nan"
+"""Tag of a word without a prediction, or without a label."""
+
+
+class Tags(NamedTuple):
+    """The tags of all sentences."""
+
+    classes: np.ndarray
+    """Class number of each word, sentence after sentence, float64 `[words]`; nan where there is none."""
+    ends: np.ndarray
+    """The word behind each sentence's last one, int64 `[sentences]`."""
+    labels: tuple[str, ...]
+    """Names of the classes."""
+
+    def by_sentence(self) -> Iterator[list[str]]:
+        """Yield the names of the tags of each sentence."""
+        begin = 0
+        for end in self.ends.tolist():
+            classes = self.classes[begin:end].tolist()
+            yield [UNKNOWN if math.isnan(number) else self.labels[int(number)] for number in classes]
+            begin = end
+
+
+class Tokens(Kind):
+    """One of several labels for each word. An example's texts are the words; its label is their class numbers."""
+
+    head: ClassVar[str] = "tokens"
+    usual_columns: ClassVar[Columns] = Columns("tokens", None, "tags")
+
+    def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
+        """Return the words."""
+        words = cells[columns.text]
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{columns.text} is {repr(words)[:80]}, expected a list of words")
+        if not words or "" in words:
+            raise ValueError(f"{columns.text} is empty or holds an empty word, expected a list of words")
+        return tuple(words)
+
+    def label_names(self, cell: Any) -> Sequence[str]:
+        """Return the tags of the words."""
+        if not isinstance(cell, list):
+            raise ValueError(f"label is {repr(cell)[:80]}, expected a list with the tag of each word")
+        return tuple(written(name) for name in cell)
+
+    def label(self, cell: Any, task: Task) -> list[float]:
+        """Return the class number of each word."""
+        return [float(number_of(name, task)) for name in self.label_names(cell)]
+
+    def check(self, texts: Sequence[str], cell: Any) -> None:
+        """Refuse a row with another number of tags than of words."""
+        if len(texts) != len(cell):
+            raise ValueError(f"{len(cell)} tags for {len(texts)} words, expected one for each")
+
+    def told(self, task: Task, predictions: Tags) -> Iterable[Any]:
+        """Yield the tags of each sentence, null for a word without a prediction."""
+        for names in predictions.by_sentence():
+            yield [None if name == UNKNOWN else name for name in names]
+
+    def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Sequence[float]]) -> float | None:
+        """Return the score of the most frequent tag on every word."""
+        ends = np.cumsum([len(row) for row in labels])
+        answers = Tags(np.concatenate([np.asarray(row, dtype=np.float64) for row in labels]), ends, task.labels)
+        most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
+        predictions = answers._replace(classes=np.full(len(answers.classes), float(most)))
+        return self.score(task.metric, answers, predictions) or 0.0
+
+    def num_outputs(self, task: Task) -> int:
+        """Return the number of labels."""
+        return len(task.labels)
+
+    def encode(
+        self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
+    ) -> Encoded:
+        """Return rows of whole words. Targets are class numbers `[all pieces]`, 0 where a label is not known."""
+        writer, targets = RowWriter(tokenizer.pad_id), array("q")
+        classes, ends = array("d"), array("q")
+        room = max_length - 2
+        for example in examples:
+            words = [own[:room] for own in pieces_of_words(tokenizer, example.texts)]
+            labels = np.broadcast_to(np.asarray(example.label, dtype=np.float64), len(words))
+            firsts = np.nan_to_num(labels).astype(np.int64).tolist()
+            for window in windows_of([len(own) for own in words], room, room // OVERLAP):
+                row, marks = [tokenizer.cls_id], [IGNORED_LABEL]
+                for number in range(window.begin, window.end):
+                    is_labelled = window.own_begin <= number < window.own_end
+                    row += words[number]
+                    marks += [firsts[number] if is_labelled else IGNORED_LABEL]
+                    marks += [IGNORED_LABEL] * (len(words[number]) - 1)
+                writer.add([*row, tokenizer.sep_id])
+                targets.extend([*marks, IGNORED_LABEL])
+            classes.extend(labels.tolist())
+            ends.append(len(classes))
+        gold = Tags(np.array(classes), np.array(ends), task.labels)
+        return writer.rows(np.array(targets), gold)
+
+    def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+        """Return class numbers `[batch, longest row]`, IGNORED_LABEL on pieces without a label and on padding."""
+        lengths = encoded.lengths[rows]
+        padded = np.full((len(rows), lengths.max()), IGNORED_LABEL, dtype=np.int64)
+        padded[_is_piece(lengths)] = encoded.targets[encoded.places(rows)]
+        return padded
+
+    def size(self, encoded: Encoded, rows: np.ndarray) -> int:
+        """Return the number of labelled words."""
+        return int(np.count_nonzero(encoded.targets[encoded.places(rows)] != IGNORED_LABEL))
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy over the labelled words."""
+        return nn.functional.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def blank(self, encoded: Encoded) -> np.ndarray:
+        """Return a zero for every piece."""
+        return np.zeros(len(encoded.targets))
+
+    def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Return the likeliest class of every piece of the rows, nan where not all of its outputs are finite."""
+        valid = torch.from_numpy(_is_piece(encoded.lengths[rows])).to(outputs.device)
+        of_pieces = outputs[valid]  # [pieces of the rows, labels]
+        is_finite = of_pieces.isfinite().all(dim=-1)
+        return encoded.places(rows), torch.where(is_finite, of_pieces.argmax(dim=-1).float(), math.nan)
+
+    def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> Tags:
+        """Return the outcomes of each word's first piece."""
+        return Tags(outcomes[encoded.targets != IGNORED_LABEL], encoded.answers.ends, task.labels)
+
+    def score(self, metric: str, answers: Tags, predictions: Tags) -> float | None:
+        """Return F1 of entities, or a metric of words."""
+        if not metric.startswith("seqeval"):
+            return METRICS[metric](answers.classes, predictions.classes)
+        if not np.isfinite(predictions.classes).all():
+            return None
+        return score_entities(answers.by_sentence(), predictions.by_sentence(), metric == "seqeval-strict").f1
+
+    def beside(self, task: Task) -> tuple[str, ...]:
+        """Return the accuracy of words."""
+        return () if task.metric == "accuracy" else ("accuracy",)
+
+    def lines(self, task: Task, answers: Tags, predictions: Tags) -> Iterable[Line]:
+        """Yield one line per sentence, the tags as a JSON list."""
+        for index, tags in enumerate(zip(predictions.by_sentence(), answers.by_sentence(), strict=True)):
+            predicted, gold = (json.dumps(names, ensure_ascii=False) for names in tags)
+            yield str(index), predicted, gold
+
+    def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[Tags, Tags]:
+        """Return the labels and the predictions."""
+        numbers = {label: float(number) for number, label in enumerate(task.labels)} | {UNKNOWN: math.nan}
+        classes: tuple[list[float], list[float]] = [], []
+        ends = []
+        for row, (index, *texts) in enumerate(lines):
+            if index != str(row):
+                raise ValueError(f"sentence {index} stands where sentence {row} should")
+            for found, text in zip(classes, texts, strict=True):
+                found += _classes(text, numbers)
+            if len(classes[0]) != len(classes[1]):
+                raise ValueError(f"sentence {index} has another number of predictions than of labels")
+            ends.append(len(classes[0]))
+        predictions, answers = (Tags(np.array(found), np.array(ends), task.labels) for found in classes)
+        return answers, predictions
+
+
+def _classes(text: str, numbers: dict[str, float]) -> list[float]:
+    names = json.loads(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in numbers for name in names):
+        raise ValueError(f"{text[:80]!r} is no list of labels")
+    return [numbers[name] for name in names]
+
+
+def _is_piece(lengths: np.ndarray) -> np.ndarray:
+    """Return `[batch, longest row]`, True on the pieces of each row and False on padding."""
+    return np.arange(lengths.max()) < lengths[:, None]

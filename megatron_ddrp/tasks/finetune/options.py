@@ -1,0 +1,126 @@
+"""The flags that every command has which fine-tunes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.launch import launched_world_size
+from megatron_ddrp.tasks.finetune.runs import GRIDS, grid
+
+
+@dataclass(frozen=True)
+class Search:
+    """grid and seeds"""
+
+    grid: str = option(
+        "paper",
+        "paper: batch 16, 32 x lr 1e-5, 2e-5, 3e-5 x 4, 6 epochs; quick: batch 32, lr 3e-5, 4 epochs",
+        choices=tuple(GRIDS),
+    )
+    batch_size: tuple[int, ...] | None = option(
+        None, "instead of the grid's", nargs="+", metavar="N", within=COUNT, distinct=True
+    )
+    lr: tuple[float, ...] | None = option(
+        None, "instead of the grid's", nargs="+", metavar="X", within="(0, inf)", distinct=True
+    )
+    epochs: tuple[int, ...] | None = option(
+        None, "instead of the grid's", nargs="+", metavar="N", within=COUNT, distinct=True
+    )
+    seeds: int = option(5, "runs per grid point, with seeds 1 to N", within=COUNT)
+    max_train_examples: int | None = option(None, "train on N rows of each task only", within=COUNT)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class Training:
+    """training"""
+
+    max_seq_length: int = option(128, "longest row in pieces, specials included", within="[8, 2147483648)")
+    micro_batch_size: int | None = option(
+        None,
+        "rows of one forward and backward pass; a batch is the sum of its micro-batches (default: a GPU's share "
+        "of the batch; half a batch on CPUs, so that 1 and 2 ranks do the same)",
+        within=COUNT,
+    )
+    layerwise_lr_decay: float = option(
+        1.0,
+        "each layer learns at X times the rate of the one above it, the embeddings at the least (1: all alike)",
+        within="(0, 1]",
+    )
+    bf16: bool = option(False, "bf16 arithmetic with fp32 weights")
+    fp16: bool = option(False, "fp16 with loss scaling and fp32 weights; GPUs only")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.bf16 and self.fp16:
+            refuse("--bf16 and --fp16 exclude each other: choose one")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """machine"""
+
+    workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
+    dry_run: bool = option(False, "check the files, print the plan (runs, hours) and stop; write nothing")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def parse_options(
+    parser: ArgumentParser,
+    sections: Sequence[Any],
+    check: Callable[[argparse.Namespace], None],
+    arguments: Sequence[str] | None,
+) -> argparse.Namespace:
+    """Parse and check a command line of these sections; `points` are the grid's."""
+    for name in ("--local-rank", "--deepspeed"):  # the launchers' own
+        parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
+    add_flags(parser, *sections)
+    add_plugin_flag(parser)
+    given = parser.parse_args(arguments)
+    options = argparse.Namespace()
+    try:
+        for section in sections:
+            vars(options).update(vars(given_options(section, given)))
+        check(options)
+        _check_grid(options)
+    except UserError as error:
+        parser.error(str(error))
+    return options
+
+
+def require(options: argparse.Namespace, *names: str) -> None:
+    """Refuse a command line that lacks one of some options, unless it only reports."""
+    if options.report is None and (missing := [name for name in names if not getattr(options, name)]):
+        refuse(f"--{missing[0].replace('_', '-')} is needed (or --report OUT… to run nothing)")
+
+
+def _check_grid(options: argparse.Namespace) -> None:
+    """Refuse what does not go together, and add the points of the grid."""
+    ranks = launched_world_size()
+    if options.workers and ranks > 1:
+        refuse(f"--workers {options.workers} under a launcher with {ranks} ranks: choose one of the two")
+    chosen = GRIDS[options.grid]
+    options.names = {}  # names of encoders in tables, where they are not their folders'
+    options.points = grid(
+        dict.fromkeys(options.batch_size or chosen["batch_sizes"]),
+        dict.fromkeys(options.lr or chosen["lrs"]),
+        dict.fromkeys(options.epochs or chosen["epochs"]),
+    )
+    smallest = min(point.batch_size for point in options.points)
+    if smallest < ranks:
+        refuse(f"a batch of {smallest} on {ranks} ranks: use fewer ranks, or --workers")
+    if options.micro_batch_size and -(-smallest // options.micro_batch_size) < ranks:
+        refuse(
+            f"--micro-batch-size {options.micro_batch_size} cuts a batch of {smallest} into fewer parts than there are "
+            f"ranks ({ranks}): at most {smallest // ranks}"
+        )

@@ -1,0 +1,68 @@
+"""`tasks.finetune` as a suite: tasks of one's own, whose best models are kept."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.suite import Suite
+from megatron_ddrp.tasks.finetune.task import Task, TaskData
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.runs import RunStore
+    from megatron_ddrp.tasks.finetune.sweep import Sweep
+
+
+class OwnTasks(Suite):
+    """The tasks of a command line, from their files."""
+
+    program = "tasks.finetune"
+    title = "Fine-tuning scores"
+    about = (
+        "Median over seeds of the last epoch's score on the validation rows at the best grid point, x 100. A score "
+        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked."
+    )
+
+    def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
+        """Read and check all files of the tasks."""
+        from megatron_ddrp.tasks.finetune.task_files import read_task
+
+        found = [read_task(files) for files in options.tasks]
+        for number, data in enumerate(found):
+            if data.task.name in [other.task.name for other in found[:number]]:
+                raise UserError(f"two tasks are called {data.task.name}: give one of them another name", exit_code=2)
+        return {data.task.name: data for data in found}
+
+    def task(self, row: dict[str, Any]) -> Task:
+        """Return the task of a line of runs.jsonl."""
+        try:
+            return Task.of(row["facts"])
+        except (KeyError, TypeError):
+            raise UserError(f"its line says nothing of the task {row['task']}") from None
+
+    def row_facts(self, data: TaskData) -> dict[str, Any]:
+        """Return the task's labels, and the score of the most frequent one."""
+        return {"facts": data.task.facts, "baseline": data.baseline}
+
+    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+        """Keep the best model of every task."""
+        return True
+
+    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
+        """Predict the test rows without labels; return where the models and predictions are."""
+        from megatron_ddrp.tasks.finetune.predict import predict_file
+        from megatron_ddrp.tasks.finetune.saving import model_folder
+
+        lines = []
+        for encoder in sweep.encoders.values() if sweep.speaks else ():
+            for files in sweep.options.tasks:
+                data = sweep.data[files.called]
+                folder = model_folder(sweep.options.output_dir, data.task, encoder)
+                lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
+                if files.test is not None and "test" not in data.dev:
+                    output = Path(f"{folder}-test.jsonl")
+                    predict_file(folder, files.test, output, sweep.device)
+                    lines.append(f"{data.task.name}: predictions for {files.test} are in {output}")
+        return lines

@@ -1,0 +1,137 @@
+"""The expected cost of a sweep, printed before it starts, and one line per finished run.
+
+A run's work is its epochs times the characters that it trains on (forward and backward, 3) and scores (1). Seconds per
+unit of work come from an encoder's finished runs, or before the first one from a probe: some timed training steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.finetune.report import percent
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.sweep import Sweep
+from megatron_ddrp.tasks.finetune.task import Examples
+from megatron_ddrp.tasks.finetune.training import FineTuning
+from megatron_ddrp.tasks.jobs.forecast import Forecast
+from megatron_ddrp.tasks.jobs.store import Store
+
+_PROBE_STEPS = 4
+_CHARACTERS_PER_PIECE = 4
+_RECENT_RUNS = 50
+
+
+class RunForecast(Forecast[Run]):
+    """Expected seconds of fine-tuning runs."""
+
+    def __init__(self, sweep: Sweep, store: Store):
+        super().__init__(store)
+        self.sweep = sweep
+        self._work = {
+            name: (3 * _characters(data.train, sweep), sum(_characters(dev, sweep) for dev in data.dev.values()))
+            for name, data in sweep.data.items()
+        }
+        self._names = {run.name for run in sweep.runs}
+        self._probed: dict[str, float] = {}
+        self.source = "measured on finished runs"
+
+    def kind(self, job: Run) -> str:
+        """Return the encoder's fingerprint."""
+        return job.encoder
+
+    def work(self, job: Run) -> float:
+        """Return the length of a run's text in characters; comparable between runs of one encoder."""
+        return job.epochs * float(sum(self._work[job.task]))
+
+    def rates(self, kind: str) -> list[float]:
+        """Return seconds per character of an encoder's newest runs."""
+        rows = [row for row in self.store.rows if row["encoder"] == kind and Run.of_row(row).name in self._names]
+        return [row["seconds"] / self.work(Run.of_row(row)) for row in rows[-_RECENT_RUNS:]]
+
+    def guess(self, job: Run) -> float:
+        """Return the seconds of a run as a few timed steps of its encoder tell."""
+        if job.encoder not in self._probed:
+            self._probed[job.encoder] = self._probe(job)
+            self.source = f"from a probe of {_PROBE_STEPS} training steps"
+        return self._probed[job.encoder] * self.work(job)
+
+    def _probe(self, run: Run) -> float:
+        run = replace(run, epochs=2)  # one epoch may be a single step, and the probe makes one more than its rows
+        data = self.sweep.data[run.task]
+        some = data.train.only(np.arange(min(len(data.train), run.batch_size * _PROBE_STEPS)))
+        train = self.sweep.encode(run, some)
+        tuning = FineTuning(run, data.task, self.sweep.model(run), train)
+        order = tuning.order(0)
+        tuning.step(order[0])  # the first one also warms up
+        begin = time.perf_counter()
+        for rows in order:
+            tuning.step(rows)
+        next(tuning.model.parameters()).sum().item()  # wait for the device
+        return (time.perf_counter() - begin) / len(train) * len(data.train) / self._work[run.task][0]
+
+
+def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
+    """Return the runs that are to do, the encoders' origins and the expected time, as some lines of text."""
+    missing = store.missing(sweep.runs)
+    options = sweep.options
+    lines = [
+        f"plan: {len(sweep.encoders)} encoder{'s' * (len(sweep.encoders) > 1)} x {len(sweep.data)} tasks x "
+        f"{len(options.points)} grid points x {options.seeds} seeds = {len(sweep.runs)} runs on {sweep.device.type}"
+        f"; {len(missing)} of {len(sweep.runs)} runs to do"
+    ]
+    for encoder in sweep.encoders.values():
+        lines.append(f"  {encoder.name}: {encoder.origin}")
+        if encoder.max_length < options.max_seq_length:
+            lines.append(f"    rows are cut to {encoder.max_length} pieces: it knows no more positions")
+    if not missing:
+        return "\n".join(lines)
+    forecast = RunForecast(sweep, store)
+    for task, count in Counter(run.task for run in missing).items():
+        data = sweep.data[task]
+        expected = forecast.eta([run for run in missing if run.task == task], workers=1)
+        dev = ", ".join(f"{len(examples):,} {file}" for file, examples in data.dev.items())
+        lines.append(f"  {task:6} {count:4} runs of {len(data.train):,} train, {dev}: {expected}")
+        lines += [f"    {fact}" for fact in data.facts]
+    total = forecast.total(missing) or 0.0
+    sharing = f", {duration(total / workers)} with {workers} workers" if workers > 1 else ""
+    lines.append(f"  expected: {total / 3600:.1f} hours of one worker{sharing} ({forecast.source})")
+    return "\n".join(lines)
+
+
+class ResultLines:
+    """One printed line per finished run, whichever process did it."""
+
+    def __init__(self, sweep: Sweep, store: Store, workers: int):
+        self.sweep, self.store, self.workers = sweep, store, workers
+        self.forecast = RunForecast(sweep, store)
+        self.own = set(sweep.runs)
+        self.told = len(store.rows)
+        self.total = len(store.missing(sweep.runs))
+        self.number = 0
+
+    def tell(self) -> None:
+        """Print what the store holds since the last call."""
+        for row in self.store.rows[self.told :]:
+            self.told += 1
+            run = Run.of_row(row)
+            if run not in self.own:
+                continue
+            self.number += 1
+            eta = self.forecast.eta(self.store.missing(self.sweep.runs), self.workers)
+            undefined = " (undefined, counts as 0)" if row["undefined"] else ""
+            print(
+                f"[{self.number}/{self.total}] {run.task} batch {run.batch_size} lr {run.lr:g} epochs {run.epochs} "
+                f"seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
+                f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {eta}",
+                flush=True,
+            )
+
+
+def _characters(examples: Examples, sweep: Sweep) -> int:
+    longest = sweep.options.max_seq_length * _CHARACTERS_PER_PIECE
+    return int(np.minimum(longest, 8 + examples.lengths).sum())

@@ -1,0 +1,216 @@
+"""`python -m tasks.finetune predict`: label a file with a fine-tuned model, in constant memory."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from megatron_ddrp.conversion.families import FINE_TUNED
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune.conll import conll_text
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch
+from megatron_ddrp.tasks.finetune.saving import kept
+from megatron_ddrp.tasks.finetune.table_files import Row, read_rows
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer, pair_separators
+
+PREDICTION = "prediction"
+"""Column of the output."""
+OUTPUTS = (".jsonl", ".csv", ".tsv")
+OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
+"""Further endings: CoNLL's two columns; SQuAD's one object from the questions' ids to answers."""
+_TOGETHER = 2048
+"""Rows in memory at once."""
+_BATCH = 64
+
+
+TextColumns = tuple[str | None, str | None]
+"""Columns of the text and of the second text of a pair; None for those of training."""
+
+
+class FineTuned(NamedTuple):
+    """A fine-tuned model and what it needs to read a file."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    task: Task
+    columns: Columns
+    max_length: int
+    pair_separators: int
+    device: torch.device
+
+    @torch.inference_mode()
+    def predict(self, texts: list[tuple[str, ...]]) -> list[Any]:
+        """Return the predictions of some texts as JSON values."""
+        kind = KINDS[self.task.kind]
+        examples = [Example(text, kind.unlabelled(self.task, text)) for text in texts]
+        encoded = kind.encode(self.task, examples, self.tokenizer, self.max_length, self.pair_separators)
+        outcomes = kind.blank(encoded)
+        for rows in dev_order(encoded, _BATCH):
+            batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device))
+            places, values = kind.outcomes(self.model(batch), encoded, rows)
+            outcomes[places] = values.cpu().numpy()
+        return list(kind.told(self.task, kind.predictions(self.task, encoded, outcomes)))
+
+
+def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
+    """Load a folder that `tasks.finetune` wrote; `texts` are read instead of the columns that it was trained on.
+
+    Raises:
+        UserError: it is no such folder.
+    """
+    config, facts = read_config_file(folder), kept(folder)
+    if facts is None or facts.get("columns") is None:
+        raise UserError(f"--load {folder}: no fine-tuned model of tasks.finetune; expected a folder OUT/models/TASK-…")
+    trained = Columns(*facts["columns"])
+    task, head = Task.of(facts["task"]), f"For{FINE_TUNED[KINDS[facts['task']['kind']].head]}"
+    if config["model_type"] == OWN_MODEL_TYPE:
+        from megatron_ddrp.conversion import modeling_ddrp
+
+        model = getattr(modeling_ddrp, f"Ddrp{head}").from_pretrained(folder, local_files_only=True)
+    else:
+        import transformers
+
+        auto = getattr(transformers, f"AutoModel{head}")
+        model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return FineTuned(
+        FamilyModel(model).to(device).eval(),
+        load_tokenizer(folder),
+        task,
+        Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label),
+        facts["max_seq_length"],
+        pair_separators(model.config),
+        device,
+    )
+
+
+def predict_file(
+    folder: Path, source: Path, output: Path, device: torch.device, texts: TextColumns = (None, None)
+) -> int:
+    """Write the rows of `source` with their predictions as `output`; return how many there are.
+
+    Raises:
+        UserError: the folder or a row of the file is not as expected.
+    """
+    _check_ending(output, OUTPUTS_OF_KIND)
+    model = load_finetuned(folder, device, texts)
+    _check_ending(output, (model.task.kind,))
+    kind, wanted = KINDS[model.task.kind], [name for name in (model.columns.text, model.columns.pair) if name]
+    rows = read_rows(str(source), wanted)
+    count = 0
+    with AtomicFile(output) as stream, tqdm(unit="row", desc=f"predicting {source.name}", leave=False) as bar:
+        writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
+        for some in _chunks(rows):
+            read = []
+            for row in some:
+                try:
+                    read.append(kind.texts(row.cells, model.columns))
+                except ValueError as error:
+                    raise UserError(f"{row.where}: {error}") from None
+                if PREDICTION in row.cells:
+                    raise UserError(f"{row.where}: has a column {PREDICTION!r} already; rename it")
+            writer.write(zip((row.cells for row in some), model.predict(read), strict=True))
+            count += len(some)
+            bar.update(len(some))
+        writer.finish()
+    return count
+
+
+def _check_ending(output: Path, kinds: Iterable[str]) -> None:
+    endings = (*OUTPUTS, *(ending for kind in kinds for ending in OUTPUTS_OF_KIND.get(kind, ())))
+    if output.suffix not in endings:
+        raise UserError(f"--output {output}: expected a name that ends in {', '.join(endings)}", WRONG_ARGUMENTS)
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    iterator = iter(rows)
+    while some := list(itertools.islice(iterator, _TOGETHER)):
+        yield some
+
+
+class _Writer(ABC):
+    """Writes rows with their predictions to a stream of bytes."""
+
+    def __init__(self, stream: IO[bytes], ending: str, columns: Columns):
+        self.stream, self.ending, self.columns = stream, ending, columns
+        self.count = 0
+
+    def write(self, rows: Iterable[tuple[dict[str, Any], Any]]) -> None:
+        """Write some rows."""
+        for cells, prediction in rows:
+            self.stream.write(self.text(cells, prediction).encode())
+            self.count += 1
+
+    @abstractmethod
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        """Return one row as text."""
+
+    def finish(self) -> None:
+        """Write what stands behind the last row."""
+        return None
+
+
+class _JsonLines(_Writer):
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        return json.dumps(cells | {PREDICTION: prediction}, ensure_ascii=False) + "\n"
+
+
+class _Table(_Writer):
+    """Comma- or tab-separated rows below a header, the columns of the first row."""
+
+    header: list[str] | None = None
+
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        told = cells | {PREDICTION: prediction}
+        first = ""
+        if self.header is None:
+            self.header = list(told)
+            first = self._line(self.header)
+        return first + self._line([_text(told.get(column, "")) for column in self.header])
+
+    def _line(self, cells: list[str]) -> str:
+        if self.ending == ".tsv":
+            return "\t".join(" ".join(cell.split()) for cell in cells) + "\n"
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue()
+
+
+class _Conll(_Writer):
+    """A token and its tag per line, `_` where there is no prediction."""
+
+    def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
+        return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
+
+
+class _Squad(_Writer):
+    """One object, from each question's id (its number where the file has none) to its answer."""
+
+    def text(self, cells: dict[str, Any], prediction: str | None) -> str:
+        before = ",\n" if self.count else "{"
+        return before + json.dumps({str(cells.get("id", self.count)): prediction or ""}, ensure_ascii=False)[1:-1]
+
+    def finish(self) -> None:
+        self.stream.write(b"}\n")
+
+
+_WRITERS: dict[str, type[_Writer]] = {".jsonl": _JsonLines, ".conll": _Conll, ".json": _Squad}
+"""Ending → writer; the others are tables."""
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

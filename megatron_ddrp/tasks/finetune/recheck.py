@@ -1,0 +1,78 @@
+"""Before a report: does each line of runs.jsonl agree with its file of predictions?"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.predictions import read_predictions
+from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
+from megatron_ddrp.tasks.finetune.suite import Suite
+from megatron_ddrp.tasks.finetune.task import Task
+
+
+class Trusted(NamedTuple):
+    """What an output folder holds that a table may be made of."""
+
+    rows: list[dict[str, Any]]
+    left_out: list[str]
+    """One sentence per damaged line, or per run whose predictions tell another score."""
+    unchecked: list[str]
+    """Sentences about runs that are in `rows` though nothing confirms their scores, and about half a line."""
+
+
+def trusted_runs(folder: Path, suite: Suite) -> Trusted:
+    """Return the runs of OUT whose scores their predictions confirm, and name the others."""
+    left_out: list[str] = []
+    store = RunStore(folder / RUNS, lambda told: left_out.append(f"{told}; the line is left out"), suite.known)
+    rows, missing = [], []
+    for row in store:
+        path = folder / "predictions" / f"{Run.of_row(row).name}.tsv"
+        if not path.is_file():
+            missing.append(path)
+        elif reason := _reason(row, path.read_bytes(), suite):
+            left_out.append(f"{path}: {reason}; its run is left out")
+            continue
+        rows.append(row)
+    unchecked = []
+    if missing:
+        more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
+        unchecked.append(f"{missing[0]}{more}: missing; what was predicted is unknown, the score is not checked")
+    if store.ends_in_half_a_line:
+        unchecked.append(f"{store.path}: its last line is cut off and counts as no run")
+    return Trusted(rows, left_out, unchecked)
+
+
+def _reason(row: dict[str, Any], content: bytes, suite: Suite) -> str | None:
+    try:
+        task = suite.task(row)
+    except UserError as error:
+        return str(error)
+    return _disagreement(row, content, task, suite.program)
+
+
+def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str) -> str | None:
+    """Return how a run's predictions differ from its row; None where they do not."""
+    expected = row.get("predictions_crc32")
+    if expected is not None and f"{zlib.crc32(content):08x}" != expected:
+        return "changed since the run wrote it (its sum does not match)"
+    try:
+        found = read_predictions(content, task)
+    except ValueError as error:
+        return f"no predictions of {program} ({error})"
+    others = row.get("other_scores", {})
+    scoring = next((name for name in found if name not in others), "no scoring file")
+    told = {scoring: row["score"]} | others
+    if found.keys() != told.keys():
+        return f"holds predictions for {', '.join(found) or 'nothing'}, not for {', '.join(told)}"
+    for name, (targets, predictions) in found.items():
+        score = KINDS[task.kind].score(task.metric, targets, predictions) or 0.0
+        if told[name] is None or not math.isclose(score, told[name], rel_tol=0, abs_tol=1e-9):
+            return f"gives {name} a {task.metric} of {score:.6f}, runs.jsonl says {told[name]}"
+    if len(found[scoring][0]) != row["dev_examples"]:
+        return f"holds {len(found[scoring][0])} rows of {scoring}, runs.jsonl says {row['dev_examples']}"
+    return None

@@ -1,0 +1,179 @@
+"""table.md, table.json and table.png: per task the median over the seeds at the best grid point, one row per encoder.
+
+The table marks undefined scores, which count as 0. An average is shown only where all of its tasks are.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
+from megatron_ddrp.tasks.finetune.suite import Suite
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.pages import render
+from megatron_ddrp.tasks.statistics import paired
+
+DETAILS = [
+    *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
+    *("batch", "lr", "epochs", "train examples", "dev examples"),
+]
+"""Columns of the table of runs."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean score over the common tasks of `first` minus that of `second`, paired by seed."""
+
+    first: str
+    second: str
+    tasks: list[str]
+    by_seed: list[float]
+    low: float
+    high: float
+    """Student's 95 % interval of the mean over the seeds."""
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.fmean(self.by_seed)
+
+
+def differences(encoders: dict[str, Cells]) -> list[Difference]:
+    """Return the difference of every two encoders with common tasks and at least two common seeds."""
+    found = []
+    for first, second in combinations(encoders, 2):
+        tasks = [task for task in encoders[first] if task in encoders[second]]
+        difference = paired(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
+        if difference and difference.interval:
+            found.append(Difference(first, second, tasks, list(difference.values), *difference.interval))
+    return found
+
+
+def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
+    """Return seed → mean over `tasks`, for the seeds that every task has."""
+    scores = {task: {row["seed"]: row["score"] for row in cells[task].rows} for task in tasks}
+    seeds = set.intersection(*(set(by_seed) for by_seed in scores.values())) if scores else set()
+    return {seed: statistics.fmean(scores[task][seed] for task in tasks) for seed in seeds}
+
+
+def write_report(rows: Iterable[dict[str, Any]], folder: Path, suite: Suite, damage: Sequence[str] = ()) -> str:
+    """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
+
+    `damage` are sentences about runs that are left out or could not be checked; table.md ends with them.
+    """
+    encoders = best_cells(rows, suite.order)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = table(encoders, suite, damage)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    (folder / "table.json").write_text(json.dumps(summary(encoders, suite), indent=2) + "\n", encoding="utf-8")
+    try:
+        from megatron_ddrp.tasks.finetune.figure import draw
+    except ImportError:
+        return f"\n{text}\nwritten to {folder / 'table.md'}; the figure needs matplotlib"
+    draw(encoders, task_order(encoders, suite.order), suite.title, folder / "table.png")
+    return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png"
+
+
+def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
+    """Return the content of table.json: the table's numbers as fractions, an average null where a task is missing."""
+    result: dict[str, Any] = {"encoders": {}, "differences": []}
+    for name, cells in encoders.items():
+        tasks = {
+            task: {
+                "metric": cell.metric,
+                "median": cell.median,
+                "scores": cell.scores,
+                "undefined": cell.undefined,
+                "seeds": [row["seed"] for row in cell.rows],
+                "best_epoch_median": statistics.median(row["best_epoch_score"] for row in cell.rows),
+                "other_medians": {file: statistics.median(scores) for file, scores in cell.others.items()},
+                "beside_medians": {metric: statistics.median(scores) for metric, scores in cell.beside.items()},
+                "point": {key: cell.rows[0][key] for key in ("batch_size", "lr", "epochs")},
+                "dev_examples": cell.rows[0]["dev_examples"],
+            }
+            for task, cell in cells.items()
+        }
+        result["encoders"][name] = {"tasks": tasks, **suite.means(cells)}
+    for pair in differences(encoders):
+        result["differences"].append({**vars(pair), "mean": pair.mean})
+    if published := suite.published():
+        result["paper"] = published
+    return result
+
+
+def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) -> str:
+    """Return the text of table.md."""
+    tasks = task_order(encoders, suite.order)
+    means = {name: suite.means(cells) for name, cells in encoders.items()}
+    shown = [kind for kind in suite.averages if any(mean[kind] is not None for mean in means.values())]
+    scores = [
+        [name, *(_score(cells[task]) if task in cells else "" for task in tasks)]
+        + ["" if (mean := means[name][kind]) is None else percent(mean) for kind in shown]
+        for name, cells in encoders.items()
+    ]
+    details = [
+        line for name, cells in encoders.items() for cell in cells.values() for line in _details(name, cell, suite)
+    ]
+    pairs = [
+        [pair.first, pair.second, str(len(pair.tasks)), str(len(pair.by_seed))]
+        + [percent(pair.mean), f"{percent(pair.low)} to {percent(pair.high)}"]
+        for pair in differences(encoders)
+    ]
+    return render(
+        "scores.md.jinja",
+        title=suite.title,
+        about=suite.about,
+        scores=Table(["encoder", *tasks, *shown], scores + _baselines(encoders, tasks, len(shown))),
+        details=Table(DETAILS, details),
+        pairs=Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
+        paper=suite.published_table(encoders),
+        damage=damage,
+    )
+
+
+def _baselines(encoders: dict[str, Cells], tasks: list[str], blanks: int) -> list[list[str]]:
+    """Return the row of scores that need no encoder, where the runs know any."""
+    known = {
+        task: cell.rows[0]["baseline"]
+        for cells in encoders.values()
+        for task, cell in cells.items()
+        if cell.rows[0].get("baseline") is not None
+    }
+    row = ["(always the most frequent label)", *(percent(known[task]) if task in known else "" for task in tasks)]
+    return [row + [""] * blanks] if known else []
+
+
+def _score(cell: Cell) -> str:
+    return percent(cell.median) + (f" ({cell.undefined} undefined)" if cell.undefined else "")
+
+
+def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
+    """Return the rows of a cell in the table of runs: its own, and those of further development files."""
+    best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
+    first, size = cell.rows[0], suite.official_size(cell.task)
+    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"]), str(first["train_examples"])]
+    official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"
+
+    def row(
+        label: str, scores: list[float], undefined: str, best: str = "", examples: str = "", metric: str = cell.metric
+    ) -> list[str]:
+        spread = f"{percent(min(scores))} to {percent(max(scores))}"
+        middle = percent(statistics.median(scores))
+        return [name, label, metric, middle, spread, best, str(len(scores)), undefined, *point, examples]
+
+    rows = [row(cell.task, cell.scores, str(cell.undefined), best_epoch, f"{first['dev_examples']}{official}")]
+    rows += [row(cell.task, scores, "", metric=metric) for metric, scores in cell.beside.items()]
+    for file, scores in cell.others.items():
+        rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
+    return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]
+
+
+def percent(score: float) -> str:
+    """Return a fraction times 100 with two decimals."""
+    return f"{100 * score:.2f}"

@@ -1,0 +1,123 @@
+"""Examples as rows of pieces, ready to be padded, and the order in which batches take them.
+
+The pieces of all rows stand one after the other in a file that only this process sees, so that ten million rows need
+little memory. Batches hold rows of similar length, so that little of them is padding; their order is a pure function of
+(seed, epoch), and in evaluation every row comes exactly once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+
+_ROWS_TO_SORT = 64
+"""Batches' worth of shuffled rows that are sorted by length together before they are cut into batches."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows of pieces with their targets, in the file's order."""
+
+    pieces: np.ndarray
+    """`[all pieces]`, int32: the rows one after the other."""
+    ends: np.ndarray
+    """`[rows]`: where each row ends in `pieces`."""
+    seconds: np.ndarray
+    """`[rows]`: pieces before the second text, which is segment 1; the row's length where there is one text."""
+    targets: np.ndarray
+    """What the model learns: `[rows, …]`, or `[all pieces]` where every piece has a target."""
+    pad_id: int
+    gold: Any = None
+    """What predictions are held against, in the form that the metric takes; None where that is `targets`."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Pieces of each row, `[rows]`."""
+        return np.diff(self.ends, prepend=0)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Return where the pieces of some rows stand in `pieces`, row after row."""
+        lengths = self.lengths[rows]
+        begins = self.ends[rows] - lengths
+        return np.arange(lengths.sum()) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
+
+    @property
+    def answers(self) -> Any:
+        """What predictions are held against."""
+        return self.targets if self.gold is None else self.gold
+
+
+class RowWriter:
+    """Collects rows of pieces; memory does not grow with them."""
+
+    def __init__(self, pad_id: int):
+        self._pad_id = pad_id
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._ends, self._seconds = array("q"), array("i")
+        self._written = 0
+
+    def add(self, pieces: Sequence[int], second: int | None = None) -> None:
+        """Add a row; its pieces from `second` on are segment 1."""
+        self._file.write(np.asarray(pieces, dtype=np.int32).tobytes())
+        self._written += len(pieces)
+        self._ends.append(self._written)
+        self._seconds.append(len(pieces) if second is None else second)
+
+    def rows(self, targets: np.ndarray, gold: Any = None) -> Encoded:
+        """Return the rows with their targets."""
+        self._file.flush()
+        pieces = np.memmap(self._file, dtype=np.int32, mode="r") if self._written else np.empty(0, np.int32)
+        ends, seconds = np.frombuffer(self._ends, np.int64), np.frombuffer(self._seconds, np.int32)
+        return Encoded(pieces, ends, seconds, targets, self._pad_id, gold)
+
+
+def truncate(sides: list[list[int]], budget: int) -> None:
+    """Drop last pieces of the longer side (the later one of equals), in place, until `budget` pieces are left."""
+    while sum(map(len, sides)) > budget:
+        longest = max(reversed(sides), key=len)
+        longest.pop()
+
+
+def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Return batches of row numbers for one epoch: all rows once, shuffled, rows of similar length together."""
+    random = np.random.default_rng([seed, epoch])
+    lengths = encoded.lengths
+    shuffled = random.permutation(len(encoded))
+    pool = batch_size * _ROWS_TO_SORT
+    pools = [shuffled[start : start + pool] for start in range(0, len(shuffled), pool)]
+    rows = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return [batches[index] for index in random.permutation(len(batches))]
+
+
+def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
+    """Return batches of row numbers, every row exactly once, by length."""
+    rows = np.argsort(encoded.lengths, kind="stable")
+    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+
+
+def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
+    """Return the named rows as one Batch `[batch, longest row]`; nothing in it is masked."""
+    lengths = encoded.lengths[rows]
+    positions = np.arange(lengths.max())
+    valid = positions < lengths[:, None]  # [batch, seq]
+    input_ids = np.full(valid.shape, encoded.pad_id, dtype=np.int64)
+    input_ids[valid] = encoded.pieces[encoded.places(rows)]
+    return Batch(
+        input_ids=input_ids,
+        labels=np.full(valid.shape, IGNORED_LABEL, dtype=np.int64),
+        document_ids=valid.astype(np.int64),
+        position_ids=np.where(valid, positions, 0),
+        segment_ids=(valid & (positions >= encoded.seconds[rows][:, None])).astype(np.int64),
+        sequence_ids=np.where(valid, np.asarray(rows)[:, None], 0),
+    )

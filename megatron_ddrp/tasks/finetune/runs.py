@@ -1,0 +1,151 @@
+"""The runs of a sweep, and runs.jsonl, the store of the finished ones.
+
+One line is one finished run. A run is known by all that decides its score (weights, data, hyper-parameters, seed), so
+that a restarted sweep repeats nothing, and other weights under an old name are never taken for the old ones.
+
+An undefined score counts as 0, in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
+beside four collapsed ones is worse than five at 0.45.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Container, Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.data.randomness import hash_uint64
+from megatron_ddrp.tasks.jobs.store import Row, Store
+
+RUNS = "runs.jsonl"
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One point of the hyper-parameter grid."""
+
+    batch_size: int
+    lr: float
+    epochs: int
+
+
+def grid(batch_sizes: Iterable[int], lrs: Iterable[float], epochs: Iterable[int]) -> tuple[Point, ...]:
+    """Return all combinations."""
+    return tuple(itertools.starmap(Point, itertools.product(batch_sizes, lrs, epochs)))
+
+
+GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "paper": {"batch_sizes": (16, 32), "lrs": (1e-5, 2e-5, 3e-5), "epochs": (4, 6)},
+    "quick": {"batch_sizes": (32,), "lrs": (3e-5,), "epochs": (4,)},
+}
+"""Arguments of `grid`: appendix B's, and one point for a first look."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that decides a score."""
+
+    task: str
+    batch_size: int
+    lr: float
+    epochs: int
+    seed: int
+    max_seq_length: int
+    encoder: str
+    """Fingerprint of the encoder's weights."""
+    data: str
+    """Fingerprint of the task's files."""
+    micro_batch_size: int
+    """Rows of one forward and backward pass; a batch is the sum of several."""
+    layerwise_lr_decay: float = 1.0
+    precision: str = "fp32"
+    max_train_examples: int | None = None
+    """Training rows that are used; None for all."""
+    head: str = "common"
+    """What stands on top of the encoder: the `common` head of `heads.py`, or the one of the encoder's `family`."""
+
+    @cached_property
+    def name(self) -> str:
+        """File name that no other run has."""
+        facts = asdict(self)
+        if self.head == "common":  # runs of earlier versions had no other
+            del facts["head"]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return f"{self.task}-b{self.batch_size}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest[:12]}"
+
+    def seed_of(self, purpose: str, *counters: int) -> int:
+        """Return the seed of one of the run's random draws."""
+        return int(hash_uint64(self.seed, purpose, *counters).item()) >> 1
+
+    @property
+    def point(self) -> Point:
+        """Its place in the grid."""
+        return Point(self.batch_size, self.lr, self.epochs)
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Run:
+        """Return the run of a line of runs.jsonl."""
+        return cls(**{"head": "common"} | {name: row[name] for name in cls.__dataclass_fields__ if name in row})
+
+
+class RunStore(Store):
+    """runs.jsonl of a sweep."""
+
+    def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None, tasks: Container[str] | None = None):
+        """Read the finished runs, of `tasks` alone where these are given; `on_damage` as in `Store`.
+
+        Raises:
+            UserError: a line is damaged or of another task, and there is no `on_damage`.
+        """
+
+        def read(row: Row) -> Row:
+            if tasks is not None and row["task"] not in tasks:
+                raise ValueError(f"no task {row['task']!r}")
+            return count_undefined(row)
+
+        super().__init__(path, lambda row: Run.of_row(row).name, "a run of this program", read, on_damage)
+
+
+_KINDS: dict[str, Any] = {
+    "task": str, "batch_size": int, "lr": (int, float), "epochs": int, "seed": int, "max_seq_length": int,
+    "encoder": str, "data": str, "micro_batch_size": int, "layerwise_lr_decay": (int, float), "precision": str,
+    "load": str, "metric": str, "train_examples": int, "dev_examples": int, "seconds": (int, float),
+}  # fmt: skip
+"""Keys that every line has, and their types."""
+
+
+def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which an undefined score (null) counts as 0 and is marked.
+
+    `undefined` says so of `score`, `other_undefined` names the files whose `other_scores` are. A row that is counted
+    already comes back unchanged. Raises KeyError, TypeError or ValueError for what is not a finished run.
+    """
+    if wrong := [key for key, kind in _KINDS.items() if not isinstance(row[key], kind)]:
+        raise TypeError(f"{wrong[0]} is {row[wrong[0]]!r}")
+    epochs = [_counted(score) for score in row["epoch_scores"]]
+    best = max(epochs)
+    counted = row | {
+        "score": _counted(row["score"]),
+        "undefined": bool(row.get("undefined", row["score"] is None)),
+        "best_epoch_score": best,
+        "best_epoch": epochs.index(best) + 1,
+        "epoch_scores": epochs,
+    }
+    if "other_scores" in row:
+        others = row["other_scores"]
+        counted["other_scores"] = {file: _counted(score) for file, score in others.items()}
+        counted["other_undefined"] = row.get("other_undefined", [file for file in others if others[file] is None])
+    return counted
+
+
+def _counted(score: Any) -> float:
+    if score is None:
+        return 0.0
+    if not math.isfinite(score):
+        raise ValueError(f"a score is {score}")
+    return float(score)

@@ -1,0 +1,114 @@
+"""The fine-tuned model of a task's best run, kept as a Hugging Face folder.
+
+config.json says under "finetuned" what `tasks.finetune predict` needs to know: the task, its columns, the length of a
+row, and which run it was. Of the runs of one encoder on one task the best one so far has its model on the disk: the one
+with the highest score, of equals the one whose name comes first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatron_ddrp.conversion.families import FINE_TUNED
+from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
+from megatron_ddrp.conversion.model_code import write_model_code
+from megatron_ddrp.conversion.output_folder import whole_folder
+from megatron_ddrp.json_files import read_object
+from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder
+from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task, TaskData
+from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.sweep import Sweep
+
+FINETUNED = "finetuned"
+"""Key of config.json."""
+TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
+
+
+def model_folder(output: Path, task: Task, encoder: Encoder) -> Path:
+    """Return the folder of the best model of an encoder on a task."""
+    return output / "models" / f"{task.name}-{encoder.fingerprint[:8]}"
+
+
+def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) -> None:
+    """Write a run's model unless the folder holds a better one of the same data; other processes wait meanwhile."""
+    encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
+    folder = model_folder(sweep.options.output_dir, data.task, encoder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        facts = finetuned_facts(data, run, row)
+        before = kept(folder)
+        if before and before["data"] == run.data and _rank(before) >= _rank(facts):
+            return
+        write_model(encoder, model, data.task, facts, folder)
+
+
+def kept(folder: Path) -> dict[str, Any] | None:
+    """Return what config.json of a fine-tuned folder says of its task and run; None where nothing is said."""
+    path = folder / "config.json"
+    facts = read_object(path).get(FINETUNED) if path.is_file() else None
+    return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
+
+
+def finetuned_facts(data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the task and the run."""
+    return {
+        "task": data.task.facts,
+        "columns": list(data.columns) if data.columns else None,
+        "max_seq_length": run.max_seq_length,
+        "data": run.data,
+        "run": run.name,
+        "score": row["score"],
+    }
+
+
+def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
+    return facts["score"], [-ord(letter) for letter in facts["run"]]
+
+
+def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> None:
+    """Write a fine-tuned model as the Hugging Face folder `folder`, there whole or not at all.
+
+    A model with our head on an encoder of transformers is written without the head, which no class of its family has.
+    """
+    if isinstance(model, FamilyModel):
+        _write_family_model(encoder, model.model, KINDS[task.kind].head, facts, folder)
+    elif isinstance(model.encoder, HuggingFaceEncoder):
+        _write_family_model(encoder, model.encoder.model, None, facts, folder)
+    else:
+        assert isinstance(model.encoder, TrainedEncoder)
+        kind = KINDS[task.kind].head
+        layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
+        if kind == "sequence":
+            layers["pooler.dense"] = model.pooler
+        weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}
+        head = TaskHead(kind, weights, task.labels, PROBLEM_TYPES.get(task.kind), DROPOUT)
+        write_finetuned(model.encoder.model, encoder.tokenizer, head, folder, {FINETUNED: facts})
+
+
+def _write_family_model(encoder: Encoder, model: Any, head: str | None, facts: dict[str, Any], folder: Path) -> None:
+    setattr(model.config, FINETUNED, facts)
+    states = {name: tensor.to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
+    with whole_folder(folder) as new:
+        for pattern in TOKENIZER_FILES:
+            for path in encoder.folder.glob(pattern):
+                shutil.copy(path, new / path.name)
+        if model.config.model_type == OWN_MODEL_TYPE:
+            write_model_code(new, model.config.position_encoding)
+            classes = {"AutoConfig": "configuration_ddrp.DdrpConfig", "AutoModel": "modeling_ddrp.DdrpModel"}
+            if head:
+                classes[f"AutoModelFor{FINE_TUNED[head]}"] = f"modeling_ddrp.DdrpFor{FINE_TUNED[head]}"
+            model.config.auto_map = classes
+        model.save_pretrained(new, state_dict=states)

@@ -1,0 +1,154 @@
+"""Grid × seeds × tasks for one or several encoders: what there is to do, and how one run is done."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.parallel.process_group import Ranks
+from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.tasks.encoder import Encoder, load_encoder
+from megatron_ddrp.tasks.finetune.heads import build_model
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.rows import Encoded
+from megatron_ddrp.tasks.finetune.runs import Point, Run, count_undefined
+from megatron_ddrp.tasks.finetune.saving import keep_if_best
+from megatron_ddrp.tasks.finetune.task import Examples, TaskData
+from megatron_ddrp.tasks.finetune.training import RunResult, finetune
+
+_SUBSET_SEED = 0
+"""The rows that --max-train-examples keeps are the same for every seed and encoder."""
+
+
+class Sweep:
+    """The runs of one command line, and what they need."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        data: dict[str, TaskData],
+        device: torch.device,
+        ranks: Ranks | None = None,
+        show_bar: bool = True,
+    ):
+        """Load the encoders for `data`; `ranks` where several share each run."""
+        self.options, self.device, self.ranks, self.show_bar = options, device, ranks, show_bar
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
+        else:
+            if options.fp16:
+                raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
+            keep_freed_memory()
+        self.data = {name: _subset(task, options.max_train_examples) for name, task in data.items()}
+        loaded = [
+            replace(encoder, name=options.names.get(folder, encoder.name))
+            for folder in dict.fromkeys(options.load)
+            for encoder in [load_encoder(folder, options.random_init)]
+        ]
+        self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
+        self.runs = [
+            self._run(encoder, task, point, seed)
+            for encoder, task, point, seed in itertools.product(
+                self.encoders.values(), data, options.points, range(1, options.seeds + 1)
+            )
+        ]
+        self._encoded: tuple[tuple[str, str], Encoded, dict[str, Encoded]] | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints and writes, which one of the ranks does."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    def perform(self, run: Run) -> dict[str, Any]:
+        """Do a run, write its predictions (on rank 0), and return its row."""
+        task, (train, dev) = self.data[run.task].task, self.encoded(run)
+        result = self.finetune(run, train, dev)
+        path = self.options.output_dir / "predictions" / f"{run.name}.tsv"
+        checksum = None
+        if self.speaks:
+            scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
+            checksum = write_predictions(path, task, scored)
+        scoring, *others = dev
+        kind = KINDS[task.kind]
+        answers, predicted = dev[scoring].answers, result.predictions[scoring]
+        row = asdict(run) | {
+            "load": self.encoders[run.encoder].name,
+            "metric": task.metric,
+            "score": result.scores[scoring][-1],
+            "epoch_scores": result.scores[scoring],
+            "train_examples": len(self.data[run.task].train),
+            "dev_examples": len(self.data[run.task].dev[scoring]),
+            "predictions": str(path.relative_to(self.options.output_dir)),
+            "predictions_crc32": checksum,
+            "steps": result.steps,
+            "seconds": round(result.seconds, 3),
+        }
+        row |= self.options.suite.row_facts(self.data[run.task])
+        if beside := kind.beside(task):
+            row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
+        if others:
+            row["other_scores"] = {file: result.scores[file][-1] for file in others}
+        row = count_undefined(row)
+        if self.options.suite.keeps_model(run.task, self.options) and self.speaks:
+            keep_if_best(self, run, result.model, row)
+        return row
+
+    def finetune(
+        self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
+    ) -> RunResult:
+        """Do one run on a fresh copy of its encoder."""
+        task = self.data[run.task].task
+        return finetune(run, task, self.model(run), train, dev, self.ranks, test, self.show_bar)
+
+    def model(self, run: Run) -> nn.Module:
+        """Return a fresh copy of a run's encoder with a new head, on the device."""
+        return build_model(self.encoders[run.encoder], self.data[run.task].task, run, self.device)
+
+    def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
+        """Return training rows and development files of a run's task; keep the last task, whose runs come in a row."""
+        key = (run.encoder, run.task)
+        if self._encoded is None or self._encoded[0] != key:
+            data = self.data[run.task]
+            dev = {file: self.encode(run, examples) for file, examples in data.dev.items()}
+            self._encoded = key, self.encode(run, data.train), dev
+        return self._encoded[1:]
+
+    def encode(self, run: Run, examples: Examples) -> Encoded:
+        """Return rows as a run's encoder takes them."""
+        encoder, task = self.encoders[run.encoder], self.data[run.task].task
+        kind = KINDS[task.kind]
+        return kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
+
+    def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:
+        options = self.options
+        world_size = self.ranks.world_size if self.ranks else 1
+        parts = world_size if self.device.type == "cuda" else max(2, world_size)
+        return Run(
+            task,
+            **asdict(point),
+            seed=seed,
+            max_seq_length=min(options.max_seq_length, encoder.max_length),
+            encoder=encoder.fingerprint,
+            data=self.data[task].digest[:16],
+            micro_batch_size=min(point.batch_size, options.micro_batch_size or -(-point.batch_size // parts)),
+            layerwise_lr_decay=options.layerwise_lr_decay,
+            precision="bf16" if options.bf16 else "fp16" if options.fp16 else "fp32",
+            max_train_examples=options.max_train_examples,
+            head=options.suite.head if encoder.family_model else "common",
+        )
+
+
+def _subset(data: TaskData, size: int | None) -> TaskData:
+    if size is None or size >= len(data.train):
+        return data
+    rows = np.sort(np.random.default_rng(_SUBSET_SEED).permutation(len(data.train))[:size])
+    return data._replace(train=data.train.only(rows))

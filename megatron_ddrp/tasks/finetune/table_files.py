@@ -1,0 +1,213 @@
+"""Files of examples as rows of named cells, read from front to back in constant memory.
+
+read_rows("train.csv.gz") → Row("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
+
+The ending of the name chooses the format (`FORMATS`); text may be packed as in `data/preprocess/inputs.py`. Cells of
+.csv and .tsv are strings; JSON and Parquet keep their types. Only SQuAD's nested file is one JSON value, so it is
+parsed as a whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from megatron_ddrp.data.preprocess.documents import MAX_RECORD_BYTES
+from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, PACKINGS, InputFile, OpenInput, is_stream
+from megatron_ddrp.data.preprocess.parquet import ROWS, open_parquet
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.conll import read_conll, read_conllu
+from megatron_ddrp.tasks.finetune.squad_files import is_squad, questions
+
+MAX_CELL = 1 << 24
+"""Characters of the longest cell of a .csv. A longer one is a quotation mark that nothing closes."""
+
+
+class Row(NamedTuple):
+    """One example of a file."""
+
+    where: str
+    """Place in the file for messages: `FILE, line N`, `FILE, row N` or `FILE, question ID`."""
+    cells: dict[str, Any]
+    """Column → content."""
+
+
+Placed = tuple[str, dict[str, Any]]
+"""Place inside the file, such as `line 7`, and the cells."""
+
+
+def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
+    """Yield the rows of a file in order; each has `columns`, whatever else it has.
+
+    Raises:
+        UserError: the file is missing, empty, damaged, not UTF-8 or of unknown format, or lacks a column. The message
+            names file and line.
+    """
+    file = InputFile(path, path)
+    if file.ending not in FORMATS:
+        packed = ", ".join(filter(None, PACKINGS))
+        raise UserError(f"{path}: expected a name that ends in {', '.join(FORMATS)}, or in one of these and {packed}")
+    row = None
+    for place, cells in FORMATS[file.ending](file):
+        row = Row(f"{path}, {place}", cells)
+        for column in columns:
+            if column not in cells:
+                raise UserError(f"{row.where}: {_no_column(column, list(cells))}")
+        yield row
+    if row is None:
+        raise UserError(f"{path}: no rows, expected at least one")
+
+
+def columns_of(path: str) -> list[str]:
+    """Return the columns of a file's first row. Reads no more of the file than that; a pipe is used up by it.
+
+    Raises:
+        UserError: as `read_rows`.
+    """
+    return list(next(read_rows(path)).cells)
+
+
+def _no_column(column: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(column, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"no column {column!r}, it has {', '.join(known) or 'none'}{hint}"
+
+
+def _read_lines(file: InputFile) -> Iterator[str]:
+    r"""Yield the lines of a text file without `\n`, which alone ends a line: U+0085 and U+2028 are text."""
+    number = 0
+    rest = b""
+    with OpenInput(file) as opened:
+        while block := opened.read(BLOCK_BYTES):
+            data = rest + block
+            end = data.rfind(b"\n") + 1
+            rest = data[end:]
+            if len(rest) > MAX_RECORD_BYTES:
+                raise UserError(f"{file.path}, line {number + 1}: longer than {MAX_RECORD_BYTES >> 20} MiB")
+            for line in _decoded(file.path, data[:end], number).split("\n")[:-1]:
+                yield line if number else line.removeprefix("\ufeff")
+                number += 1
+    if rest:
+        last = _decoded(file.path, rest, number)
+        yield last if number else last.removeprefix("\ufeff")
+
+
+def _decoded(path: str, data: bytes, lines_before: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = lines_before + data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8") from None
+
+
+def _read_json(file: InputFile) -> Iterator[Placed]:
+    """Read one object per line, one list of objects, or SQuAD's nested file."""
+    lines = _read_lines(file)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if line.strip() in ("{", "[", "[{"):  # one value, written over many lines
+            line = "\n".join([line, *lines])
+        value = _parsed(file.path, number, line)
+        if is_squad(value):
+            yield from questions(file.path, value)
+        elif isinstance(value, list):
+            for index, row in enumerate(value, 1):
+                yield f"row {index}", _checked_object(f"{file.path}, row {index}", row)
+        else:
+            yield f"line {number}", _checked_object(f"{file.path}, line {number}", value)
+
+
+def _parsed(path: str, number: int, text: str) -> Any:
+    try:
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        line = number + error.lineno - 1
+        raise UserError(
+            f"{path}, line {line}: not JSON ({error.msg} at column {error.colno}); expected one object per line"
+        ) from None
+    except UnicodeEncodeError:
+        raise UserError(f"{path}, line {number}: holds half a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise UserError(f"{path}, line {number}: nested too deeply; expected one object per line") from None
+    return value
+
+
+def _checked_object(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a JSON {type(value).__name__}, expected an object with the columns as keys")
+    return value
+
+
+def _read_csv(file: InputFile) -> Iterator[Placed]:
+    """Read comma-separated rows below a header. A quoted cell may hold commas, line breaks and doubled quotes."""
+    yield from _table(file.path, _csv_rows(file), "comma")
+
+
+def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
+    """Yield the first line and the cells of each row, without blank lines."""
+    csv.field_size_limit(MAX_CELL)
+    reader = csv.reader((line + "\n" for line in _read_lines(file)), strict=True)
+    begin = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield begin, cells
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{file.path}, line {begin}: {error}; is a quotation mark not closed, or not doubled inside a cell?"
+        ) from None
+
+
+def _read_tsv(file: InputFile) -> Iterator[Placed]:
+    """Read tab-separated rows below a header. A quotation mark is text, as in GLUE."""
+    lines = (line.removesuffix("\r").split("\t") for line in _read_lines(file))
+    yield from _table(file.path, enumerate(lines, 1), "tab")
+
+
+def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> Iterator[Placed]:
+    """Yield the rows below the header, which must have no column twice; every row must have all columns."""
+    header: list[str] = []
+    for line, cells in rows:
+        if not header:
+            header = cells
+            if twice := [name for name in header if header.count(name) > 1]:
+                raise UserError(f"{path}, line {line}: column {twice[0]!r} stands twice in the header; rename one")
+        elif len(cells) != len(header):
+            raise UserError(
+                f"{path}, line {line}: {len(cells)} columns, expected {len(header)} ({', '.join(header)}); "
+                f"the row is cut off or not {separator}-separated"
+            )
+        else:
+            yield f"line {line}", dict(zip(header, cells, strict=True))
+
+
+def _read_parquet(file: InputFile) -> Iterator[Placed]:
+    if file.packing:
+        raise UserError(f"{file.path}: Parquet packs by itself; unpack the file")
+    if is_stream(file.path):
+        raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
+    with OpenInput(file), open_parquet(file.path) as table:
+        batches = table.iter_batches(ROWS, use_threads=False)
+        for number, cells in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+            yield f"row {number}", cells
+
+
+FORMATS: dict[str, Callable[[InputFile], Iterator[Placed]]] = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+    ".conll": lambda file: read_conll(file.path, _read_lines(file)),
+    ".txt": lambda file: read_conll(file.path, _read_lines(file)),
+    ".conllu": lambda file: read_conllu(file.path, _read_lines(file)),
+}
+"""Ending of a name → function that yields place and cells of each row."""

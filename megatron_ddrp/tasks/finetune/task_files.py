@@ -1,0 +1,224 @@
+"""The files of a task of one's own, read into examples.
+
+Reading goes through every file once before anything is trained and checks it, then again when rows are made of it, so
+that memory does not grow with the rows but by a few bytes each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.data.preprocess.inputs import is_stream
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune.entities import check_tags
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.contract import Kind
+from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
+from megatron_ddrp.tasks.finetune.table_files import Row, columns_of, read_rows
+from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles
+
+_LOOKED_AT = 1000
+"""Rows whose labels decide the kind of a task that names none."""
+_BLOCK = 1 << 20
+SHOWN_LABELS = 10
+
+
+TEXT_COLUMNS = ("text", "sentence", "sentence1", "premise", "question", "tokens")
+PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "text": "text_pair", "question": "context"}
+LABEL_COLUMNS = ("label", "labels", "score", "target", "tags", "ner_tags", "answers")
+
+
+def read_task(files: TaskFiles) -> TaskData:
+    """Read and check the files of a task.
+
+    Raises:
+        UserError: a file, a column or a label is missing or wrong; the message names file and line.
+    """
+    files.require()
+    assert files.train is not None and files.valid is not None
+    for path in filter(None, (files.train, files.valid, files.test)):
+        if is_stream(str(path)):
+            raise UserError(f"{path}: a pipe, but training reads its files several times; write them to the disk")
+    known = columns_of(str(files.train))
+    kind_name = files.kind or _likely_kind(files, known)
+    kind, columns = KINDS[kind_name], _columns(files, known, KINDS[kind_name])
+    metric = files.metric or METRICS_OF_KIND[kind_name][0]
+    train = _Reading(files.train, kind, columns)
+    labels = _ordered(train.counts)
+    _check_labels(files, kind_name, metric, labels)
+    task = Task(files.called, metric, kind_name, labels)
+    dev = {"valid": _Reading(files.valid, kind, columns, task)}
+    if files.test is not None and columns.label in columns_of(str(files.test)):
+        dev["test"] = _Reading(files.test, kind, columns, task)
+    baseline = kind.baseline(task, train.counts, dev["valid"].labels)
+    digest = hashlib.sha256(json.dumps([task.facts, list(columns)]).encode())
+    for reading in (train, *dev.values()):
+        digest.update(reading.digest)
+    return TaskData(
+        task,
+        train.examples(task),
+        {name: reading.examples(task) for name, reading in dev.items()},
+        digest.hexdigest(),
+        tuple(_facts(task, columns, train, dev, baseline)),
+        columns,
+        baseline,
+    )
+
+
+@dataclass
+class _Reading:
+    """One file, read through and checked."""
+
+    path: Path
+    kind: Kind
+    columns: Columns
+    task: Task | None = None
+    """The task whose labels the file must have; None for the training file, which tells them."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rows that hold each label."""
+    labels: list[Any] = field(default_factory=list)
+    """Labels of the rows of a file that is scored."""
+
+    def __post_init__(self) -> None:
+        self.lengths = array("q")
+        for row in self._rows():
+            with_place = _Placed(row)
+            texts = with_place(self.kind.texts, row.cells, self.columns)
+            cell = row.cells[self.columns.label]
+            self.counts.update(set(with_place(self.kind.label_names, cell)))
+            with_place(self.kind.check, texts, cell)
+            if self.task is not None:
+                self.labels.append(with_place(self.kind.label, cell, self.task))
+            self.lengths.append(sum(map(len, texts)))
+        self.digest = _digest(self.path)
+
+    def _rows(self) -> Iterator[Row]:
+        return read_rows(str(self.path), [name for name in self.columns if name])
+
+    def examples(self, task: Task) -> Examples:
+        """Return the rows as examples of the task."""
+
+        def read() -> Iterable[Example]:
+            for row in self._rows():
+                cell = row.cells[self.columns.label]
+                yield Example(self.kind.texts(row.cells, self.columns), self.kind.label(cell, task))
+
+        return Examples(read, np.frombuffer(self.lengths, np.int64))
+
+
+class _Placed:
+    """Calls a function whose ValueError becomes a `UserError` that names a row."""
+
+    def __init__(self, row: Row):
+        self.row = row
+
+    def __call__(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except ValueError as error:
+            raise UserError(f"{self.row.where}: {error}") from None
+
+
+def _digest(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.digest()
+
+
+def _likely_kind(files: TaskFiles, known: Sequence[str]) -> str:
+    """Return the kind that the first rows' labels look like."""
+    label = files.label_column or next((name for name in LABEL_COLUMNS if name in known), None)
+    if {"tokens", "tags"} <= set(known):
+        return "tokens"
+    if {"context", "answers"} <= set(known):
+        return "qa"
+    if label is None or label not in known:
+        return "classification"  # whose columns are then asked for by name
+    cells = [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
+    if all(isinstance(cell, list) for cell in cells):
+        return "multi-label"
+    if any(_is_fraction(cell) for cell in cells) and all(_is_number(cell) for cell in cells):
+        return "regression"
+    return "classification"
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(cell, bool)
+
+
+def _is_fraction(cell: Any) -> bool:
+    return isinstance(cell, float) or (isinstance(cell, str) and "." in cell and _is_number(cell))
+
+
+def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
+    """Return the columns to read: those that were named, else the kind's usual ones that the file has."""
+
+    def find(given: str | None, usual: Sequence[str], flag: str) -> str:
+        if given is not None:
+            return given  # reading names the file and its columns where it is missing
+        for name in usual:
+            if name in known:
+                return name
+        raise UserError(
+            f"{files.train}: none of its columns {', '.join(known)} is called {' or '.join(usual)}; name one by {flag}",
+            WRONG_ARGUMENTS,
+        )
+
+    text = find(files.text_column, (kind.usual_columns.text, *TEXT_COLUMNS), "--text-column")
+    label = find(files.label_column, (kind.usual_columns.label, *LABEL_COLUMNS), "--label-column")
+    pair = files.text_pair_column or kind.usual_columns.pair
+    if pair is None and files.text_column is None and PAIR_COLUMNS.get(text) in known:
+        pair = PAIR_COLUMNS[text]
+    return Columns(text, pair, label)
+
+
+def _ordered(counts: Counter[str]) -> tuple[str, ...]:
+    """Return the labels by name, or by number where all of them are whole numbers."""
+    is_whole = all(re.fullmatch(r"-?\d+", name) for name in counts)
+    return tuple(sorted(counts, key=int if is_whole else str))  # type: ignore[arg-type]
+
+
+def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, ...]) -> None:
+    if kind == "classification" and len(labels) < 2:
+        raise UserError(f"{files.train}: all rows have the label {labels[0]!r}, expected two labels or more")
+    if kind == "multi-label" and not labels:
+        raise UserError(f"{files.train}: no row has a label, expected one label or more")
+    check_metric(metric, kind, len(labels))
+    if metric.startswith("seqeval"):
+        try:
+            check_tags(labels)
+        except ValueError as error:
+            raise UserError(f"{files.train}: {error}") from None
+
+
+def _facts(
+    task: Task, columns: Columns, train: _Reading, dev: dict[str, _Reading], baseline: float | None
+) -> Iterator[str]:
+    """Yield what the plan says about the data."""
+    read = " + ".join(filter(None, (columns.text, columns.pair)))
+    yield f"{task.kind}, {task.metric}; text from {read}, label from {columns.label}"
+    for name, reading in {"train": train, **dev}.items():
+        if task.labels:
+            few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
+            more = len(task.labels) - SHOWN_LABELS
+            yield f"{name}: {few}" + (f" and {more} more labels" if more > 0 else "")
+    if baseline is not None:
+        yield f"always the most frequent label: {100 * baseline:.2f}"

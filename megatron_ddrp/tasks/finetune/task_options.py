@@ -1,0 +1,63 @@
+"""A task of one's own as it is given: by flags, or in a YAML file with the same names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ddrp.config.option import option, refuse
+from megatron_ddrp.config.reading import Place, load_yaml, read_section
+from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """the task"""
+
+    train: Path | None = option(None, "training rows: .jsonl, .csv, .tsv, .parquet, .conll, SQuAD's .json", metavar="F")
+    valid: Path | None = option(None, "development rows, which give the score and choose the grid point", metavar="F")
+    test: Path | None = option(
+        None, "more rows: with labels they are scored beside, without they are predicted by the best run", metavar="F"
+    )
+    kind: str | None = option(
+        None, "what is predicted (default: what the label column looks like)", choices=tuple(METRICS_OF_KIND)
+    )
+    metric: str | None = option(
+        None,
+        "; ".join(f"{kind}: {', '.join(names)}" for kind, names in METRICS_OF_KIND.items())
+        + " (default: the kind's first)",
+        metavar="M",
+    )
+    text_column: str | None = option(None, "column of the text (default: text, sentence, sentence1, …)", metavar="C")
+    text_pair_column: str | None = option(None, "column of the second text of a pair", metavar="C")
+    label_column: str | None = option(None, "column of the label (default: label, labels, score, …)", metavar="C")
+    name: str | None = option(None, "what tables call it (default: from the file's name)", metavar="NAME")
+
+    @property
+    def called(self) -> str:
+        """The task's name, fit for a file name."""
+        train = self.train or Path("task")
+        stem = train.name.partition(".")[0]
+        words = self.name or (train.resolve().parent.name if stem.startswith("train") else stem)
+        return re.sub(r"[^\w.-]+", "-", words).strip("-.") or "task"
+
+    def require(self) -> None:
+        """Refuse a task without files."""
+        if self.train is None or self.valid is None:
+            refuse(f"--{'train' if self.train is None else 'valid'} is needed, or a --task-file that names it")
+
+
+def read_task_file(path: Path) -> TaskFiles:
+    """Return the task of a YAML file, whose keys are the flags' names; its paths are relative to the file.
+
+    Raises:
+        UserError: one line with the file, the key and what is allowed.
+    """
+    place = Place(str(path))
+    if not path.is_file():
+        raise place.error("no such file; expected YAML with keys such as train, valid, kind, text-column, label-column")
+    files = read_section(TaskFiles, load_yaml(path, place), place)
+    found = {name: getattr(files, name) for name in ("train", "valid", "test")}
+    moved = {name: path.parent / file for name, file in found.items() if file is not None}
+    return replace(files, name=files.name or path.stem, **moved)

@@ -1,0 +1,237 @@
+"""One fine-tuning run, as appendix B of the paper has it.
+
+AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
+tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The loss is that of the task's kind.
+
+A batch is the sum of its micro-batches, and a micro-batch is a function of the run alone: its rows, its padding and its
+dropout, which is drawn from (seed, step, micro-batch). Ranks share out the micro-batches and the development rows, so
+the run has the same score on any number of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.parallel.seeding import seed_draws
+from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.rows import Encoded, dev_order, pad_batch, train_order
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
+
+WARMUP = 0.1
+WEIGHT_DECAY = 0.01
+CLIP_NORM = 1.0
+DEV_BATCH_SIZE = 64
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one run gives."""
+
+    scores: dict[str, list[float | None]]
+    """Development file → its score after each epoch; None where it is undefined."""
+    predictions: dict[str, Any]
+    """Development file → the last epoch's predictions as `FineTuning.predict` returns them."""
+    model: nn.Module
+    """The fine-tuned model."""
+    steps: int
+    seconds: float
+
+
+def learning_rate_factor(step: int, total: int) -> float:
+    """Return the share of the peak rate at `step` (from 0) of `total`: up over the first tenth, then down to 0."""
+    warmup = math.ceil(WARMUP * total)
+    return (step + 1) / warmup if step < warmup else (total - step) / (total - warmup)
+
+
+class FineTuning:
+    """A model in training. `step` takes one batch; `predict` works at any time."""
+
+    def __init__(self, run: Run, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
+        """Train `model` (changed in place, on its device) on `train`; `ranks` where there are several.
+
+        `model` maps a torch Batch to the outputs of the task's kind. The order of the rows and dropout are functions of
+        the run's seed.
+        """
+        self.run, self.task, self.model, self.train = run, task, model, train
+        self.kind = KINDS[task.kind]
+        self.rank, self.world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+        self.device = next(model.parameters()).device
+        # What the optimizer steps on: the parameters themselves, or fp32 masters of them.
+        self.weights = dict(self.model.named_parameters())
+        if run.precision != "fp32":
+            self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
+            self.model.to(PRECISIONS[run.precision])
+        self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
+        self.total = run.epochs * math.ceil(len(train) / run.batch_size)
+        self.steps = 0
+
+    def order(self, epoch: int) -> list[np.ndarray]:
+        """Return the row numbers of each batch of an epoch."""
+        return train_order(self.train, self.run.batch_size, self.run.seed, epoch)
+
+    def step(self, rows: np.ndarray) -> None:
+        """Do one optimizer step on these rows."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
+        size_of_batch = max(1, self.kind.size(self.train, rows))
+        for number, start in enumerate(range(0, len(rows), size)):
+            if number % self.world_size != self.rank:
+                continue
+            micro = rows[start : start + size]
+            seed_draws(self.run.seed_of("fine-tuning dropout", self.steps, number), self.device)
+            targets = torch.from_numpy(self.kind.targets(self.train, micro)).to(self.device)
+            loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
+            self.scaler.scale(loss).backward()
+            if run_in_half:
+                self._move_gradients()
+        if self.world_size > 1:
+            self._sum_gradients()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.weights.values(), CLIP_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.run.lr * group["share"] * learning_rate_factor(self.steps, self.total)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.steps += 1
+        if run_in_half:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(self.weights[name])
+
+    @torch.inference_mode()
+    def predict(self, encoded: Encoded) -> Any:
+        """Return the predictions of all rows in the form that the task's metric takes.
+
+        A row whose outputs are not all finite has no prediction: it gets nan.
+        """
+        self.model.eval()
+        outcomes = self.kind.blank(encoded)
+        times_scored = np.zeros(len(outcomes))
+        for rows in dev_order(encoded, DEV_BATCH_SIZE)[self.rank :: self.world_size]:
+            places, values = self.kind.outcomes(self._outputs(encoded, rows), encoded, rows)
+            outcomes[places] = values.cpu().numpy()
+            times_scored[places] += 1
+        if self.world_size > 1:
+            flat = np.concatenate([outcomes.reshape(len(outcomes), -1), times_scored[:, None]], axis=1)
+            summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
+            outcomes, times_scored = summed[:, :-1].reshape(outcomes.shape), summed[:, -1]
+        assert (times_scored == 1).all(), "every outcome is given exactly once"
+        return self.kind.predictions(self.task, encoded, outcomes)
+
+    def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
+        batch = pad_batch(encoded, rows).map(lambda field: torch.from_numpy(field).to(self.device, non_blocking=True))
+        return self.model(batch)
+
+    def _move_gradients(self) -> None:
+        """Add a micro-batch's gradients to those of the masters, in fp32."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                master = self.weights[name]
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
+
+    def _sum_gradients(self) -> None:
+        """Make every gradient the sum over ranks, in one reduction."""
+        parameters = list(self.weights.values())
+        # A rank without a micro-batch has none; a parameter that takes no part has none on any rank.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        summed = sum_over_ranks(torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)]))
+        used, flat = summed.split([len(parameters), len(summed) - len(parameters)])
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, part, count in zip(parameters, parts, used.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter) if count else None
+
+
+def finetune(
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    train: Encoded,
+    dev: dict[str, Encoded],
+    ranks: Ranks | None = None,
+    test: dict[str, Encoded] | None = None,
+    show_bar: bool = True,
+) -> RunResult:
+    """Do a run: train, scoring `dev` after each epoch; the last epoch's predictions also on `test`."""
+    start = time.perf_counter()
+    tuning = FineTuning(run, task, model, train, ranks)
+    scores: dict[str, list[float | None]] = {name: [] for name in dev}
+    predictions: dict[str, Any] = {}
+    hidden = None if show_bar and tuning.rank == 0 else True  # None: where nobody looks
+    with (
+        _repeatable(tuning.device),
+        tqdm(total=tuning.total, desc=f"{run.task} seed {run.seed}", unit="step", leave=False, disable=hidden) as bar,
+    ):
+        for epoch in range(run.epochs):
+            for rows in tuning.order(epoch):
+                tuning.step(rows)
+                bar.update()
+            for name, encoded in dev.items():
+                predictions[name] = tuning.predict(encoded)
+                scores[name].append(tuning.kind.score(task.metric, encoded.answers, predictions[name]))
+        for name, encoded in (test or {}).items():
+            predictions[name] = tuning.predict(encoded)
+    assert tuning.steps == tuning.total
+    return RunResult(scores, predictions, model, tuning.steps, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """Use GPU kernels that give the same sums every time, where torch has them."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, int]:
+    """Return parameter name → depth: 0 for embeddings and what layers share, i + 1 for layer i, then the head.
+
+    Names of the encoder's parameters begin with `encoder`; a pooler in it belongs to the head.
+    """
+    found = {name: _LAYER.search(f".{name}") for name in names}
+    top = max((int(match[1]) for match in found.values() if match), default=-1) + 2
+
+    def depth(name: str, match: re.Match[str] | None) -> int:
+        if match:
+            return int(match[1]) + 1
+        return 0 if name.startswith(encoder) and ".pooler." not in name else top
+
+    return {name: depth(name, match) for name, match in found.items()}
+
+
+def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, model: nn.Module) -> torch.optim.AdamW:
+    """Return AdamW. Its groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
+    depths = layer_depths(weights, getattr(model, "encoder_prefix", "encoder."))
+    top = max(depths.values())
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in weights.items():
+        # Biases and LayerNorm parameters are the vectors; everything that multiplies or is looked up is a matrix.
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        share = layerwise_lr_decay ** (top - depths[name])
+        groups.setdefault((decay, share), []).append(parameter)
+    listed = [{"params": p, "weight_decay": decay, "share": share} for (decay, share), p in groups.items()]
+    return torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), eps=1e-6, fused=True)

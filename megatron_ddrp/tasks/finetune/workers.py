@@ -1,0 +1,120 @@
+"""Ways to do the runs: several worker processes on one machine, or all ranks together, one run at a time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ddrp.config import ParallelConfig
+from megatron_ddrp.errors import agreed_by_all
+from megatron_ddrp.parallel import process_group
+from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
+from megatron_ddrp.tasks.finetune.report import write_report
+from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
+from megatron_ddrp.tasks.finetune.sweep import Sweep
+from megatron_ddrp.tasks.jobs.queue import drain
+from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.workers import device_of, share_out
+
+
+def open_store(options: argparse.Namespace) -> RunStore:
+    """Return the store of the finished runs."""
+    return RunStore(options.output_dir / RUNS, tasks=options.suite.known)
+
+
+def run_here(options: argparse.Namespace) -> None:
+    """Do the sweep, and those after it, in this process or in the worker processes that it starts."""
+    lines: list[str] = []
+    stage: argparse.Namespace | None = options
+    while stage is not None:
+        sweep, store = Sweep(stage, stage.suite.read(stage), device_of(0)), open_store(stage)
+        _do_here(sweep, store)
+        lines += [] if stage.dry_run else stage.suite.finish(sweep, store)
+        stage = stage.suite.next_stage(sweep)
+    if not options.dry_run:
+        report(sweep, store, lines)
+
+
+def _do_here(sweep: Sweep, store: RunStore) -> None:
+    options = sweep.options
+    per_gpu = max(1, torch.cuda.device_count())
+    workers = min(options.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
+    print(plan_text(sweep, store, workers), flush=True)
+    if options.dry_run:
+        return
+    lines = ResultLines(sweep, store, workers)
+    if workers > 1:
+        share_out(_work, (options,), workers, sweep.runs, store, lines.tell, options.suite.program)
+    else:
+        drain(sweep.runs, store, sweep.perform, lines.tell)
+
+
+def run_on_ranks(options: argparse.Namespace) -> None:
+    """Do every run data-parallel over the ranks of a launcher."""
+    # A day: rank 0 may wait for the runs that another sweep is doing.
+    ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
+    lines: list[str] = []
+    stage: argparse.Namespace | None = options
+    with process_group.agreed_errors_told_once(options.suite.program):
+        while stage is not None:
+            sweep, store = _open_on_ranks(stage, ranks)
+            if not stage.dry_run:
+                do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+                lines += stage.suite.finish(sweep, store)
+            stage = stage.suite.next_stage(sweep)
+        if not options.dry_run and ranks.rank == 0:
+            report(sweep, store, lines)
+        process_group.stop()
+
+
+def _open_on_ranks(options: argparse.Namespace, ranks: Ranks) -> tuple[Sweep, RunStore]:
+    data = process_group.agree(lambda: options.suite.read(options))
+    sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
+    store = process_group.agree(lambda: open_store(options))
+    if ranks.rank == 0:
+        missing = len(store.missing(sweep.runs))
+        print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
+        for encoder in sweep.encoders.values():
+            print(f"  {encoder.name}: {encoder.origin}", flush=True)
+    return sweep, store
+
+
+def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
+    """Print `lines`, write the tables and print them."""
+    print("\n".join(lines), end="\n" * bool(lines))
+    print(write_report(store, sweep.options.output_dir, sweep.options.suite))
+
+
+def _work(number: int, options: argparse.Namespace) -> None:
+    sweep = Sweep(options, options.suite.read(options), device_of(number), show_bar=False)
+    drain(sweep.runs, open_store(options), sweep.perform)
+
+
+def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> None:
+    """Do the runs one after the other on all ranks together. Rank 0 takes the leases and announces the next run."""
+    numbers = {run: number for number, run in enumerate(sweep.runs)}
+    done, failed = len(numbers), len(numbers) + 1
+
+    def announce(number: int) -> int:
+        return int(sum_over_ranks(torch.tensor([number], device=ranks.device)).item())
+
+    def together(run: Run) -> dict[str, Any]:
+        announce(numbers[run])
+        return sweep.perform(run)
+
+    if ranks.rank > 0:
+        while (number := announce(0)) < done:
+            sweep.perform(sweep.runs[number])
+        if number == failed:
+            raise agreed_by_all("rank 0 has stopped")  # and says why
+        return
+    outcome = failed
+    try:
+        drain(sweep.runs, store, together, tell)
+        outcome = done
+    finally:
+        announce(outcome)

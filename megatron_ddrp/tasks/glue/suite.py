@@ -1,0 +1,124 @@
+"""GLUE as a suite: its files, its two averages, the paper's rows beside ours, and the submission."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from megatron_ddrp.tasks.finetune.cells import Cell, Cells
+from megatron_ddrp.tasks.finetune.suite import Suite
+from megatron_ddrp.tasks.finetune.task import Task, TaskData
+from megatron_ddrp.tasks.glue.data import read_task, read_test
+from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
+from megatron_ddrp.tasks.markdown import Table
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.runs import RunStore
+    from megatron_ddrp.tasks.finetune.sweep import Sweep
+
+MISMATCHED = "dev_mismatched"
+STARTED = ("RTE", "MRPC", "STS-B")
+"""Tasks that --start-from-task starts from another one's model, as RoBERTa (arXiv:1907.11692) did for MNLI's."""
+
+
+class Glue(Suite):
+    """The nine tasks.
+
+    An average is shown only where all of its tasks are: of 8 columns, as the paper prints it, with MNLI as one number
+    (the matched set), and of 9, matched and mismatched apart. The paper's rows stand below where a development set is
+    the official one. Every encoder has the same head, so that encoders compare by what pre-training gave them.
+    """
+
+    program = "tasks.glue"
+    title = "GLUE development scores"
+    about = (
+        "Median over seeds of the last epoch's score at the best grid point, x 100. Matthews' correlation for CoLA, "
+        "Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is the paper's. A score "
+        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked."
+    )
+    head = "common"
+    known = TASKS
+    order = tuple(TASKS)
+    averages = ("average of 8", "average of 9")
+
+    def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
+        """Read and check all files of the tasks, and the test sets where they will be needed."""
+        tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
+        if options.predict_test:
+            for task in tasks:
+                read_test(task, options.data_dir)
+        return {task.name: read_task(task, options.data_dir) for task in tasks}
+
+    def task(self, row: dict[str, Any]) -> Task:
+        """Return the task of a line of runs.jsonl."""
+        return TASKS[row["task"]]
+
+    def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
+        """Write the submissions that are wanted; return where they are."""
+        if not sweep.options.predict_test:
+            return []
+        from megatron_ddrp.tasks.glue.submission import write_submissions
+
+        return write_submissions(sweep, store)
+
+    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+        """Keep the best model of the task that others start from."""
+        return task == options.start_from_task
+
+    def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
+        """Return the tasks that start from another one's best model, after that one."""
+        before = sweep.options
+        if before.start_from_task is None:
+            return None
+        from megatron_ddrp.tasks.finetune.saving import model_folder
+
+        stage = argparse.Namespace(**vars(before))
+        stage.tasks, stage.start_from_task, stage.random_init = before.started, None, False
+        task = sweep.data[before.start_from_task].task
+        stage.names = {
+            encoder.folder if before.dry_run else model_folder(before.output_dir, task, encoder): (
+                f"{encoder.name}, from {task.name}"
+            )
+            for encoder in sweep.encoders.values()
+        }
+        stage.load = tuple(stage.names)
+        return stage
+
+    def means(self, cells: Cells) -> dict[str, float | None]:
+        """Return the two averages over the paper's tasks, each None unless every one of its columns is there."""
+        if not cells.keys() >= set(PAPER_TASKS):
+            return dict.fromkeys(self.averages)
+        eight = [cells[task].median for task in PAPER_TASKS]
+        mismatched = cells["MNLI"].others.get(MISMATCHED)
+        nine = None if mismatched is None else statistics.fmean([*eight, statistics.median(mismatched)])
+        return dict(zip(self.averages, (statistics.fmean(eight), nine), strict=True))
+
+    def official_size(self, task: str) -> int:
+        """Return the rows of the released development file."""
+        return TASKS[task].dev_examples
+
+    def combined(self, cell: Cell) -> dict[str, list[float]]:
+        """Return MNLI's mean over its two development files."""
+        if MISMATCHED not in cell.others:
+            return {}
+        pairs = zip(cell.scores, cell.others[MISMATCHED], strict=True)
+        return {f"{cell.task} (mean of both)": [statistics.fmean(pair) for pair in pairs]}
+
+    def published(self) -> dict[str, dict[str, float]]:
+        """Return the paper's scores."""
+        return {name: {**row, self.averages[0]: PAPER_AVERAGES[name]} for name, row in PAPER_SCORES.items()}
+
+    def published_table(self, encoders: dict[str, Cells]) -> Table | None:
+        """Return the paper's scores where an encoder was scored on an official development set."""
+        is_official = any(
+            task in PAPER_TASKS and cell.rows[0]["dev_examples"] == TASKS[task].dev_examples
+            for cells in encoders.values()
+            for task, cell in cells.items()
+        )
+        rows = [
+            [f"{name} (paper)", *(f"{row[task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
+            for name, row in PAPER_SCORES.items()
+        ]
+        return Table(["the paper's encoder", *PAPER_TASKS, self.averages[0]], rows) if is_official else None

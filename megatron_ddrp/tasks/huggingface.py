@@ -1,0 +1,210 @@
+"""Encoders out of Hugging Face folders: as data. No code of a folder is run, whatever it asks for.
+
+Folders that tools/convert_checkpoint.py wrote are loaded by our own classes, others by those of transformers itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron_ddrp.conversion.families import FAMILIES, FINE_TUNED
+from megatron_ddrp.conversion.foreign_config import LARGEST_SIZE, OWN_MODEL_TYPE, whole_number
+from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer, tokenizer_settings
+from megatron_ddrp.conversion.huggingface_weights import NOT_TENSORS, PICKLED_WEIGHTS, SAFE_WEIGHTS, read_weights
+from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.errors import UserError
+
+ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
+"""Model types with two separators in a pair and position numbers that begin after the padding's."""
+MOST_LAYERS = 1000
+SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+"""Attributes that the configurations of most encoders have; the first two are needed."""
+
+
+class HuggingFaceEncoder(nn.Module):
+    """A BERT-class model of transformers as an encoder."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        if _pooler_weights(model):
+            model.pooler = None  # every run has a new one
+        self.model = model
+        self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return hidden states `[batch, seq, hidden]`."""
+        segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
+        output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
+        return output.last_hidden_state
+
+
+class Labels(NamedTuple):
+    """What a head predicts, as Hugging Face configurations say it."""
+
+    names: tuple[str, ...]
+    problem_type: str | None
+
+
+class FamilyModel(nn.Module):
+    """A model of transformers with its family's own head."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        self.encoder_prefix = f"model.{model.base_model_prefix}."
+        self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
+
+    @classmethod
+    def on_top_of(cls, encoder: nn.Module, head: str, labels: Labels) -> FamilyModel:
+        """Return a model with the encoder's weights and a new head, drawn from torch's generator.
+
+        Raises:
+            UserError: the family has no such head.
+        """
+        assert isinstance(encoder, HuggingFaceEncoder)
+        config = copy.deepcopy(encoder.model.config)
+        if head != "qa":
+            config.id2label = dict(enumerate(labels.names))
+            config.label2id = {name: number for number, name in enumerate(labels.names)}
+        config.problem_type = labels.problem_type
+        model = _model_with_head(config, head)
+        base = getattr(model, model.base_model_prefix)
+        missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
+        if unexpected or [name for name in missing if "pooler" not in name]:
+            raise UserError(f"{type(model).__name__} holds another encoder than {type(encoder.model).__name__}")
+        return cls(model)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the head's outputs, float32: `[batch, labels]`, or `[batch, seq, labels]` for pieces."""
+        segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
+        output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
+        if "start_logits" in output:
+            return torch.stack([output.start_logits, output.end_logits], dim=-1).float()  # [batch, seq, 2]
+        return output.logits.float()
+
+
+def _model_with_head(config: Any, head: str) -> Any:
+    import transformers
+
+    if config.model_type == OWN_MODEL_TYPE:
+        from megatron_ddrp.conversion import modeling_ddrp
+
+        return getattr(modeling_ddrp, f"DdrpFor{FINE_TUNED[head]}")(config)
+    try:
+        return getattr(transformers, f"AutoModelFor{FINE_TUNED[head]}").from_config(config)
+    except ValueError:
+        raise UserError(f"transformers has no AutoModelFor{FINE_TUNED[head]} for {config.model_type} models") from None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A loaded Hugging Face folder."""
+
+    config: Any
+    model: Any
+    build: Callable[[Any], nn.Module]
+    """Makes a model with new random weights from `config`."""
+    missing: set[str]
+    unexpected: set[str]
+    """Names of weights that the encoder does not use, its pooler's among them."""
+    max_length: int
+    """Longest sequence that the model knows positions for."""
+
+    pair_separators: int
+    """Separators between the two texts of a pair."""
+
+
+def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool = False) -> Folder:
+    """Load the model of a folder whose config.json holds `values`, in fp32 on the CPU; `masked_lm`: under that head.
+
+    Raises `UserError`, one line, for whatever is wrong with the folder.
+    """
+    try:
+        from transformers import logging
+    except ImportError:
+        raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
+    logging.set_verbosity_error()  # its list of unused weights is about a head that we do not use
+    logging.disable_progress_bar()
+    if values["model_type"] == OWN_MODEL_TYPE:
+        FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
+    try:
+        return _load(folder, values, masked_lm)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged folder may make transformers raise anything
+        raise UserError(f"--load {folder}: transformers cannot load it: {_reason(error)}") from None
+
+
+def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
+    build: Callable[[Any], nn.Module]
+    if values["model_type"] == OWN_MODEL_TYPE:
+        from megatron_ddrp.conversion.modeling_ddrp import DdrpConfig, DdrpForMaskedLM, DdrpModel
+
+        own: Any = DdrpForMaskedLM if masked_lm else DdrpModel
+        config, build = DdrpConfig.from_pretrained(folder), own
+        model, report = own.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    else:
+        from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+        auto: Any = AutoModelForMaskedLM if masked_lm else AutoModel
+        safely = {"local_files_only": True, "trust_remote_code": False}
+        config, build = AutoConfig.from_pretrained(folder, **safely), auto.from_config
+        if config.is_encoder_decoder or getattr(config, "is_decoder", False):
+            raise ValueError(f"{config.model_type} is no encoder; give a BERT, RoBERTa, ELECTRA, DeBERTa, …")
+        _check_sizes(folder, config)
+        if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
+            read_weights(folder)  # refuses a pickle in our own words
+        model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
+    separators = pair_separators(config)
+    longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if separators == 2 else 0)
+    missing = set(report["missing_keys"])
+    unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
+    return Folder(config, model.float(), build, missing, unexpected, longest, separators)
+
+
+def _pooler_weights(model: Any) -> set[str]:
+    """Return the names of the pooler's weights, which are not used; none for a model without a pooler."""
+    pooler = getattr(model, "pooler", None)
+    return set() if pooler is None else {f"pooler.{name}" for name, _ in pooler.named_parameters()}
+
+
+def pair_separators(config: Any) -> int:
+    """Return how many separators stand between two texts in a model's family."""
+    return 2 if config.model_type in ROBERTA_FAMILY else 1
+
+
+def _check_sizes(folder: Path, config: Any) -> None:
+    """Refuse sizes that no encoder has, before transformers builds a model of them."""
+    path = folder / "config.json"
+    found = {key: getattr(config, key) for key in SIZES if getattr(config, key, None) is not None}
+    for key in {*SIZES[:2], *found}:
+        whole_number(path, found, key, most=LARGEST_SIZE)
+    layers = {"num_hidden_layers": getattr(config, "num_hidden_layers", 1)}
+    whole_number(path, layers, "num_hidden_layers", most=MOST_LAYERS)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    if "weights_only" in text or "nsafe" in text:
+        return f"its weights are {NOT_TENSORS}"
+    lines = " ".join(text.split())
+    return lines if len(lines) <= 300 else lines[:297] + "..."
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of tokenizer.json, else that of vocab.txt, else of another vocabulary in the folder."""
+    settings = tokenizer_settings(folder)
+    if (folder / "tokenizer.json").is_file():
+        return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    if not (folder / "vocab.txt").is_file():
+        return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)  # which names the file
+    kind = "BertWordPieceLowerCase" if settings["do_lower_case"] else "BertWordPieceCase"
+    return build_tokenizer(kind, vocab_file=folder / "vocab.txt")

@@ -1,0 +1,99 @@
+"""Worker processes of one command on one machine, which share a store of jobs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.context import SpawnContext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ddrp.config import load_plugin
+from megatron_ddrp.config.registry import PLUGINS
+from megatron_ddrp.errors import FAILURE, UserError, run_command
+from megatron_ddrp.tasks.jobs.queue import WAIT
+from megatron_ddrp.tasks.jobs.store import AnyJob, Store
+
+SPAWN: SpawnContext = multiprocessing.get_context("spawn")
+"""How workers are started: CUDA does not survive a fork."""
+
+
+def device_of(worker: int) -> torch.device:
+    """Return the device of a worker: the GPUs in turn, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", worker % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def share_threads(workers: int) -> None:
+    """Let torch use this process's share of the cores, unless OMP_NUM_THREADS decides."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def share_out(
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+    count: int,
+    jobs: Sequence[AnyJob],
+    store: Store,
+    tell: Callable[[], None],
+    program: str,
+) -> None:
+    """Start `count` workers and return when the store holds all `jobs`; call `tell` after each look at the store.
+
+    Worker n does `work(n, *arguments)`. A worker that was killed does no harm where the others have done its jobs.
+
+    Raises:
+        UserError: all workers have ended and jobs are missing. A worker's own message is above it.
+    """
+    plugins = set(PLUGINS.values())
+    workers = [
+        SPAWN.Process(
+            target=_begin, args=(program, number, count, plugins, work, arguments), name=f"worker {number}", daemon=True
+        )
+        for number in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        while any(worker.is_alive() for worker in workers):
+            multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.is_alive()], WAIT)
+            store.refresh()
+            tell()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    store.refresh()
+    tell()
+    if missing := len(store.missing(jobs)):
+        lost = next((worker for worker in workers if worker.exitcode), workers[0])
+        raise UserError(
+            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(jobs)} jobs are "
+            "missing; finished jobs are kept, the same command does the others"
+        )
+
+
+def _begin(
+    program: str, number: int, count: int, plugins: set[Path], work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent answers for us
+    for path in plugins:
+        load_plugin(path)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    share_threads(count)
+    run_command(lambda: work(number, *arguments), f"{program}: worker {number}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(FAILURE)

@@ -1,0 +1,97 @@
+"""The command line of `python -m tasks.minimal_pairs`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.minimal_pairs.results import TIES
+from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
+
+DESCRIPTION = """Score encoders on minimal pairs (BLiMP and its like), without fine-tuning.
+
+Every piece of a sentence is masked in turn; the sum of the log-probabilities is the sentence's score, and a pair is
+right where the good sentence scores higher. OUT/scores.jsonl holds one line per encoder and paradigm; a restarted
+command does what is missing, and several commands may share one OUT. OUT/table.md and OUT/results.json hold
+accuracies, standard errors and paired differences, OUT/heatmap.png all paradigms.
+
+  what it costs  python -m tasks.minimal_pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
+  a first look   … --max-pairs 100
+  compare        … --load runs/bert runs/ddrp
+  baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM
+"""
+
+
+@dataclass(frozen=True)
+class What:
+    """what to score"""
+
+    data_dir: Path = option(
+        MISSING, "folder of .jsonl files with sentence_good and sentence_bad, or one with them in data/", metavar="DIR"
+    )
+    load: tuple[Path, ...] = option(
+        MISSING,
+        "training checkpoint (pretrain_bert.py --save) or Hugging Face masked LM; several to compare them",
+        nargs="+",
+        metavar="DIR",
+    )
+    output_dir: Path = option(MISSING, "for scores.jsonl, results.json and the tables", metavar="OUT")
+    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
+    seeds: int = option(1, "with --random-init: this many draws of the weights, with seeds 1 to N", within=COUNT)
+    max_pairs: int | None = option(None, "score N pairs of each paradigm only, the same ones every time", within=COUNT)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.seeds > 1 and not self.random_init:
+            refuse(f"--seeds {self.seeds} draws random weights: it needs --random-init")
+
+
+@dataclass(frozen=True)
+class How:
+    """how to score"""
+
+    score: str = option("l2r", "; ".join(f"{name}: {text}" for name, text in SCORES.items()), choices=tuple(SCORES))
+    ties: str = option(
+        "strict",
+        "strict: equal scores are wrong; first: they are right, as in programs that take the first of two equals",
+        choices=TIES,
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """machine"""
+
+    workers: int | None = option(
+        None, "processes that share the work (default: one per GPU, else one per core, at most 8)", within=COUNT
+    )
+    tokens_per_batch: int | None = option(None, "(default: 4096 on CPUs, 131072 on GPUs)", within=COUNT)
+    dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = ArgumentParser(prog="python -m tasks.minimal_pairs", description=DESCRIPTION)
+    sections: tuple[Any, ...] = (What, How, Machine)
+    add_flags(parser, *sections)
+    add_plugin_flag(parser)
+    given = parser.parse_args(arguments)
+    options = argparse.Namespace()
+    try:
+        for section in sections:
+            vars(options).update(vars(given_options(section, given)))
+    except UserError as error:
+        parser.error(str(error))
+    return options

@@ -1,0 +1,15 @@
+"""`python -m tasks.minimal_pairs`: score encoders on minimal pairs, without fine-tuning, and print the accuracies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ddrp.tasks.minimal_pairs.arguments import parse_arguments
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read and check everything, then score what is missing, then report."""
+    options = parse_arguments(arguments)
+    from megatron_ddrp.tasks.minimal_pairs.work import run_here  # here, because it imports torch
+
+    run_here(options)

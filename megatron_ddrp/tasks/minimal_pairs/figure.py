@@ -1,0 +1,61 @@
+"""heatmap.png: accuracy of every encoder on every paradigm, beside what piece counts alone give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from megatron_ddrp.tasks.minimal_pairs.report import Report
+
+MOST_WITH_NUMBERS = 24
+"""Columns up to which the cells show their numbers."""
+ROW, COLUMN = 0.19, 0.42
+"""Inches of a row and of a column."""
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw the paradigms by field and term; blue is right, red is wrong, white is chance."""
+    own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
+    levels = {**own, **report.piece_counts(), **report.published}
+    uids = report.in_order()
+    shares = np.array([[level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
+    names = _short(list(levels))
+    labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.075
+    size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + ROW * len(uids) + 0.8)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    image = axes.imshow(shares, cmap="RdBu", vmin=0, vmax=1, aspect="auto")
+    if len(names) <= MOST_WITH_NUMBERS:
+        for (row, column), share in np.ndenumerate(shares):
+            colour = "white" if abs(share - 0.5) > 0.35 else "black"
+            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(uids)), uids, fontsize=7)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    fields = [report.paradigms[uid].field for uid in uids]
+    groups = [[row for row, name in enumerate(fields) if name == field] for field in dict.fromkeys(fields)]
+    right = axes.secondary_yaxis("right")
+    right.set_yticks([sum(rows) / len(rows) for rows in groups], dict.fromkeys(fields), rotation=90, va="center")
+    right.tick_params(length=0, labelsize=8)
+    for rows in groups[1:]:
+        axes.axhline(rows[0] - 0.5, color="black", linewidth=1.2)
+    axes.axvline(len(own) - 0.5, color="black", linewidth=1.2)
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
+    bar.set_label("accuracy (white: chance)", fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _short(names: list[str]) -> list[str]:
+    """Return names without the folder that all paths among them share."""
+    paths = [name for name in names if "/" in name]
+    parts = [name.split("/")[:-1] for name in paths]
+    shared = 0
+    while parts and all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
+        shared += 1
+    return ["/".join(name.split("/")[shared:]) if name in paths else name for name in names]

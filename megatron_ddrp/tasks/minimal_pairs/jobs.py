@@ -1,0 +1,61 @@
+"""scores.jsonl: one line per encoder and paradigm, with the scores of all its sentences.
+
+A line is known by all that decides its scores (weights, sentences, kind of score), so that a restarted command scores
+nothing twice, and other weights under an old name are never taken for the old ones. How ties count is decided later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.tasks.jobs.store import Store
+
+SCORES_FILE = "scores.jsonl"
+
+
+@dataclass(frozen=True)
+class PairJob:
+    """All that decides the scores of a paradigm's sentences."""
+
+    encoder: str
+    """Fingerprint of the weights."""
+    seed: int | None
+    """What new random weights are drawn from; None for the loaded weights."""
+    paradigm: str
+    data: str
+    """Fingerprint of the sentences."""
+    score: str
+
+    @cached_property
+    def name(self) -> str:
+        """File name that no other job has."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', self.paradigm)[:60]}-{digest[:12]}"
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> PairJob:
+        """Return the job of a line of scores.jsonl."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+
+class PairStore(Store):
+    """scores.jsonl of an output folder."""
+
+    def __init__(self, path: Path):
+        """Read the finished lines. Raises `UserError` for a damaged one."""
+        super().__init__(path, lambda row: PairJob.of_row(row).name, "written by tasks.minimal_pairs", _checked)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as it stands. Raises KeyError, TypeError or ValueError for what is not a finished job."""
+    lengths = {len(row[name]) for name in ("good", "bad", "pieces_good", "pieces_bad")}
+    numbers = (row["rows"], row["seconds"], row["identical"])
+    if len(lengths) != 1 or not all(isinstance(number, (int, float)) for number in numbers):
+        raise ValueError("expected two scores and two lengths per pair")
+    return row

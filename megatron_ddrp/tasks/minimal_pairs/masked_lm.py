@@ -1,0 +1,113 @@
+"""Log-probabilities of masked pieces, by a model of this project or a Hugging Face masked LM.
+
+Both project one place per row onto the vocabulary, and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
+from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.model.bert import Bert
+from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder, load_encoder
+
+SAME_LOGITS = 1e-3
+"""Largest difference of two logits that two ways of computing them may have."""
+
+
+def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
+    """Load a training checkpoint or Hugging Face folder whose module carries a masked-LM head.
+
+    Raises:
+        UserError: as `load_encoder`; or the run trained a discriminator.
+    """
+    encoder = load_encoder(folder, random_init, masked_lm=True)
+    if isinstance(encoder.module, TrainedEncoder) and not isinstance(encoder.module.model, Bert):
+        raise UserError(
+            f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the run trained a "
+            "discriminator, and its generator is another, narrower encoder; give a run with a masked-LM objective"
+        )
+    return encoder
+
+
+class PieceLogits(nn.Module):
+    """Base: maps rows of ids and one place per row to logits of that place, `[rows, vocab]`."""
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        """`ids` int64 `[rows, length]` without padding, `places` int64 `[rows]` → `[rows, vocab]`."""
+        raise AssertionError(f"{type(self).__name__} gives no logits")
+
+
+class TrainedLogits(PieceLogits):
+    """Logits of a model of this project, with the mask decoder where there is one."""
+
+    def __init__(self, model: Bert) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        ones = torch.ones_like(ids)
+        labels = torch.full_like(ids, IGNORED_LABEL).scatter_(1, places[:, None], 0)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        return self.model.predict(Batch(ids, labels, ones, positions, torch.zeros_like(ids), ones))
+
+
+class HuggingFaceLogits(PieceLogits):
+    """Logits of a masked LM of transformers, whose head gets the hidden states of one place per row.
+
+    Hidden states are cut down on their way into the head. Where a model's head takes them from elsewhere, which the
+    first rows show, the model computes the logits of all places instead.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.places: Tensor | None = None
+        self.is_narrow: bool | None = None
+        if model.config.model_type == OWN_MODEL_TYPE:  # hidden states may pass the mask decoder first
+            model.head.register_forward_pre_hook(lambda _, given: (self._cut(given[0]), *given[1:]))
+        else:
+            model.base_model.register_forward_hook(self._cut_output)
+
+    def _cut(self, hidden: Tensor) -> Tensor:
+        """`[rows, length, hidden]` → `[rows, 1, hidden]` while there are places."""
+        if self.places is None:
+            return hidden
+        return hidden[torch.arange(len(hidden), device=hidden.device), self.places].unsqueeze(1)
+
+    def _cut_output(self, _: nn.Module, __: Any, output: Any) -> Any:
+        output["last_hidden_state"] = self._cut(output["last_hidden_state"])
+        return output
+
+    def _all_places(self, ids: Tensor, places: Tensor) -> Tensor:
+        return self.model(ids).logits[torch.arange(len(ids), device=ids.device), places]
+
+    def _one_place(self, ids: Tensor, places: Tensor) -> Tensor:
+        self.places = places
+        try:
+            return self.model(ids).logits[:, 0]
+        finally:
+            self.places = None
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        if self.is_narrow is None:
+            some, where = ids[:8], places[:8]
+            difference = self._one_place(some, where) - self._all_places(some, where)
+            self.is_narrow = bool(difference.abs().max() <= SAME_LOGITS)
+        return self._one_place(ids, places) if self.is_narrow else self._all_places(ids, places)
+
+
+def piece_logits(encoder: Encoder, seed: int, device: torch.device) -> PieceLogits:
+    """Return the masked LM of an encoder that `load_masked_lm` loaded, ready for scoring.
+
+    `seed` draws the weights where the encoder was loaded for random ones.
+    """
+    module = encoder.module if encoder.rebuild is None else encoder.fresh(seed, device)
+    model = cast(Any, module.to(device).eval()).model
+    return (TrainedLogits if isinstance(model, Bert) else HuggingFaceLogits)(model)

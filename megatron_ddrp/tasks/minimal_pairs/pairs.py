@@ -1,0 +1,129 @@
+"""Minimal pairs from JSON lines: BLiMP's files, or any others with `sentence_good` and `sentence_bad`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ddrp.errors import UserError
+
+SENTENCES = ("sentence_good", "sentence_bad")
+LARGEST_DIGEST = 16
+_SUBSET_SEED = 0
+"""The pairs that --max-pairs keeps are the same for every encoder."""
+
+
+@dataclasses.dataclass
+class Paradigm:
+    """Minimal pairs of one kind."""
+
+    uid: str
+    file: Path
+    field: str = ""
+    """BLiMP's field, such as `morphology`; empty where the file names none."""
+    term: str = ""
+    """BLiMP's `linguistics_term`; empty where the file names none."""
+    lines: list[int] = dataclasses.field(default_factory=list)
+    """Line of each pair in the file."""
+    good: list[str] = dataclasses.field(default_factory=list)
+    bad: list[str] = dataclasses.field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.good)
+
+    @cached_property
+    def digest(self) -> str:
+        """Fingerprint of the sentences."""
+        content = json.dumps([self.good, self.bad])
+        return hashlib.sha256(content.encode()).hexdigest()[:LARGEST_DIGEST]
+
+    def sample(self, size: int | None) -> Paradigm:
+        """Return at most `size` of the pairs, in their order; the same ones every time."""
+        if size is None or size >= len(self):
+            return self
+        kept = sorted(np.random.default_rng(_SUBSET_SEED).permutation(len(self))[:size].tolist())
+        lines, good, bad = ([values[i] for i in kept] for values in (self.lines, self.good, self.bad))
+        return Paradigm(self.uid, self.file, self.field, self.term, lines, good, bad)
+
+
+def pair_files(folder: Path) -> list[Path]:
+    """Return the .jsonl files of a folder, or of its folder `data` as in BLiMP's repository.
+
+    Raises `UserError` where there are none.
+    """
+    for place in (folder, folder / "data"):
+        if files := sorted(place.glob("*.jsonl")):
+            return files
+    raise UserError(
+        f"--data-dir {folder}: holds no .jsonl file; expected files with one object per line, "
+        f"keys {', '.join(SENTENCES)}"
+    )
+
+
+def read_pairs(folder: Path, max_pairs: int | None = None) -> list[Paradigm]:
+    """Read the paradigms of a folder; a pair belongs to its `UID`, or to its file where it has none.
+
+    Raises `UserError` that names file and line for what is not a pair, and for a UID of two files.
+    """
+    found: dict[str, Paradigm] = {}
+    for file in pair_files(folder):
+        own = _read_file(file)
+        if not own:
+            raise UserError(f"{file}: holds no pair; take the file away, or copy it again")
+        for uid, paradigm in own.items():
+            if uid in found:
+                raise UserError(f"{file}: UID {uid!r} stands in {found[uid].file} too; give each paradigm one file")
+            found[uid] = paradigm.sample(max_pairs)
+    return list(found.values())
+
+
+def _read_file(file: Path) -> dict[str, Paradigm]:
+    found: dict[str, Paradigm] = defaultdict(lambda: Paradigm("", file))
+    for number, row in _objects(file):
+        good, bad = (_text(row, key, f"{file}, line {number}") for key in SENTENCES)
+        uid = row.get("UID", file.stem)
+        if not isinstance(uid, str) or not uid:
+            raise UserError(f"{file}, line {number}: UID is {uid!r}; expected a name, or no such key")
+        paradigm = found[uid]
+        if not paradigm.good:
+            paradigm.uid = uid
+            paradigm.field = str(row.get("field") or "").replace("/", "_")  # one file of BLiMP says syntax/semantics
+            paradigm.term = str(row.get("linguistics_term") or "")
+        paradigm.lines.append(number)
+        paradigm.good.append(good)
+        paradigm.bad.append(bad)
+    return dict(found)
+
+
+def _objects(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield line number and object of each line that is not empty."""
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except (ValueError, RecursionError) as error:
+                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
+                    raise UserError(f"{file}, line {number}: {reason}; expected one JSON object per line") from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{file}, line {number}: expected a JSON object, got {type(row).__name__}")
+                yield number, row
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; give a file that can be read") from None
+
+
+def _text(row: dict[str, object], key: str, place: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        got = "is missing" if key not in row else f"is {value!r:.40}"
+        raise UserError(f"{place}: {key} {got}; expected a sentence under each of {', '.join(SENTENCES)}")
+    return value

@@ -1,0 +1,202 @@
+"""results.json, table.md and heatmap.png of an output folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
+from megatron_ddrp.tasks.minimal_pairs.results import Cell, Difference, Interval, Result, cell, difference
+from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
+from megatron_ddrp.tasks.pages import render
+
+PIECE_COUNTS = "piece counts alone"
+Levels = dict[str, dict[str, float]]
+"""Name → UID → accuracy."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a page shows."""
+
+    paradigms: Mapping[str, Paradigm]
+    results: list[Result]
+    published: Levels
+    score: str
+    ties: str
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The difference of every two encoders."""
+        return [difference(first, second) for first, second in combinations(self.results, 2)]
+
+    def groups(self, key: str) -> dict[str, list[str]]:
+        """Return name → UIDs by `field` or `term`, sorted; empty where no paradigm names one."""
+        names = sorted({getattr(paradigm, key) for paradigm in self.paradigms.values()} - {""})
+        return {name: [uid for uid, p in self.paradigms.items() if getattr(p, key) == name] for name in names}
+
+    def in_order(self) -> list[str]:
+        """Return the UIDs by field, term and name."""
+        return sorted(self.paradigms, key=lambda uid: (self.paradigms[uid].field, self.paradigms[uid].term, uid))
+
+    def piece_counts(self) -> Levels:
+        """Return what piece counts alone give, once where all encoders cut the sentences alike, else per encoder."""
+        levels = {r.name: {uid: cell.piece_counts for uid, cell in r.cells.items()} for r in self.results}
+        first, *others = levels.values()
+        if all(level == first for level in others):
+            return {PIECE_COUNTS: first}
+        return {f"{PIECE_COUNTS}, {name}": level for name, level in levels.items()}
+
+
+def report_of(
+    subjects: Mapping[tuple[str, int | None], str],
+    paradigms: Mapping[str, Paradigm],
+    jobs: list[PairJob],
+    store: PairStore,
+    published: Levels,
+    ties: str,
+) -> Report:
+    """Return the report over finished jobs; `subjects` gives the name of each encoder and seed."""
+    rows = {PairJob.of_row(row).name: row for row in store}
+    cells: dict[tuple[str, int | None], dict[str, Cell]] = {key: {} for key in subjects}
+    for job in jobs:
+        cells[job.encoder, job.seed][job.paradigm] = cell(rows[job.name], ties)
+    results = [Result(name, cells[key]) for key, name in subjects.items()]
+    return Report(paradigms, results, published, jobs[0].score, ties)
+
+
+def write_report(report: Report, folder: Path) -> str:
+    """Write results.json, table.md and, with matplotlib, heatmap.png into `folder`; return the text to show."""
+    differences = report.differences
+    folder.mkdir(parents=True, exist_ok=True)
+    text = table(report, differences)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(summary(report, differences), indent=2) + "\n", encoding="utf-8")
+    shown = text.split("\n## By paradigm")[0].strip()
+    try:
+        from megatron_ddrp.tasks.minimal_pairs.figure import draw
+    except ImportError:
+        return f"\n{shown}\n\nwritten to {folder / 'table.md'} and results.json; the heat map needs matplotlib"
+    draw(report, folder / "heatmap.png")
+    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json and heatmap.png"
+
+
+def summary(report: Report, differences: list[Difference]) -> dict[str, Any]:
+    """Return the content of results.json: the numbers of the tables, as fractions."""
+    return {
+        "score": report.score,
+        "ties": report.ties,
+        "encoders": [_encoder(report, result) for result in report.results],
+        "differences": [asdict(pair) for pair in differences],
+        "published": report.published,
+    }
+
+
+def _encoder(report: Report, result: Result) -> dict[str, Any]:
+    return {
+        "load": result.name,
+        "macro_average": result.macro_average,
+        "standard_error": result.standard_error,
+        "standard_error_over_paradigms": result.paradigm_error,
+        "piece_counts": result.piece_counts,
+        "fields": {name: result.average(uids) for name, uids in report.groups("field").items()},
+        "linguistics_terms": {name: result.average(uids) for name, uids in report.groups("term").items()},
+        "paradigms": {
+            uid: {
+                "accuracy": cell.accuracy,
+                "pairs": len(cell.right),
+                "standard_error": cell.standard_error,
+                "ties": cell.ties,
+                "undefined": cell.undefined,
+                "piece_counts": cell.piece_counts,
+            }
+            for uid, cell in result.cells.items()
+        },
+    }
+
+
+def table(report: Report, differences: list[Difference]) -> str:
+    """Return the text of table.md."""
+    return render(
+        "minimal_pairs.md.jinja",
+        score=report.score,
+        meaning=SCORES[report.score],
+        ties=report.ties,
+        pairs=sum(map(len, report.paradigms.values())),
+        paradigms=len(report.paradigms),
+        scores=_scores(report),
+        differences=_differences(differences),
+        terms=_by_group(report, "term"),
+        by_paradigm=_by_paradigm(report),
+    )
+
+
+def _scores(report: Report) -> Table:
+    """Return the table of macro averages: the encoders, then the published levels."""
+    fields = report.groups("field")
+    header = ["encoder", "macro average", "± pairs", "± paradigms", *fields, PIECE_COUNTS, "ties", "undefined"]
+    rows = [
+        [result.name, percent(result.macro_average), percent(result.standard_error), percent(result.paradigm_error)]
+        + [percent(result.average(uids)) for uids in fields.values()]
+        + [percent(result.piece_counts)]
+        + [f"{sum(getattr(cell, key) for cell in result.cells.values()):,}" for key in ("ties", "undefined")]
+        for result in report.results
+    ]
+    for name, level in report.published.items():
+        averages = [percent(statistics.fmean(level[uid] for uid in uids)) for uids in fields.values()]
+        rows.append([f"{name} (published)", percent(statistics.fmean(level.values())), "", "", *averages, "", "", ""])
+    return Table(header, rows)
+
+
+def _differences(differences: list[Difference]) -> Table:
+    header = ["encoder", "minus", "difference", "95 % interval, other pairs", "95 % interval, other paradigms"]
+    return Table(
+        header,
+        [
+            [pair.first, pair.second, f"{100 * pair.difference:+.2f}"]
+            + [_interval(pair.over_pairs), _interval(pair.over_paradigms)]
+            for pair in differences
+        ],
+    )
+
+
+def _by_group(report: Report, key: str) -> Table:
+    levels = _levels(report)
+    rows = [
+        [name, str(len(uids)), *(percent(statistics.fmean(level[uid] for uid in uids)) for level in levels.values())]
+        for name, uids in report.groups(key).items()
+    ]
+    return Table(["linguistics term", "paradigms", *levels], rows)
+
+
+def _by_paradigm(report: Report) -> Table:
+    levels = _levels(report)
+    rows = [
+        [uid, report.paradigms[uid].field, str(len(report.paradigms[uid]))]
+        + [percent(level[uid]) for level in levels.values()]
+        for uid in report.in_order()
+    ]
+    return Table(["paradigm", "field", "pairs", *levels], rows, wordy=(1,))
+
+
+def _levels(report: Report) -> Levels:
+    """Return the columns by paradigm: encoders, piece counts, published levels."""
+    own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
+    return {**own, **report.piece_counts(), **{f"{name} (published)": v for name, v in report.published.items()}}
+
+
+def percent(share: float | None) -> str:
+    """Return a share times 100 with two decimals; empty for None."""
+    return "" if share is None else f"{100 * share:.2f}"
+
+
+def _interval(interval: Interval) -> str:
+    low, high = interval
+    return f"{100 * low:+.2f} to {100 * high:+.2f}"

@@ -1,0 +1,82 @@
+"""Which pieces are masked when a piece is scored. One row per scored piece; [CLS] and [SEP] are never scored.
+
+    pll         log p(w_t | sentence without w_t)             Salazar et al., arXiv:1910.14659, equations 1 and 2
+    l2r         log p(w_t | … without w_t and what follows it in its word)      Kauf and Ivanova, arXiv:2305.10588
+    whole-word  log p(w_t | … without any piece of its word)                    the same
+
+A sentence's score is the sum over its pieces. Words begin where the tokenizer says so (`Tokenizer.word_starts`): at
+WordPiece without ##, SentencePiece's ▁ and byte-level BPE's Ġ. Departure: Kauf and Ivanova cut words as the library's
+pre-tokenizer does, which sets punctuation apart. WordPiece does so too; with ▁ and Ġ a full stop belongs to the word
+before it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+
+SCORES = {
+    "l2r": "a piece is predicted without the later pieces of its word",
+    "pll": "a piece is predicted from all others",
+    "whole-word": "a piece is predicted without its word",
+}
+"""Name of a score → what it means."""
+MOST_LOGITS = 2**28
+"""Logits of one batch, 1 GiB in fp32: with a large vocabulary a batch has fewer rows than its tokens allow."""
+
+
+class Rows(NamedTuple):
+    """Masked rows of one length, without padding."""
+
+    sentences: np.ndarray
+    """int64 `[rows]`: number of the sentence."""
+    ids: np.ndarray
+    """int64 `[rows, length]`: [CLS], the sentence with masks, [SEP]."""
+    places: np.ndarray
+    """int64 `[rows]`: place of the scored piece, which is masked."""
+    targets: np.ndarray
+    """int64 `[rows]`: the scored piece."""
+
+
+def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score: str, budget: int) -> Iterator[Rows]:
+    """Yield batches of about `budget` tokens with one row per piece of each sentence, the longest rows first.
+
+    Rows of a batch are equally long, so that nothing is padded: a sentence of n pieces alone gives n such rows.
+    """
+    most_rows = MOST_LOGITS // len(tokenizer.pieces)
+    lengths: dict[int, list[int]] = defaultdict(list)
+    for number, pieces in enumerate(sentences):
+        lengths[len(pieces)].append(number)
+    for count in sorted(lengths, reverse=True):
+        members = np.array(lengths[count])
+        table = np.array([[tokenizer.cls_id, *sentences[i], tokenizer.sep_id] for i in members])  # [members, length]
+        words = _word_numbers(table, tokenizer)
+        size = max(1, min(budget // (count + 2), most_rows))
+        for start in range(0, len(members) * count, size):
+            flat = np.arange(start, min(start + size, len(members) * count))
+            which, places = flat // count, flat % count + 1
+            ids = table[which]  # [rows, length], a copy
+            targets = ids[np.arange(len(ids)), places]
+            ids[_masked(words[which], places, score)] = tokenizer.mask_id
+            yield Rows(members[which], ids, places, targets)
+
+
+def _word_numbers(table: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the number of each place's word for ids `[rows, length]`; a sentence's first piece begins a word."""
+    starts = tokenizer.word_starts[table]
+    starts[:, 1] = starts[:, -1] = True
+    return starts.cumsum(axis=1)
+
+
+def _masked(words: np.ndarray, places: np.ndarray, score: str) -> np.ndarray:
+    """Return bool `[rows, length]`: which places are masked when `places` `[rows]` are scored."""
+    columns, scored = np.arange(words.shape[1]), places[:, None]
+    if score == "pll":
+        return columns == scored
+    same_word = words == np.take_along_axis(words, scored, axis=1)
+    return same_word if score == "whole-word" else same_word & (columns >= scored)

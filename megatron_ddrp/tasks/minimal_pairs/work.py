@@ -1,0 +1,182 @@
+"""What a command has to do: the plan, the worker processes and the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_ddrp.run.host_memory import keep_freed_memory
+from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.jobs.forecast import Forecast
+from megatron_ddrp.tasks.jobs.queue import drain
+from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, share_out, share_threads
+from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairJob, PairStore
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, read_pairs
+from megatron_ddrp.tasks.minimal_pairs.published import published_levels
+from megatron_ddrp.tasks.minimal_pairs.report import report_of, write_report
+from megatron_ddrp.tasks.minimal_pairs.scoring import Scorer, Subject, encode_pairs, score_sentences, subjects_of
+
+MOST_WORKERS = 8
+"""Processes that a command starts on CPUs by itself, each of which holds an encoder."""
+_PROBE_SECONDS = 0.3
+
+
+class Plan:
+    """The encoders and paradigms of a command, and the rows of each job."""
+
+    def __init__(self, options: argparse.Namespace):
+        """Read all files. Raises `UserError` for the first thing that is wrong."""
+        self.options = options
+        paradigms = read_pairs(options.data_dir, options.max_pairs)
+        seeds = list(range(1, options.seeds + 1)) if options.random_init else [None]
+        subjects = [subject for folder in dict.fromkeys(options.load) for subject in subjects_of(folder, seeds)]
+        self.paradigms = {paradigm.uid: paradigm for paradigm in paradigms}
+        self.subjects = {(subject.fingerprint, subject.seed): subject for subject in subjects}
+        self.rows: dict[PairJob, int] = {}
+        counted: dict[tuple[str, int], list[int]] = {}
+        for subject in self.subjects.values():
+            tokenizer = (subject.tokenizer.fingerprint, subject.max_length)
+            if tokenizer not in counted:
+                counted[tokenizer] = [_num_rows(paradigm, subject) for paradigm in paradigms]
+            for paradigm, rows in zip(paradigms, counted[tokenizer], strict=True):
+                job = (subject.fingerprint, subject.seed, paradigm.uid, paradigm.digest, options.score)
+                self.rows[PairJob(*job)] = rows
+
+    @property
+    def jobs(self) -> list[PairJob]:
+        """All jobs, an encoder's in a row."""
+        return list(self.rows)
+
+    def num_pairs(self) -> int:
+        """Return the number of pairs of all paradigms."""
+        return sum(map(len, self.paradigms.values()))
+
+
+def _num_rows(paradigm: Paradigm, subject: Subject) -> int:
+    return sum(map(len, sum(encode_pairs(paradigm, subject.tokenizer, subject.max_length), [])))
+
+
+class PairForecast(Forecast[PairJob]):
+    """Expected seconds of jobs, from the speed of an encoder's finished ones, or of a few of its sentences."""
+
+    def __init__(self, plan: Plan, store: PairStore, device: torch.device):
+        super().__init__(store)
+        self.plan, self.device = plan, device
+        self._probed: dict[tuple[str, int | None], float] = {}
+
+    def kind(self, job: PairJob) -> str:
+        """Return the encoder's fingerprint."""
+        return job.encoder
+
+    def work(self, job: PairJob) -> float:
+        """Return a job's rows."""
+        return self.plan.rows[job]
+
+    def rates(self, kind: str) -> list[float]:
+        """Return seconds per row of an encoder's finished jobs."""
+        return [row["seconds"] / row["rows"] for row in self.store if row["encoder"] == kind]
+
+    def guess(self, job: PairJob) -> float:
+        """Return the seconds of a job, from timing one paradigm of its encoder."""
+        key = (job.encoder, job.seed)
+        if key not in self._probed:
+            self._probed[key] = self._probe(job)
+        return self._probed[key] * self.work(job)
+
+    def _probe(self, job: PairJob) -> float:
+        """Return seconds per row, from a sample that doubles until it takes a while."""
+        subject, whole = self.plan.subjects[job.encoder, job.seed], self.plan.paradigms[job.paradigm]
+        scorer = Scorer(self.plan.subjects, {}, self.device, self.plan.options.tokens_per_batch, lambda rows: None)
+        model, size = scorer.model(job), 4
+        while True:
+            sample = whole.sample(size)
+            sentences = sum(encode_pairs(sample, subject.tokenizer, subject.max_length), [])
+            begin = time.perf_counter()
+            score_sentences(model, subject.tokenizer, sentences, job.score, scorer.budget)
+            seconds = time.perf_counter() - begin
+            if seconds > _PROBE_SECONDS or len(sample) == len(whole):
+                return seconds / sum(map(len, sentences))
+            size *= 2
+
+
+def run_here(options: argparse.Namespace) -> None:
+    """Score what is missing, in this process or in worker processes that it starts, and write the report."""
+    keep_freed_memory()
+    plan, store = Plan(options), PairStore(options.output_dir / SCORES_FILE)
+    published = published_levels(options.data_dir, plan.paradigms)
+    missing = store.missing(plan.jobs)
+    workers = min(options.workers or _own_workers(), max(1, len(missing)))
+    share_threads(workers)
+    print(plan_text(plan, store, workers), flush=True)
+    if options.dry_run:
+        return
+    done = SPAWN.Value("q", 0)
+    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
+    total = sum(plan.rows[job] for job in missing)
+    given = (plan.jobs, plan.subjects, plan.paradigms, options, done)
+    with tqdm(total=total, unit="row", unit_scale=True, leave=False, file=sys.stderr, **seldom) as bar:
+
+        def tell() -> None:
+            bar.update(done.value - bar.n)
+
+        if workers > 1:
+            share_out(work, given, workers, plan.jobs, store, tell, "tasks.minimal_pairs")
+        else:
+            work(0, *given, bar)
+    store.refresh()
+    names = {key: subject.name for key, subject in plan.subjects.items()}
+    report = report_of(names, plan.paradigms, plan.jobs, store, published, options.ties)
+    print(write_report(report, options.output_dir))
+
+
+def work(
+    number: int,
+    jobs: Sequence[PairJob],
+    subjects: Mapping[tuple[str, int | None], Subject],
+    paradigms: Mapping[str, Paradigm],
+    options: argparse.Namespace,
+    done: Any,
+    bar: tqdm | None = None,
+) -> None:
+    """Do jobs until the store holds all. `bar` shows the rows, or the shared number `done` counts them."""
+
+    def advance(rows: int) -> None:
+        if bar is not None:
+            bar.update(rows)
+        else:
+            with done.get_lock():
+                done.value += rows
+
+    keep_freed_memory()
+    scorer = Scorer(subjects, paradigms, device_of(number), options.tokens_per_batch, advance)
+    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform)
+
+
+def _own_workers() -> int:
+    """Return one worker per GPU, else one per core: a small encoder's products are too small to share a core's work."""
+    return torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def plan_text(plan: Plan, store: PairStore, workers: int) -> str:
+    """Return what there is to do and the expected time, as some lines of text."""
+    device, missing = device_of(0), store.missing(plan.jobs)
+    rows = sum(plan.rows[job] for job in missing)
+    lines = [
+        f"plan: {len(plan.subjects)} encoder{'s' * (len(plan.subjects) > 1)} x {len(plan.paradigms)} paradigms, "
+        f"{plan.num_pairs():,} pairs, score {plan.options.score}, on {device.type}; "
+        f"{len(missing)} of {len(plan.jobs)} jobs to do, {rows:,} rows"
+    ]
+    lines += [f"  {subject.name}: {subject.origin}" for subject in plan.subjects.values()]
+    if missing:
+        seconds = PairForecast(plan, store, device).total(missing)
+        assert seconds is not None  # a guess always knows
+        sharing = f" with {workers} workers" if workers > 1 else ""
+        lines.append(f"  expected: {duration(seconds / workers)}{sharing}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The entry point of `megatron_ddrp.tasks.minimal_pairs`."""

@@ -1,0 +1,269 @@
+"""Minimal pairs, tasks of one's own and GLUE beside the loss: differences to the baseline with their two errors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare import comparison
+from megatron_ddrp.tasks.compare.arguments import parse_arguments
+from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all, field_accuracies
+from megatron_ddrp.tasks.compare.forecast import JobForecast
+from megatron_ddrp.tasks.compare.page import write_page
+from megatron_ddrp.tasks.compare.plan import read_plan
+from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
+from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.finetune.predictions import write_predictions
+from megatron_ddrp.tasks.finetune.runs import Run
+from megatron_ddrp.tasks.finetune.task import Task
+from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.statistics import student_interval
+from tests.unit.compare.conftest import finish_run, record
+
+PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
+"""Paradigm → field and number of pairs."""
+ROWS = 200
+
+
+@pytest.fixture
+def with_scores(values, tmp_path):
+    """A plan with minimal pairs, a task of its own and GLUE, two seeds, no arm at half of the budget."""
+    pairs = tmp_path / "pairs"
+    pairs.mkdir()
+    for name, (field, number) in PAIRS.items():
+        rows = [
+            {"sentence_good": f"a {i}", "sentence_bad": f"{i} a", "field": field, "UID": name} for i in range(number)
+        ]
+        (pairs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    (tmp_path / "order.yaml").write_text("{train: train.jsonl, valid: valid.jsonl, kind: classification}")
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a b", "label": "in order"}\n')
+    values |= {"tasks": [{"file": str(tmp_path / "order.yaml"), "seeds": 2, "epochs": [2, 3]}]}
+    values |= {"seeds": 2, "half_budget": [], "minimal_pairs": {"data_dir": str(pairs), "score": "pll"}}
+    return values | {"glue": {"data_dir": str(tmp_path / "glue"), "tasks": ["RTE"], "seeds": 2}}
+
+
+@pytest.fixture
+def work(with_scores, open_work):
+    """All of it finished: MTH gets 10 points more of the pairs right, and 5 more of the rows of both tasks."""
+    work = open_work(with_scores)
+    random = np.random.default_rng(3)
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    for measure in work.pairs:
+        is_mth, seed = measure.run.model.objective == "mth", work.plan.seeds.index(measure.run.seed)
+        finish_pairs(work, measure, dict.fromkeys(PAIRS, 0.5 + 0.1 * is_mth + 0.02 * seed), random)
+    for score in (*work.scores, *work.tasks):
+        is_own = score.job.kind == "finetune"
+        task = Task("order", "accuracy", labels=("in order", "shuffled")) if is_own else TASKS["RTE"]
+        finish_sweep(work, score.job, task, 0.6 + 0.05 * (score.run.model.objective == "mth"), random)
+    return work
+
+
+def finish_pairs(work, measure, shares, random):
+    """The files of tasks.minimal_pairs, in which a share of each paradigm's pairs is right."""
+    folder = measure.job.output.parent
+    folder.mkdir(parents=True)
+    paradigms, lines = {}, []
+    for name, share in shares.items():
+        number = PAIRS[name][1]
+        right = random.permutation(number) < round(share * number)
+        paradigms[name] = {"accuracy": right.mean(), "pairs": number}
+        line = {"encoder": "e", "seed": None, "paradigm": name, "data": "d", "score": "pll", "load": "iter", "rows": 1}
+        line |= {
+            "seconds": 1.0,
+            "identical": 0,
+            "good": [-1.0] * number,
+            "bad": [-1.0 - 1.0 * r for r in right.tolist()],
+        }
+        lines.append(line | {"pieces_good": [2] * number, "pieces_bad": [2] * number})
+    fields: dict[str, list[float]] = {}
+    for name, found in paradigms.items():
+        fields.setdefault(PAIRS[name][0], []).append(found["accuracy"])
+    average = np.mean([found["accuracy"] for found in paradigms.values()])
+    encoder = {"load": "iter", "macro_average": average, "standard_error": 0.01, "paradigms": paradigms}
+    encoder["fields"] = {name: np.mean(values) for name, values in fields.items()}
+    measure.job.output.write_text(json.dumps({"encoders": [encoder], "differences": []}))
+    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record(work, measure.job)
+
+
+def finish_sweep(work, job, task, share, random):
+    """The files of tasks.glue and tasks.finetune: two fine-tuning seeds on a task, and their predictions."""
+    folder = job.output.parent
+    folder.mkdir(parents=True)
+    labels = np.arange(ROWS) % 2
+    rows = []
+    for seed in (1, 2):
+        predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
+        row = {"task": task.name, "facts": task.facts, "metric": "accuracy", "seed": seed, "encoder": job.name}
+        row |= {"batch_size": 32, "lr": 3e-5, "epochs": 4, "max_seq_length": 32, "data": "d", "load": "iter"}
+        row |= {"micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None}
+        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "score": share, "epoch_scores": [share]}
+        scored = {"dev": (labels.astype(float), predictions.astype(float))}
+        write_predictions(folder / "predictions" / f"{Run.of_row(row).name}.tsv", task, scored)
+        rows.append(row)
+    (folder / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "table.json").write_text("{}")
+    record(work, job)
+
+
+def test_the_table_has_every_measure_with_its_difference_and_both_errors(work):
+    results = Results(work)
+    mlm, mth = (Arm(model) for model in work.plan.models)
+    assert comparison.measures(results) == [LOSS, MINIMAL_PAIRS, "order", GLUE]
+    for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
+        baseline, other = comparison.compare(results, measure)
+        assert (baseline.arm, baseline.difference, baseline.over_items) == (mlm, None, None)
+        assert other.arm == mth and other.difference.mean == pytest.approx(difference)
+        assert other.difference.interval == pytest.approx(student_interval(other.difference.values))
+        assert (other.over_items is None) == (measure == LOSS)
+    low, high = other.over_items
+    assert low < 0.05 < high  # two models that are right on different rows: √(2 · 0.24 / 200) ≈ 0.05, four runs
+    assert 1.5 * 0.024 < (high - low) / 2 < 2.5 * 0.035
+
+
+def test_the_error_over_items_pairs_the_items_of_both_models(work):
+    """Two models that are right on the same items but one differ by much less than their own errors."""
+    items = Results(work).items
+    mlm, mth = (Arm(model) for model in work.plan.models)
+    (run, *_), rng = work.runs, np.random.default_rng(0)
+    right = rng.integers(2, size=400).astype(float)
+    worse = right.copy()
+    worse[np.flatnonzero(right)[0]] = 0
+    for arm, found in ((mlm, worse), (mth, right)):
+        items.add_pairs(next(r for r in work.runs if r.arm == arm and r.seed == run.seed), {"p": found})
+    low, high = items.of_pairs(mth, mlm, [run.seed])
+    assert (low, high) == pytest.approx((0, 3 / 400))
+
+
+def test_other_seeds_and_other_items_are_different_questions(work):
+    """The same model from two seeds that agree item by item: no error over seeds, and still one over items."""
+    for measure in work.pairs:
+        for name in ("results.json", "scores.jsonl"):
+            first = next(m for m in work.pairs if m.run.arm == measure.run.arm)
+            (measure.job.output.parent / name).write_text((first.job.output.parent / name).read_text())
+    _, other = comparison.compare(Results(work), MINIMAL_PAIRS)
+    assert other.difference.interval == pytest.approx((0.1, 0.1))
+    assert other.over_items[1] - other.over_items[0] > 0.1
+
+
+def test_missing_predictions_and_scores_leave_the_error_over_items_out(work):
+    next((work.scores[-1].job.output.parent / "predictions").iterdir()).unlink()
+    (work.pairs[0].job.output.parent / "scores.jsonl").unlink()
+    results = Results(work)
+    for measure, difference in ((GLUE, 0.05), (MINIMAL_PAIRS, 0.1)):
+        _, other = comparison.compare(results, measure)
+        assert other.over_items is None and other.difference.mean == pytest.approx(difference)
+
+
+def test_page_and_results_hold_the_table_and_its_figures(work):
+    write_page(work)
+    text = (work.folder / "page.md").read_text()
+    assert "| minimal pairs | BERT (MLM) | 51.00 ± 1.41 | baseline |  |  | 2 | 200 pairs, 3 paradigms |" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| minimal pairs | BERT (MTH) |")]
+    assert "| +10.00 |" in row and row.count(" to ") == 2
+    assert "| order | BERT (MLM) | 60.00 ± 0.00 | baseline |  |  | 2 | 200 rows |" in text
+    assert "](figures/measures.png)" in text and "](figures/fields.png)" in text
+    claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on minimal pairs"))
+    assert "+10.00" in claim and "(by a measure that the paper does not print)" in text
+    found = json.loads((work.folder / "results.json").read_text())
+    row = next(r for r in found["comparison"] if (r["measure"], r["model"]) == (MINIMAL_PAIRS, "BERT (MTH)"))
+    assert row["difference"] == pytest.approx(0.1) and row["over_items"][0] < 0.1 < row["over_items"][1]
+    assert found["paradigms"]["BERT (MLM)"]["islands"] == pytest.approx(0.51)
+    assert found["fields"]["BERT (MTH)"]["1234"]["all"] == pytest.approx(0.6)
+
+
+def test_fields_are_means_over_the_seeds(work):
+    results = Results(work)
+    assert field_accuracies(results)[results.baseline] == pytest.approx(
+        {"morphology": 0.51, "syntax": 0.51, "all": 0.51}, abs=0.01
+    )
+
+
+def test_without_anything_over_items_there_is_no_such_figure(values, open_work):
+    work = open_work(values)
+    for run in work.runs:
+        finish_run(work, run, 6.5)
+    results = Results(work)
+    compared = comparison.compare_all(results)
+    assert compared_panels(results, compared) == {} and field_accuracies(results) == {}
+    assert not {"measures", "fields"} & draw_all(results, compared, work.folder / "figures").keys()
+
+
+def test_another_model_may_be_the_baseline(work, with_scores, open_work):
+    results = Results(open_work(with_scores | {"baseline": "BERT (MTH)"}))
+    other, baseline = comparison.compare(results, MINIMAL_PAIRS)
+    assert baseline.difference is None and other.difference.mean == pytest.approx(-0.1)
+
+
+def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(values, with_scores, open_work):
+    work = open_work(with_scores | {"half_budget": ["BERT (MTH)"]})
+    assert [measure.run for measure in work.pairs] == work.runs and len(work.runs) == 6
+    command = " ".join(work.pairs[0].job.command)
+    assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
+    assert [measure.run for measure in work.tasks] == work.runs
+    command = " ".join(work.tasks[0].job.command)
+    assert "order.yaml --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
+    names = {job.name for job in work.jobs()}
+    del with_scores["minimal_pairs"], with_scores["tasks"]
+    assert {job.name for job in open_work(with_scores).jobs()} < names
+
+
+def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path):
+    before = {measure.job.name for measure in open_work(with_scores).tasks}
+    (tmp_path / "valid.jsonl").write_text('{"text": "b a", "label": "shuffled"}\n')
+    assert not before & {measure.job.name for measure in open_work(with_scores).tasks}
+    (tmp_path / "valid.jsonl").unlink()
+    with pytest.raises(UserError, match=r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks"):
+        open_work(with_scores)
+
+
+def test_the_forecast_knows_pairs_and_tasks(with_scores, open_work):
+    expected = {"minimal_pairs_minutes": 2, "step_seconds": 0.1, "glue_minutes": 1, "task_minutes": 3}
+    work = open_work(with_scores | {"expected": expected})
+    assert work.tasks[0].job.work == 10 and JobForecast(work.plan, work.store).total([work.tasks[0].job]) == 180
+    forecast = JobForecast(work.plan, work.store)
+    assert forecast.total([work.pairs[0].job]) == 120
+    assert any("4 x minimal-pairs: 0.13 hours" in line for line in forecast.plan_lines(work.jobs()))
+    job = work.pairs[0].job
+    work.store.append({"job": "x", "kind": job.kind, "work": 50.0, "seconds": 5.0})
+    assert job.work == 200 and forecast.total([job]) == 20
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "expected"),
+    [
+        ("minimal_pairs", {"score": "pll"}, "minimal_pairs.data_dir: missing"),
+        ("minimal_pairs", {"data_dir": "d", "score": "sum"}, "minimal_pairs.score: got 'sum', expected one of"),
+        ("minimal_pairs", {"data_dir": "d", "max_pairs": 0}, "minimal_pairs.max_pairs: got 0: it must be at least 1"),
+        ("tasks", [{"lr": 1}], "tasks[1].file: missing"),
+        ("tasks", [{"file": "a.yaml", "epoch": 1}], "tasks[1]: unknown setting 'epoch'; did you mean epochs?"),
+        ("tasks", [{"file": "no/such.yaml"}], "tasks[1]: no/such.yaml: no such file; expected YAML with keys such as"),
+        ("baseline", "GPT", "baseline: got 'GPT', expected one of BERT (MLM), BERT (MTH)"),
+    ],
+)
+def test_a_mistake_in_the_new_sections_is_one_line(values, write, section, value, expected):
+    with pytest.raises(UserError) as caught:
+        read_plan(write(values | {section: value}))
+    assert f"plan.yaml: {expected}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_pairs_that_are_not_there_are_refused_before_anything_runs(values, open_work, tmp_path):
+    with pytest.raises(UserError, match=r"plan\.yaml: minimal_pairs: .*holds no \.jsonl file.*--no-minimal-pairs"):
+        open_work(values | {"minimal_pairs": {"data_dir": str(tmp_path / "nowhere")}})
+
+
+def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(values, write, tmp_path):
+    words = ["plan.yaml", "--output-dir", str(tmp_path)]
+    plan = read_plan(write(values), parse_arguments([*words, "--minimal-pairs-dir", "blimp"]).given)
+    assert plan.minimal_pairs.data_dir == "blimp"
+    file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]})
+    plan = read_plan(file, parse_arguments([*words, "--no-minimal-pairs", "--no-tasks"]).given)
+    assert plan.minimal_pairs is None and plan.tasks == ()
+    given = parse_arguments([*words, "--minimal-pairs-dir", "e", "--no-tasks"]).given
+    assert read_plan(file, given).minimal_pairs.data_dir == "e"

@@ -1,0 +1,42 @@
+"""Exact match and F1 against SQuAD's script (tests/golden/squad_scores.json), and by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.tasks.finetune.answers import exact_match, f1, normalized, score_answers
+
+CASES = json.loads((Path(__file__).parents[2] / "golden" / "squad_scores.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['gold']}-{case['predicted']}")
+def test_scores_are_those_of_the_released_script(case):
+    scores = [exact_match(case["gold"], case["predicted"]), f1(case["gold"], case["predicted"])]
+    assert scores == pytest.approx(case["scores"], abs=1e-12)
+
+
+def test_normalization_by_hand():
+    assert normalized(" The U.S.  Army's\tan-other\u00a0a ") == "us armys another"
+    assert normalized("theory of Anna") == "theory of anna"  # articles are whole words
+    assert normalized("«Straße»") == "«straße»"  # punctuation beyond ASCII stays
+
+
+def test_f1_by_hand():
+    assert f1(["red blue blue green"], "blue blue blue") == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+    assert f1(["green", "blue"], "blue sky") == pytest.approx(2 / 3)  # the best of several
+    assert f1(["blue"], "red") == 0
+
+
+def test_questions_without_an_answer():
+    assert (exact_match([], ""), f1([], "")) == (1, 1)
+    assert (exact_match([], "blue"), f1([], "blue")) == (0, 0)
+    assert (exact_match(["blue"], ""), f1(["blue"], "")) == (0, 0)
+
+
+def test_means_over_questions():
+    scores = score_answers([["blue"], [], ["red sky"]], ["blue", "blue", "sky"])
+    assert scores.questions == 3
+    assert scores.exact_match == pytest.approx(1 / 3)
+    assert scores.f1 == pytest.approx((1 + 0 + 2 / 3) / 3)
+    assert score_answers([], []) == (None, None, 0)

@@ -1,0 +1,113 @@
+"""Scores against hand-made numbers, and the undefined ones."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.metrics import (
+    METRICS,
+    METRICS_OF_KIND,
+    accuracy,
+    check_metric,
+    f1,
+    macro_f1,
+    matthews,
+    pearson,
+    spearman,
+)
+
+
+def test_accuracy_counts_equal_entries():
+    assert accuracy(np.array([0, 1, 2, 1]), np.array([0, 1, 1, 1])) == 0.75
+
+
+def test_matthews_follows_its_definition():
+    labels = np.array([1] * 6 + [0] * 4)
+    predictions = np.array([1, 1, 1, 1, 1, 0, 1, 0, 0, 0])  # 5 true and 1 false positives, 3 true and 1 false negatives
+    expected = (5 * 3 - 1 * 1) / math.sqrt((5 + 1) * (5 + 1) * (3 + 1) * (3 + 1))
+    assert matthews(labels, predictions) == pytest.approx(expected)
+
+
+def test_pearson_follows_its_definition():
+    labels, predictions = np.array([0.0, 2.5, 5.0, 3.2]), np.array([0.1, 2.0, 4.0, 4.5])
+    centred = labels - labels.mean(), predictions - predictions.mean()
+    expected = (centred[0] @ centred[1]) / math.sqrt((centred[0] @ centred[0]) * (centred[1] @ centred[1]))
+    assert pearson(labels, predictions) == pytest.approx(expected)
+
+
+def f1_twin(labels, predictions):
+    """2·TP / (2·TP + FP + FN) of one class, from lists of bools."""
+    both = sum(a and b for a, b in zip(labels, predictions, strict=True))
+    return 2 * both / (sum(labels) + sum(predictions))
+
+
+def test_f1_is_that_of_the_second_label():
+    labels, predictions = np.array([1, 1, 1, 0, 0]), np.array([1.0, 0.0, 1.0, 1.0, 0.0])
+    assert f1(labels, predictions) == pytest.approx(f1_twin(labels == 1, predictions == 1)) == pytest.approx(2 / 3)
+    assert f1(labels, 1 - labels) == 0
+
+
+def test_f1_of_many_labels_counts_over_all_of_them():
+    labels, predictions = np.array([[1, 0, 0], [1, 1, 0]]), np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    twin = f1_twin((labels == 1).ravel().tolist(), (predictions == 1).ravel().tolist())
+    assert f1(labels, predictions) == pytest.approx(twin) == pytest.approx(2 / 3)
+    assert f1(labels[:, :1], predictions[:, :1]) == 1  # a single label is no special case
+
+
+def test_macro_f1_is_the_mean_over_the_classes_that_occur():
+    labels, predictions = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 2, 2, 5])
+    twin = [f1_twin((labels == c).tolist(), (predictions == c).tolist()) for c in (0, 1, 2, 5)]
+    assert macro_f1(labels, predictions) == pytest.approx(sum(twin) / 4)
+    many, guesses = np.array([[1, 0, 0], [1, 1, 0]]), np.array([[1, 1, 0], [0, 1, 0]])
+    assert macro_f1(many, guesses) == pytest.approx((2 / 3 + 2 / 3) / 2)  # nothing of the third label
+
+
+def test_accuracy_of_many_labels_wants_whole_rows():
+    assert accuracy(np.array([[1, 0], [1, 1]]), np.array([[1.0, 0.0], [1.0, 0.0]])) == 0.5
+
+
+def test_spearman_is_pearson_of_mean_ranks():
+    labels, predictions = np.array([1.0, 5.0, 5.0, 2.0, 9.0]), np.array([0.1, 0.2, 0.9, 0.2, 0.8])
+    mean_ranks = [1.0, 3.5, 3.5, 2.0, 5.0], [1.0, 2.5, 5.0, 2.5, 4.0]
+    assert spearman(labels, predictions) == pytest.approx(pearson(*map(np.array, mean_ranks)))
+    assert spearman(labels, np.exp(labels)) == pytest.approx(1.0)
+
+
+def test_kinds_name_metrics_that_exist():
+    own = {"seqeval", "seqeval-strict", "exact-match"}
+    assert {name for names in METRICS_OF_KIND.values() for name in names} == METRICS.keys() | own
+
+
+def test_metrics_of_other_kinds_are_refused():
+    check_metric("f1", "classification", num_labels=2)
+    check_metric("f1", "multi-label", num_labels=7)
+    with pytest.raises(UserError, match="--metric pearson: --kind tokens has seqeval, seqeval-strict, accuracy, macro"):
+        check_metric("pearson", "tokens")
+    with pytest.raises(UserError, match="--metric f1: 3 labels, expected 2; use --metric macro-f1"):
+        check_metric("f1", "classification", num_labels=3)
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "predictions"),
+    [
+        (matthews, [0, 1, 1], [1, 1, 1]),
+        (matthews, [1, 1, 1], [0, 1, 1]),
+        (pearson, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]),
+        (pearson, [2.0, 2.0], [1.0, 3.0]),
+        (pearson, [1.0, 2.0], [1.0, math.nan]),
+        (pearson, [1.0], [1.0]),
+        (accuracy, [0, 1], [0, math.nan]),
+        (matthews, [0, 1, 1], [0, 1, math.nan]),
+        (spearman, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]),
+        (spearman, [1.0, 2.0], [1.0, math.nan]),
+        (f1, [0, 0], [0.0, 0.0]),
+        (f1, [0, 1], [0.0, math.nan]),
+        (f1, [[0, 0]], [[0.0, 0.0]]),
+        (macro_f1, [0, 1], [0.0, math.nan]),
+        (macro_f1, [[0, 0]], [[0.0, 0.0]]),
+    ],
+)
+def test_undefined_scores_are_none(metric, labels, predictions):
+    assert metric(np.array(labels), np.array(predictions)) is None

@@ -1,0 +1,209 @@
+"""`python -m tasks.finetune`, end to end on small files and encoders."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.command import main
+from tests.unit.finetune.conftest import first_word_kind
+from tests.unit.glue.conftest import sentences
+
+LEARN = ["--lr", "1e-2", "--batch-size", "8", "--epochs", "8", "--seeds", "2"]
+GLANCE = ["--lr", "1e-3", "--epochs", "1", "--seeds", "1"]
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+
+
+def words(folder, load, out, *more):
+    files = ["--train", folder / "train.jsonl", "--valid", folder / "valid.jsonl"]
+    return [str(word) for word in (*files, "--load", load, "--output-dir", out, *more)]
+
+
+def model_of(out):
+    (folder,) = (path for path in (out / "models").iterdir() if path.is_dir())
+    return folder
+
+
+def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(words(topics, bert_folder, out, "--test", topics / "new.jsonl", *LEARN)) == 0
+    printed = capsys.readouterr().out
+    assert "classification, accuracy; text from text, label from label" in printed
+    assert "train: animal " in printed and "always the most frequent label: " in printed
+    first, second = rows(out)
+    assert (first["task"], first["metric"], first["dev_examples"], first["head"]) == (
+        "topics",
+        "accuracy",
+        21,
+        "family",
+    )
+    assert max(first["score"], second["score"]) > first["baseline"] + 0.1
+    assert "(always the most frequent label)" in (out / "table.md").read_text()
+    folder = model_of(out)
+    best = max((first, second), key=lambda row: row["score"])
+    kept = json.loads((folder / "config.json").read_text())
+    assert kept["finetuned"]["score"] == best["score"] and kept["id2label"] == {
+        "0": "animal",
+        "1": "colour",
+        "2": "other",
+    }
+    told = [json.loads(line) for line in (out / "models" / f"{folder.name}-test.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in told] == list(range(9))
+    assert {row["prediction"] for row in told} <= {"animal", "colour", "other"}
+
+    (out / "runs.jsonl").write_text(json.dumps(first) + "\n")  # as if seed 2 had been killed
+    main(words(topics, bert_folder, out, *LEARN))
+    assert "1 of 2 runs to do" in capsys.readouterr().out
+    assert rows(out)[1]["score"] == second["score"]
+    assert main(["--report", str(out), "--output-dir", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "table.md").read_text() == (out / "table.md").read_text()
+
+
+def test_the_kept_model_is_what_transformers_loads_and_predict_uses(topics, bert_folder, tmp_path):
+    from transformers import AutoModelForSequenceClassification, BertTokenizer
+
+    out, told = tmp_path / "out", tmp_path / "told.csv"
+    main(words(topics, bert_folder, out, *LEARN, "--seeds", "1"))
+    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "valid.jsonl"), "--output", str(told)])
+    with told.open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    (row,) = rows(out)
+    assert np.mean([line["prediction"] == line["label"] for line in lines]) == pytest.approx(row["score"])
+    model = AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
+    tokenizer = BertTokenizer(str(bert_folder / "vocab.txt"), do_lower_case=True)
+    for line in lines[:5]:
+        logits = model(**tokenizer(line["text"], return_tensors="pt")).logits
+        assert model.config.id2label[int(logits.argmax())] == line["prediction"]
+
+
+def test_a_checkpoint_of_ours_is_kept_with_equal_predictions(topics, checkpoint_folder, tmp_path):
+    out, told = tmp_path / "out", tmp_path / "told.jsonl"
+    main(words(topics, checkpoint_folder, out, *GLANCE))
+    (row,) = rows(out)
+    assert row["head"] == "common"
+    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "valid.jsonl"), "--output", str(told)])
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    stored = (out / row["predictions"]).read_text().splitlines()[1:]
+    assert [line["prediction"] for line in lines] == [line.split("\t")[2] for line in stored]
+
+
+def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
+    folder = tmp_path / "alike"
+    folder.mkdir()
+    for name, count, seed in (("train", 48, 0), ("valid", 16, 1)):
+        with (folder / f"{name}.csv").open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(["id", "sentence1", "sentence2", "score"])
+            pairs = zip(sentences(count, seed), sentences(count, seed + 9), strict=True)
+            for number, ((first, _), (second, _)) in enumerate(pairs):
+                writer.writerow([number, first, second, f"{len(set(first.split()) & set(second.split())):.1f}"])
+    out = tmp_path / "out"
+    files = ["--train", folder / "train.csv", "--valid", folder / "valid.csv", "--metric", "spearman"]
+    main([str(word) for word in (*files, "--load", checkpoint_folder, "--output-dir", out, *GLANCE)])
+    (row,) = rows(out)
+    assert (row["metric"], row["facts"]["kind"], row["baseline"]) == ("spearman", "regression", None)
+    told = tmp_path / "told.tsv"
+    main(["predict", "--load", str(model_of(out)), "--input", str(folder / "valid.csv"), "--output", str(told)])
+    header, first, *_ = told.read_text().splitlines()
+    assert header.split("\t") == ["id", "sentence1", "sentence2", "score", "prediction"]
+    assert np.isfinite(float(first.split("\t")[4]))
+
+
+def test_several_labels_at_once_from_a_task_file(bert_folder, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, count, seed in (("a", 64, 0), ("b", 21, 1)):
+        lines = [{"body": text, "topics": sorted({first_word_kind(word) for word in text.split()})} for text, _ in
+                 sentences(count, seed)]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "topics-of.yaml").write_text("train: a.jsonl\nvalid: b.jsonl\ntext-column: body\nlabel-column: topics\n")
+    out = tmp_path / "out"
+    main(["--task-file", str(folder / "topics-of.yaml"), "--load", str(bert_folder), "--output-dir", str(out), *LEARN])
+    row = rows(out)[0]
+    assert (row["task"], row["metric"], row["facts"]["kind"]) == ("topics-of", "f1", "multi-label")
+    assert row["score"] > 0.7
+    told = tmp_path / "told.jsonl"
+    main(["predict", "--load", str(model_of(out)), "--input", str(folder / "b.jsonl"), "--output", str(told)])
+    assert all(set(json.loads(line)["prediction"]) <= {"animal", "colour", "other"} for line in told.open())
+
+
+BAD = {
+    "a missing column": (["--label-column", "class"], None, r"no column 'class', it has text, label"),
+    "no usual column": (["--text-column", "body"], None, r"train\.jsonl, line 1: no column 'body'"),
+    "one class": ([], ("train", '"label": "[a-z]*"', '"label": "x"'), "all rows have the label 'x', expected two"),
+    "an unknown label": (
+        [],
+        ("valid", '"label": "other"', '"label": "odd"'),
+        r"valid\.jsonl, line \d+: label 'odd'",
+    ),
+    "an empty text": ([], ("valid", '"text": "[a-z ]*"', '"text": " "'), r"valid\.jsonl, line 1: text is empty"),
+    "no label": (
+        [],
+        ("train", '"label": "other"', '"label": null'),
+        r"train\.jsonl, line \d+: label is None",
+    ),
+    "a foreign metric": (["--metric", "pearson"], None, "--metric pearson: --kind classification has accuracy"),
+    "no number": (["--kind", "regression"], None, r"train\.jsonl, line 1: label is '\w+', expected a number"),
+}
+
+
+@pytest.mark.parametrize(("more", "change", "message"), BAD.values(), ids=BAD)
+def test_bad_files_are_one_line_before_anything_is_loaded(topics, tmp_path, more, change, message):
+    import re
+
+    if change:
+        path = topics / f"{change[0]}.jsonl"
+        path.write_text(re.sub(change[1], change[2], path.read_text()))
+    with pytest.raises(UserError, match=message) as refused:
+        main(words(topics, tmp_path / "no-such-encoder", tmp_path / "out", *more))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--train", "x.jsonl"], "--load is needed"),
+        (["--train", "x.jsonl", "--load", "y"], "--valid is needed, or a --task-file"),
+        (["--train", "x", "--task-file", "y", "--load", "z"], "--task-file and the flags of a task exclude each other"),
+        (["--task-file", "no.yaml", "--load", "z"], "no.yaml: no such file; expected YAML with keys"),
+        (["--kind", "ranking", "--load", "z"], "invalid choice: 'ranking'"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(line, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*line, "--output-dir", str(tmp_path)])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+
+
+def test_predict_refuses_what_it_cannot_do(topics, bert_folder, tmp_path):
+    base = ["predict", "--input", str(topics / "new.jsonl")]
+    with pytest.raises(UserError, match=r"no fine-tuned model of tasks\.finetune"):
+        main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.jsonl")])
+    with pytest.raises(UserError, match=r"expected a name that ends in \.jsonl, \.csv, \.tsv"):
+        main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.txt")])
+
+
+def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    out, told = tmp_path / "out", tmp_path / "told.jsonl"
+    main(words(topics, bert_folder, out, *GLANCE))
+    path = model_of(out) / "model.safetensors"
+    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(path).items()}, path)
+    main(["predict", "--load", str(model_of(out)), "--input", str(topics / "new.jsonl"), "--output", str(told)])
+    assert {json.loads(line)["prediction"] for line in told.open()} == {None}
+
+
+def test_the_command_line_needs_no_torch():
+    code = "import sys\nfrom megatron_ddrp.tasks.finetune.command import main\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

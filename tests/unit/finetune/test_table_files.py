@@ -1,0 +1,259 @@
+"""Rows of every format, what each format keeps, every fault in one line, and memory that does not grow."""
+
+import bz2
+import gzip
+import json
+import os
+import threading
+import tracemalloc
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.conll import conll_text
+from megatron_ddrp.tasks.finetune.table_files import columns_of, read_rows
+
+ROWS = [{"text": "Rain, soon.", "label": "weather"}, {"text": 'She said "no"\n\u2028twice', "label": "talk"}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def cells(path, columns=()):
+    return [row.cells for row in read_rows(path, columns)]
+
+
+def fault(path, columns=()):
+    with pytest.raises(UserError) as caught:
+        list(read_rows(path, columns))
+    message = str(caught.value)
+    assert message.startswith(path) and "\n" not in message
+    return message.removeprefix(path)
+
+
+def as_csv(rows):
+    quoted = ['"{}","{}"\r\n'.format(*(row[k].replace('"', '""') for k in ("text", "label"))) for row in rows]
+    return "text,label\r\n" + "".join(quoted)
+
+
+def test_json_lines(write):
+    lines = "\n\n".join(json.dumps(row) for row in ROWS)
+    for name, pack in (
+        ("a.jsonl", bytes),
+        ("a.json", bytes),
+        ("a.jsonl.gz", gzip.compress),
+        ("a.json.bz2", bz2.compress),
+    ):
+        rows = list(read_rows(write(name, pack(lines.encode()))))
+        assert [row.cells for row in rows] == ROWS
+        assert [row.where.removeprefix(os.path.dirname(rows[0].where) + "/") for row in rows] == [
+            f"{name}, line 1",
+            f"{name}, line 3",
+        ]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_list_of_objects(write, indent):
+    path = write("a.json", json.dumps(ROWS, indent=indent))
+    assert cells(path) == ROWS
+    assert next(read_rows(path)).where == f"{path}, row 1"
+
+
+def test_csv_keeps_what_quotes_hold(write):
+    path = write("a.csv", "\ufeff" + as_csv(ROWS) + "\r\n" + "last,one")
+    assert cells(path) == [*ROWS, {"text": "last", "label": "one"}]
+    assert [row.where for row in read_rows(path)] == [f"{path}, line {line}" for line in (2, 3, 6)]
+    assert columns_of(path) == ["text", "label"]
+
+
+def test_tsv_has_no_quotes_and_only_newlines_end_a_line(write):
+    path = write("a.tsv", '\ufefftext\tlabel\r\n"open\x85 and\u2028 so on\tx\r\n\t""\n')
+    assert cells(path) == [{"text": '"open\x85 and\u2028 so on', "label": "x"}, {"text": "", "label": '""'}]
+
+
+def test_parquet(write, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"n": list(range(1300)), "tags": [["B-A", "O"]] * 1300, "text": [None, *["ü"] * 1299]}
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    rows = list(read_rows(path, ["tags", "n"]))
+    assert [row.cells["n"] for row in rows] == columns["n"]
+    assert rows[0].cells == {"n": 0, "tags": ["B-A", "O"], "text": None}
+    assert rows[1299].where == f"{path}, row 1300"
+    assert ": damaged, or not a Parquet file" in fault(write("b.parquet", "PAR1 no"))
+    assert fault(write("c.parquet.gz", "")) == ": Parquet packs by itself; unpack the file"
+    assert fault(path, ["txt"]) == ", row 1: no column 'txt', it has n, tags, text; did you mean 'text'?"
+
+
+CONLL = "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP B-PER\r\n \nlast X X O"
+
+
+def test_conll(write):
+    expected = [
+        {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]},
+        {"tokens": ["Peter"], "tags": ["B-PER"]},
+        {"tokens": ["last"], "tags": ["O"]},
+    ]
+    for name in ("a.conll", "a.txt"):
+        path = write(name, CONLL)
+        assert cells(path) == expected
+        assert [row.where for row in read_rows(path)] == [f"{path}, line {line}" for line in (3, 7, 9)]
+    assert cells(write("b.conll", "New York\tO\n\u00a0x\u2028\tB-A\n")) == [
+        {"tokens": ["New York", "\u00a0x\u2028"], "tags": ["O", "B-A"]}
+    ]
+    assert cells(write("c.conll", "only\ntokens\n\nhere\n")) == [{"tokens": ["only", "tokens"]}, {"tokens": ["here"]}]
+    written = write("d.conll", "".join(conll_text(row["tokens"], row["tags"]) for row in expected))
+    assert cells(written) == expected
+
+
+def test_conllu_gives_words_and_parts_of_speech(write):
+    lines = [
+        "# text = vámonos",
+        "1-2\tvámonos" + "\t_" * 8,
+        "1\tvamos\tir\tVERB" + "\t_" * 6,
+        "2\tnos\tyo\tPRON" + "\t_" * 6,
+    ]
+    path = write("a.conllu", "\n".join([*lines, "2.1\tx\tx\tX" + "\t_" * 6, ""]))
+    assert cells(path) == [{"tokens": ["vamos", "nos"], "tags": ["VERB", "PRON"]}]
+    assert next(read_rows(path)).where == f"{path}, line 3"
+    assert fault(write("b.conllu", "EU B-ORG\n")).startswith(", line 1: 1 columns, expected the 10 of CoNLL-U")
+
+
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {"title": "T", "paragraphs": []},
+        {
+            "title": "U",
+            "paragraphs": [
+                {
+                    "context": "Ada wrote it.",
+                    "qas": [
+                        {"id": "q1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}] * 2},
+                        {"id": "q2", "question": "When?", "answers": [], "is_impossible": True},
+                        {"id": "q3", "question": "Why?"},
+                    ],
+                }
+            ],
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_squad(write, indent):
+    path = write("dev-v2.0.json", json.dumps(SQUAD, indent=indent))
+    context = "Ada wrote it."
+    answers = {"text": ["Ada", "Ada"], "answer_start": [0, 0]}
+    flat = [
+        {"id": "q1", "question": "Who?", "context": context, "answers": answers},
+        {"id": "q2", "question": "When?", "context": context, "answers": {"text": [], "answer_start": []}},
+        {"id": "q3", "question": "Why?", "context": context},
+    ]
+    assert cells(path) == flat
+    assert [row.where for row in read_rows(path)][1] == f"{path}, question q2"
+    assert cells(write("flat.jsonl", "\n".join(map(json.dumps, flat)))) == flat
+
+
+UNQUOTED = "; is a quotation mark not closed, or not doubled inside a cell?"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", "", ": no rows, expected at least one"),
+        ("a.csv", "text,label\n", ": no rows, expected at least one"),
+        ("a.conll", "-DOCSTART- O\n\n", ": no rows, expected at least one"),
+        (
+            "a.jsonl",
+            '{"a": 1}\n{"a": ',
+            ", line 2: not JSON (Expecting value at column 7); expected one object per line",
+        ),
+        ("a.json", '[\n{"a": 1}\n{"a": 2}\n]', ", line 3: not JSON (Expecting ',' delimiter at column 1); expected"),
+        ("a.jsonl", "3\n", ", line 1: a JSON int, expected an object with the columns as keys"),
+        ("a.json", '[{"a": 1}, 2]', ", row 2: a JSON int, expected an object with the columns as keys"),
+        ("a.jsonl", '{"a": "\\ud800"}', ", line 1: holds half a surrogate pair, which is no character"),
+        ("a.jsonl", "[" * 100_000, ", line 1: nested too deeply; expected one object per line"),
+        ("a.tsv", b"text\na\nb\xff\n", ", line 3: not UTF-8 (byte 0xff); save it as UTF-8"),
+        ("a.csv", b"text\n\xe4", ", line 2: not UTF-8 (byte 0xe4); save it as UTF-8"),
+        ("a.csv", "a,b\n1,2\n3\n", ", line 3: 1 columns, expected 2 (a, b); the row is cut off or not comma-separated"),
+        ("a.tsv", "a\tb\n1\t2\t3\n", ", line 2: 3 columns, expected 2 (a, b); the row is cut off or not tab-separated"),
+        ("a.csv", "a,b,a\n1,2,3\n", ", line 1: column 'a' stands twice in the header; rename one"),
+        ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
+        ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),
+        ("a.conll", "a O\nb X O\n", ", line 2: 3 columns, expected 2 as in the lines before: a token first, its tag"),
+        (
+            "a.json",
+            '{"data": [{"paragraphs": 1}]}',
+            ", at or after its first question: another layout; expected SQuAD's",
+        ),
+        ("a.json", json.dumps(SQUAD).replace("Why?", "").replace("question", "Q"), ", at or after question q1: no key"),
+        (
+            "a.doc",
+            "",
+            ": expected a name that ends in .jsonl, .json, .csv, .tsv, .parquet, .conll, .txt, .conllu, or in",
+        ),
+    ],
+)
+def test_faults_name_file_and_line(write, name, content, expected):
+    assert fault(write(name, content)).startswith(expected)
+
+
+def test_columns_that_a_row_lacks(write):
+    assert fault(write("a.csv", "label\n1\n"), ["text"]) == ", line 2: no column 'text', it has label"
+    lines = write("a.jsonl", '{"text": 1}\n{"txt": 1}')
+    assert fault(lines, ["text"]) == ", line 2: no column 'text', it has txt; did you mean 'txt'?"
+    assert fault(write("a.conll", "only\ntokens"), ["tags"]) == ", line 1: no column 'tags', it has tokens"
+
+
+def test_a_missing_file_a_folder_and_a_cut_off_one(write, tmp_path):
+    assert fault(str(tmp_path / "none.csv")) == ": No such file or directory; give a file that can be read"
+    assert fault(str(tmp_path / "none.parquet")) == ": No such file or directory; give a file that can be read"
+    (tmp_path / "folder.csv").mkdir()
+    assert fault(str(tmp_path / "folder.csv")) == ": Is a directory; give a file that can be read"
+    packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
+    assert fault(write("a.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
+
+
+WORDS = "some words " * 100
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "row"),
+    [
+        ("a.jsonl", "", f'{{"text": "{WORDS}", "label": 1}}\n'),
+        ("a.csv", "text,label\n", f'"{WORDS}",1\n'),
+        ("a.tsv", "text\tlabel\n", f"{WORDS}\t1\n"),
+        ("a.conll", "", f"{WORDS}\tO\n\n"),
+    ],
+)
+def test_rows_of_a_pipe_are_read_in_constant_memory(tmp_path, name, header, row):
+    """16 MB in all, of which Python holds a few blocks of a megabyte at a time."""
+    path, count = tmp_path / name, 16_000_000 // len(row)
+    os.mkfifo(path)
+
+    def generate():
+        with open(path, "w") as pipe:
+            pipe.write(header)
+            for _ in range(count):
+                pipe.write(row)
+
+    writer = threading.Thread(target=generate)
+    writer.start()
+    rows = read_rows(str(path))
+    next(rows)
+    tracemalloc.start()
+    try:
+        assert 1 + sum(1 for _ in rows) == count
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+        writer.join()
