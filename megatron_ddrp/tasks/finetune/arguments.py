@@ -72,7 +72,11 @@ class Prediction:
 
     load: Path = option(MISSING, "a folder in OUT/models", metavar="DIR")
     input: Path = option(MISSING, "rows to label, of any format that training takes", metavar="F")
-    output: Path = option(MISSING, "the same rows with their predictions: .jsonl, .csv or .tsv", metavar="G")
+    output: Path = option(
+        MISSING,
+        "the same rows with their predictions: .jsonl, .csv or .tsv; of tokens also .conll, of qa .json",
+        metavar="G",
+    )
     text_column: str | None = option(None, "column of the text (default: as in training)", metavar="C")
     text_pair_column: str | None = option(None, "column of the second text (default: as in training)", metavar="C")
 

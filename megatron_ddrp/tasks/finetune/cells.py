@@ -47,6 +47,11 @@ class Cell:
         """Scores of further development files (MNLI's mismatched one)."""
         return {name: [row["other_scores"][name] for row in self.rows] for name in self.rows[0].get("other_scores", {})}
 
+    @property
+    def beside(self) -> dict[str, list[float]]:
+        """Scores by further metrics, 0 where one is undefined."""
+        return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in self.rows[0].get("beside", {})}
+
     def other_undefined(self, file: str) -> int:
         """Return how many scores of a further development file are undefined."""
         return sum(file in row["other_undefined"] for row in self.rows)

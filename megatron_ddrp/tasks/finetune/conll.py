@@ -16,6 +16,7 @@ from megatron_ddrp.errors import UserError
 DOCUMENT_START = "-DOCSTART-"
 CONLLU_COLUMNS = 10
 _BLANKS = re.compile("[ \t]+")
+_BREAKS = re.compile("[\t\r\n]")
 
 
 def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,8 +70,12 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
 
 
 def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
-    """Return a sentence in CoNLL's layout, a tab between token and tag, with the blank line behind it."""
-    return "".join(f"{token}\t{tag}\n" for token, tag in zip(tokens, tags, strict=True)) + "\n"
+    """Return a sentence in CoNLL's layout, a tab between token and tag, with the blank line behind it.
+
+    Tabs and line breaks inside a token become blanks.
+    """
+    lines = (f"{_BREAKS.sub(' ', token)}\t{tag}\n" for token, tag in zip(tokens, tags, strict=True))
+    return "".join(lines) + "\n"
 
 
 def _cells(line: str) -> list[str]:

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -19,6 +20,7 @@ from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.saving import kept
@@ -29,6 +31,8 @@ from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer, pair_se
 PREDICTION = "prediction"
 """Column of the output."""
 OUTPUTS = (".jsonl", ".csv", ".tsv")
+OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
+"""Further endings: CoNLL's two columns; SQuAD's one object from the questions' ids to answers."""
 _TOGETHER = 2048
 """Rows in memory at once."""
 _BATCH = 64
@@ -102,14 +106,14 @@ def predict_file(
     Raises:
         UserError: the folder or a row of the file is not as expected.
     """
-    if output.suffix not in OUTPUTS:
-        raise UserError(f"--output {output}: expected a name that ends in {', '.join(OUTPUTS)}", WRONG_ARGUMENTS)
+    _check_ending(output, OUTPUTS_OF_KIND)
     model = load_finetuned(folder, device, texts)
+    _check_ending(output, (model.task.kind,))
     kind, wanted = KINDS[model.task.kind], [name for name in (model.columns.text, model.columns.pair) if name]
     rows = read_rows(str(source), wanted)
     count = 0
     with AtomicFile(output) as stream, tqdm(unit="row", desc=f"predicting {source.name}", leave=False) as bar:
-        writer = _Writer(stream.stream, output.suffix)
+        writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
         for some in _chunks(rows):
             read = []
             for row in some:
@@ -122,7 +126,14 @@ def predict_file(
             writer.write(zip((row.cells for row in some), model.predict(read), strict=True))
             count += len(some)
             bar.update(len(some))
+        writer.finish()
     return count
+
+
+def _check_ending(output: Path, kinds: Iterable[str]) -> None:
+    endings = (*OUTPUTS, *(ending for kind in kinds for ending in OUTPUTS_OF_KIND.get(kind, ())))
+    if output.suffix not in endings:
+        raise UserError(f"--output {output}: expected a name that ends in {', '.join(endings)}", WRONG_ARGUMENTS)
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -131,33 +142,74 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield some
 
 
-class _Writer:
-    """Writes rows with their predictions as JSON lines or as a table."""
+class _Writer(ABC):
+    """Writes rows with their predictions to a stream of bytes."""
 
-    def __init__(self, stream: IO[bytes], ending: str):
-        self.stream, self.ending = stream, ending
-        self.columns: list[str] | None = None
+    def __init__(self, stream: IO[bytes], ending: str, columns: Columns):
+        self.stream, self.ending, self.columns = stream, ending, columns
+        self.count = 0
 
     def write(self, rows: Iterable[tuple[dict[str, Any], Any]]) -> None:
         """Write some rows."""
         for cells, prediction in rows:
-            told = cells | {PREDICTION: prediction}
-            if self.ending == ".jsonl":
-                self.stream.write((json.dumps(told, ensure_ascii=False) + "\n").encode())
-                continue
-            if self.columns is None:
-                self.columns = list(told)
-                self._line(self.columns)
-            self._line([_text(told.get(column, "")) for column in self.columns])
+            self.stream.write(self.text(cells, prediction).encode())
+            self.count += 1
 
-    def _line(self, cells: list[str]) -> None:
+    @abstractmethod
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        """Return one row as text."""
+
+    def finish(self) -> None:
+        """Write what stands behind the last row."""
+        return None
+
+
+class _JsonLines(_Writer):
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        return json.dumps(cells | {PREDICTION: prediction}, ensure_ascii=False) + "\n"
+
+
+class _Table(_Writer):
+    """Comma- or tab-separated rows below a header, the columns of the first row."""
+
+    header: list[str] | None = None
+
+    def text(self, cells: dict[str, Any], prediction: Any) -> str:
+        told = cells | {PREDICTION: prediction}
+        first = ""
+        if self.header is None:
+            self.header = list(told)
+            first = self._line(self.header)
+        return first + self._line([_text(told.get(column, "")) for column in self.header])
+
+    def _line(self, cells: list[str]) -> str:
         if self.ending == ".tsv":
-            line = "\t".join(" ".join(cell.split()) for cell in cells) + "\n"
-        else:
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerow(cells)
-            line = text.getvalue()
-        self.stream.write(line.encode())
+            return "\t".join(" ".join(cell.split()) for cell in cells) + "\n"
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue()
+
+
+class _Conll(_Writer):
+    """A token and its tag per line, `_` where there is no prediction."""
+
+    def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
+        return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
+
+
+class _Squad(_Writer):
+    """One object, from each question's id (its number where the file has none) to its answer."""
+
+    def text(self, cells: dict[str, Any], prediction: str | None) -> str:
+        before = ",\n" if self.count else "{"
+        return before + json.dumps({str(cells.get("id", self.count)): prediction or ""}, ensure_ascii=False)[1:-1]
+
+    def finish(self) -> None:
+        self.stream.write(b"}\n")
+
+
+_WRITERS: dict[str, type[_Writer]] = {".jsonl": _JsonLines, ".conll": _Conll, ".json": _Squad}
+"""Ending → writer; the others are tables."""
 
 
 def _text(value: Any) -> str:

@@ -93,6 +93,7 @@ def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
                 "seeds": [row["seed"] for row in cell.rows],
                 "best_epoch_median": statistics.median(row["best_epoch_score"] for row in cell.rows),
                 "other_medians": {file: statistics.median(scores) for file, scores in cell.others.items()},
+                "beside_medians": {metric: statistics.median(scores) for metric, scores in cell.beside.items()},
                 "point": {key: cell.rows[0][key] for key in ("batch_size", "lr", "epochs")},
                 "dev_examples": cell.rows[0]["dev_examples"],
             }
@@ -159,12 +160,15 @@ def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
     point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"]), str(first["train_examples"])]
     official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"
 
-    def row(label: str, scores: list[float], undefined: str, best: str = "", examples: str = "") -> list[str]:
+    def row(
+        label: str, scores: list[float], undefined: str, best: str = "", examples: str = "", metric: str = cell.metric
+    ) -> list[str]:
         spread = f"{percent(min(scores))} to {percent(max(scores))}"
         middle = percent(statistics.median(scores))
-        return [name, label, cell.metric, middle, spread, best, str(len(scores)), undefined, *point, examples]
+        return [name, label, metric, middle, spread, best, str(len(scores)), undefined, *point, examples]
 
     rows = [row(cell.task, cell.scores, str(cell.undefined), best_epoch, f"{first['dev_examples']}{official}")]
+    rows += [row(cell.task, scores, "", metric=metric) for metric, scores in cell.beside.items()]
     for file, scores in cell.others.items():
         rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
     return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]

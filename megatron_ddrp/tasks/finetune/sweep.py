@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,11 @@ class Sweep:
                 raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
             keep_freed_memory()
         self.data = {name: _subset(task, options.max_train_examples) for name, task in data.items()}
-        loaded = [load_encoder(folder, options.random_init) for folder in dict.fromkeys(options.load)]
+        loaded = [
+            replace(encoder, name=options.names.get(folder, encoder.name))
+            for folder in dict.fromkeys(options.load)
+            for encoder in [load_encoder(folder, options.random_init)]
+        ]
         self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
         self.runs = [
             self._run(encoder, task, point, seed)
@@ -74,6 +78,8 @@ class Sweep:
             scored = {name: (encoded.answers, result.predictions[name]) for name, encoded in dev.items()}
             checksum = write_predictions(path, task, scored)
         scoring, *others = dev
+        kind = KINDS[task.kind]
+        answers, predicted = dev[scoring].answers, result.predictions[scoring]
         row = asdict(run) | {
             "load": self.encoders[run.encoder].name,
             "metric": task.metric,
@@ -87,6 +93,8 @@ class Sweep:
             "seconds": round(result.seconds, 3),
         }
         row |= self.options.suite.row_facts(self.data[run.task])
+        if beside := kind.beside(task):
+            row["beside"] = {metric: kind.score(metric, answers, predicted) for metric in beside}
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
         row = count_undefined(row)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.data.preprocess.inputs import is_stream
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.entities import check_tags
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -47,6 +48,9 @@ def read_task(files: TaskFiles) -> TaskData:
     """
     files.require()
     assert files.train is not None and files.valid is not None
+    for path in filter(None, (files.train, files.valid, files.test)):
+        if is_stream(str(path)):
+            raise UserError(f"{path}: a pipe, but training reads its files several times; write them to the disk")
     known = columns_of(str(files.train))
     kind_name = files.kind or _likely_kind(files, known)
     kind, columns = KINDS[kind_name], _columns(files, known, KINDS[kind_name])

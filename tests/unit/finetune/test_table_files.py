@@ -236,8 +236,8 @@ WORDS = "some words " * 100
     ],
 )
 def test_rows_of_a_pipe_are_read_in_constant_memory(tmp_path, name, header, row):
-    """30 MB in all, of which Python holds a few blocks of a megabyte at a time."""
-    path, count = tmp_path / name, 30_000_000 // len(row)
+    """16 MB in all, of which Python holds a few blocks of a megabyte at a time."""
+    path, count = tmp_path / name, 16_000_000 // len(row)
     os.mkfifo(path)
 
     def generate():
@@ -253,7 +253,7 @@ def test_rows_of_a_pipe_are_read_in_constant_memory(tmp_path, name, header, row)
     tracemalloc.start()
     try:
         assert 1 + sum(1 for _ in rows) == count
-        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
         writer.join()

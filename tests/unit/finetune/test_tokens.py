@@ -145,7 +145,8 @@ def test_lines_of_another_kind_are_refused(line):
     ("cells", "expected"),
     [
         ({"tokens": "no list", "tags": ["O"]}, "tokens is 'no list', expected a list of words"),
-        ({"tokens": [], "tags": []}, "tokens is empty, expected a list of words"),
+        ({"tokens": [], "tags": []}, "tokens is empty or holds an empty word, expected a list of words"),
+        ({"tokens": ["a", ""], "tags": []}, "tokens is empty or holds an empty word, expected a list of words"),
         ({"tokens": ["a", 3], "tags": ["O", "O"]}, r"tokens is \['a', 3\], expected a list of words"),
         ({"tokens": ["a"], "tags": "O"}, "label is 'O', expected a list with the tag of each word"),
         ({"tokens": ["a"], "tags": ["B-X"]}, "label 'B-X' is in no row of the training file"),

@@ -104,6 +104,10 @@ class Kind(ABC):
         """Return the predictions' score, None where it is undefined."""
         return METRICS[metric](answers, predictions)
 
+    def beside(self, task: Task) -> tuple[str, ...]:
+        """Return the metrics that are reported beside the task's own."""
+        return ()
+
     @abstractmethod
     def lines(self, task: Task, answers: Any, predictions: Any) -> Iterable[Line]:
         """Yield the lines of a file of predictions; none of the three may hold a tab or a line break."""

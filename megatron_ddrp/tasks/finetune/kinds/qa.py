@@ -22,6 +22,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.answers import score_answers
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
 from megatron_ddrp.tasks.finetune.kinds.sequences import text_of
+from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
 from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter
 from megatron_ddrp.tasks.finetune.squad_files import flat_answers
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
@@ -188,6 +189,10 @@ class QuestionAnswering(Kind):
             return None
         scores = score_answers(answers, found)
         return scores.exact_match if metric == "exact-match" else scores.f1
+
+    def beside(self, task: Task) -> tuple[str, ...]:
+        """Return the other one of F1 and exact match."""
+        return tuple(name for name in METRICS_OF_KIND["qa"] if name != task.metric)
 
     def lines(self, task: Task, answers: list[tuple[str, ...]], predictions: list[str | None]) -> Iterable[Line]:
         """Yield one line per question: the answer as a JSON string (null: no prediction), the gold ones as a list."""

@@ -62,8 +62,8 @@ class Tokens(Kind):
         words = cells[columns.text]
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{columns.text} is {repr(words)[:80]}, expected a list of words")
-        if not words:
-            raise ValueError(f"{columns.text} is empty, expected a list of words")
+        if not words or "" in words:
+            raise ValueError(f"{columns.text} is empty or holds an empty word, expected a list of words")
         return tuple(words)
 
     def label_names(self, cell: Any) -> Sequence[str]:
@@ -162,6 +162,10 @@ class Tokens(Kind):
         if not np.isfinite(predictions.classes).all():
             return None
         return score_entities(answers.by_sentence(), predictions.by_sentence(), metric == "seqeval-strict").f1
+
+    def beside(self, task: Task) -> tuple[str, ...]:
+        """Return the accuracy of words."""
+        return () if task.metric == "accuracy" else ("accuracy",)
 
     def lines(self, task: Task, answers: Tags, predictions: Tags) -> Iterable[Line]:
         """Yield one line per sentence, the tags as a JSON list."""
