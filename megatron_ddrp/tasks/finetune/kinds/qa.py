@@ -37,6 +37,8 @@ LONGEST_ANSWER = 30
 LONGEST_QUESTION = 64
 """Pieces of a question, at most about half of a row."""
 
+_OUTSIDE = (-1, -1)
+
 
 class Answers(NamedTuple):
     """The label of an example: the gold answers, none where the question has no answer."""
@@ -106,6 +108,7 @@ class QuestionAnswering(Kind):
         targets, spans, questions = array("q"), array("i"), array("q")
         gold: list[tuple[str, ...]] = []
         contexts: list[str] = []
+        lost = 0
         for number, example in enumerate(examples):
             question, context = example.texts
             asked = tokenizer.encode(question)[: min(LONGEST_QUESTION, max_length // 2 - 2)]
@@ -113,20 +116,22 @@ class QuestionAnswering(Kind):
             room = max_length - len(before) - 1
             pieces, places = tokenizer.encode_with_spans(context)
             answer = _first_answer(example.label, places)
+            first_row = len(questions)
             for begin, end in context_windows(len(pieces), room, min(OVERLAP, room // 2)):
                 writer.add([*before, *pieces[begin:end], tokenizer.sep_id], len(before))
-                is_inside = answer is not None and begin <= answer[0] and answer[1] < end
-                targets.extend([len(before) - begin + piece for piece in answer] if answer and is_inside else [0, 0])
-                outside = (-1, -1)
-                for span in [*[outside] * len(before), *places[begin:end], outside]:
+                target = [0, 0]
+                if answer is not None and begin <= answer[0] and answer[1] < end:
+                    target = [len(before) - begin + piece for piece in answer]
+                targets.extend(target)
+                for span in [*[_OUTSIDE] * len(before), *places[begin:end], _OUTSIDE]:
                     spans.extend(span)
                 questions.append(number)
+            lost += answer is not None and not any(targets[2 * first_row :])
             gold.append(example.label.texts if isinstance(example.label, Answers) else ())
             contexts.append(context)
-        rows = writer.rows(np.array(targets).reshape(-1, 2), gold)
-        return Windows(
-            **vars(rows), spans=np.array(spans).reshape(-1, 2), questions=np.array(questions), contexts=tuple(contexts)
-        )
+        rows = vars(writer.rows(np.array(targets).reshape(-1, 2), gold)) | {"warning": _warning(lost, max_length)}
+        of_pieces = np.array(spans).reshape(-1, 2)
+        return Windows(**rows, spans=of_pieces, questions=np.array(questions), contexts=tuple(contexts))
 
     def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
         """Return first piece, last piece and length of the rows, `[batch, 3]`."""
@@ -227,6 +232,15 @@ def best_spans(first: Tensor, last: Tensor, longest: int) -> Tensor:
         found = torch.stack([scores, begins.to(scores.dtype), begins.to(scores.dtype) + more], dim=1)
         best = torch.where((scores > best[:, 0])[:, None], found, best)
     return best
+
+
+def _warning(lost: int, max_length: int) -> str:
+    if not lost:
+        return ""
+    return (
+        f"no row of {max_length} pieces holds the whole answer to {lost:,} of the questions; there the model learns "
+        "that there is none; a larger --max-seq-length holds more"
+    )
 
 
 def _first_answer(label: object, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
