@@ -112,8 +112,8 @@ def _space(parser: argparse.ArgumentParser) -> None:
         python tools/analyze.py space --load runs/mlm runs/mth --data-path corpus_text_document --output space.png
         python tools/analyze.py space --load runs/mlm albert mpnet --text sentences.txt --random-init --output s.png
     """
-    longest = f"cut sentences to so many tokens ({SPACE_LENGTH}); at most as many as a model has positions for"
-    given = _add_common(parser, SPACE_SENTENCES, SPACE_LENGTH, longest, data_path=False)
+    longest = "cut sentences to so many tokens, and to as many as a model has positions for"
+    given = _add_common(parser, SPACE_SENTENCES, SPACE_LENGTH, longest, any_encoder=True)
     source = given.add_mutually_exclusive_group(required=True)
     _add_data_path(source, required=False)
     source.add_argument(
@@ -142,11 +142,13 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
     figure = "FILE.png with FILE.json beside it, or FILE.json alone"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     measure = parser.add_argument_group("measure")
-    lengths = "tokens per row (64 128 512); those that an encoder has no positions for are left out"
+    lengths = "tokens per row; lengths that an encoder has no positions for are left out"
     measure.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 512], metavar="N", help=lengths)
-    tokens = "tokens per batch (16384 on a GPU, 2048 on a CPU); a longer row is a batch of its own"
+    tokens = "tokens per batch (default: 16384 on a GPU, 2048 on a CPU); a longer row is a batch of its own"
     measure.add_argument("--tokens", type=int, metavar="N", help=tokens)
-    measure.add_argument("--rounds", type=int, default=9, metavar="N", help="forward passes of each (9), one before")
+    measure.add_argument(
+        "--rounds", type=int, default=9, metavar="N", help="forward passes of each that count, after one that does not"
+    )
     measure.add_argument("--bf16", action="store_true", help="under autocast to bf16 instead of in fp32")
     measure.add_argument("--seed", type=int, default=1234, help="decides the pieces and the order of the encoders")
     _add_device(measure)
@@ -178,11 +180,11 @@ def _add_common(
     length: int | None,
     max_length: str,
     several: bool = True,
-    data_path: bool = True,
+    any_encoder: bool = False,
 ) -> argparse._ArgumentGroup:
     """Add the flags that every analysis of checkpoints has, and return the group of input and output.
 
-    `max_length` is the help of --max-length.
+    `max_length` is the help of --max-length. With `any_encoder` the caller adds where the sentences come from.
     """
     given = parser.add_argument_group("input and output")
     given.add_argument(
@@ -191,10 +193,11 @@ def _add_common(
         nargs="+" if several else 1,
         required=True,
         metavar="DIR",
-        help="what pretrain_bert.py --save wrote, one DIR/iter_N in it, or a Hugging Face folder (an export of ours, a "
-        "BERT or a DeBERTa v1)" + ("; several are compared" if several else ""),
+        help="what pretrain_bert.py --save wrote, one DIR/iter_N in it, or "
+        + ("any Hugging Face folder with an encoder" if any_encoder else "a Hugging Face folder of a family of ours")
+        + ("; several are compared" if several else ""),
     )
-    if data_path:
+    if not any_encoder:
         _add_data_path(given, required=True)
     figure = "FILE.png with FILE.json beside it, or FILE.json alone"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)

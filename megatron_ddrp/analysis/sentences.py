@@ -118,8 +118,8 @@ class TextSentences(SentenceBatches):
 def draw_texts(name: str, count: int, seed: int) -> list[str]:
     """Return up to `count` texts of a file, folder or pattern that tools/preprocess_data.py reads, drawn evenly.
 
-    Holds no more than `count` of them at a time (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for fewer
-    than two texts.
+    Holds no more than `count` of them at a time (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for a
+    source of fewer than two texts.
     """
     drawn: list[str] = []
     draw = random.Random(seed)
@@ -127,6 +127,7 @@ def draw_texts(name: str, count: int, seed: int) -> list[str]:
         place = number if number < count else draw.randrange(number + 1)
         if place < count:
             drawn[place : place + 1] = [text]
-    if len(drawn) < 2:
-        raise UserError(f"--text {name}: {len(drawn)} texts; give two or more (a blank line ends a text of a .txt)")
+    if len(drawn) < min(2, count):
+        held = "one text" if drawn else "no text"
+        raise UserError(f"--text {name} holds {held}: give two or more (a blank line ends a text of a .txt)")
     return drawn

@@ -22,9 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ddrp.analysis.models import Snapshot
+from megatron_ddrp.config import load_plugin
+from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes
+from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 from megatron_ddrp.tasks.encoder import Encoder, load_encoder
 
 WARM_UP_LENGTH = 8
@@ -116,7 +118,8 @@ def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
     """
     if setting.device.type != "cuda":
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            return fresh.submit(_peak_in_this_process, timed.snapshot.path, length, setting).result()
+            plugins = set(PLUGINS.values())
+            return fresh.submit(_peak_in_this_process, timed.snapshot.path, length, setting, plugins).result()
     batch = full_batch(timed.encoder.tokenizer, setting.rows(length), length, setting)
     start = torch.cuda.memory_allocated(setting.device)
     torch.cuda.reset_peak_memory_stats(setting.device)
@@ -124,7 +127,10 @@ def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
     return torch.cuda.max_memory_allocated(setting.device) - start
 
 
-def _peak_in_this_process(path: Path, length: int, setting: Setting) -> int | None:
+def _peak_in_this_process(path: Path, length: int, setting: Setting, plugins: set[Path]) -> int | None:
+    return_freed_memory()
+    for plugin in plugins:
+        load_plugin(plugin)
     encoder = load_encoder(path)
     encoder.module.eval()
     _forward(encoder, full_batch(encoder.tokenizer, 1, min(WARM_UP_LENGTH, length), setting), setting)

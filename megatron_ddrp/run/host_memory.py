@@ -1,4 +1,4 @@
-"""Memory of this process: keep what it freed for the next tensor, and read how much it took at most."""
+"""Memory of this process: keep what it freed for the next tensor or give it back, and read how much it took at most."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 """glibc's numbers for `mallopt(3)`."""
 
 NEVER = 2**31 - 1
 GROWTH = 64 * 2**20
+SMALL = 64 * 2**10
+"""Bytes from which on a tensor has a mapping of its own under `return_freed_memory`."""
 
 
 def keep_freed_memory() -> None:
@@ -33,6 +35,17 @@ def keep_freed_memory() -> None:
     mallopt(M_TOP_PAD, GROWTH)
 
 
+def return_freed_memory() -> None:
+    """Give the memory of freed tensors back to the system at once from here on; without effect where malloc is not
+    glibc's.
+
+    The resident size is then that of the tensors in use, to a tenth of a MiB the same in every process. Otherwise it
+    holds what the heap keeps, which differs by tens of MiB from one process to the next.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that tensors took on a GPU so far; on a CPU the largest resident size of the process."""
     if device.type == "cuda":
@@ -45,11 +58,8 @@ def reset_peak_resident_bytes() -> int | None:
     """Forget the largest resident size of this process so far, and return the present one; None where Linux's /proc is
     missing.
 
-    Gives freed memory back first, so that what follows is counted anew. Unlike `getrusage`, whose peak is never reset
-    and begins with that of the process before `exec`.
+    Unlike `getrusage`, whose peak is never reset and begins with that of the process before `exec`.
     """
-    with suppress(OSError, AttributeError):  # another malloc than glibc's
-        ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

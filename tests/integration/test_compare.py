@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -44,8 +45,17 @@ def steps_of(out: Path) -> dict[str, int]:
     return found
 
 
+def results_of(out: Path) -> list[dict[str, Any]]:
+    """The table of measures in results.json."""
+    return json.loads((out / "results.json").read_text())["comparison"]
+
+
 def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus, tmp_path):
-    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
+    plan, out, pairs = tmp_path / "plan.yaml", tmp_path / "out", tmp_path / "pairs"
+    pairs.mkdir()
+    words = [word for word in tiny_corpus.vocab_file.read_text().split() if word.isalpha()][-40:]
+    rows = [{"sentence_good": " ".join(words[i:][:4]), "sentence_bad": " ".join(words[i::-1][:4])} for i in range(18)]
+    (pairs / "order.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {
         "models": [
             {"name": "BERT (MLM)", "encoding": "absolute", "objective": "mlm"},
@@ -57,6 +67,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file)},
         "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
         "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+        "minimal_pairs": {"data_dir": str(pairs)},
         "analyses": {"self-similarity": 8},
     }
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -71,7 +82,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         said, _ = driver.communicate(timeout=TIMEOUT)
     assert driver.returncode == 0, said
     rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
-    assert len({row["job"] for row in rows}) == len(rows) == 1 + 2 + 2
+    assert len({row["job"] for row in rows}) == len(rows) == 1 + 2 + 2 + 2
     assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
     logs = "".join(path.read_text() for path in out.glob("logs/course*.log"))
     assert "resumed from" in logs
@@ -81,10 +92,15 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         assert trained == list(range(1, STEPS + 1)), "a step is missing, or stands there twice"
         assert {path.name for path in folder.glob("iter_*")} >= {f"iter_{n:07d}" for n in (8, 16, 24)}
     page = (out / "page.html").read_text()
-    assert "Missing" not in page and page.count("<img") == 4
+    assert "Missing" not in page and page.count("<img") == 6
+    (difference,) = [
+        row for row in results_of(out) if row["measure"] == "minimal pairs" and row["model"] == "DDRP (MTH)"
+    ]
+    assert difference["over_seeds"] is None and difference["over_items"] is not None
+    assert difference["items"] == "18 pairs, 1 paradigm" and 0 <= difference["mean"] <= 1
 
     seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     with driver_of(plan, out) as driver:
         said, _ = driver.communicate(timeout=TIMEOUT)
-    assert driver.returncode == 0 and "0 of 5 jobs to do" in said
+    assert driver.returncode == 0 and "0 of 7 jobs to do" in said
     assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}

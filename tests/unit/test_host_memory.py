@@ -45,13 +45,14 @@ def test_freed_tensors_are_taken_again_without_page_faults():
 PEAK = """
 import json
 import torch
-from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes
+from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 
 def peak_of(megabytes):
     start = reset_peak_resident_bytes()
     torch.ones(megabytes * 2**18)
     return (peak_resident_bytes() - start) / 2**20
 
+return_freed_memory()
 torch.ones(300 * 2**18)
 print(json.dumps([peak_of(10), peak_of(200), peak_of(10)]))
 """
@@ -60,4 +61,4 @@ print(json.dumps([peak_of(10), peak_of(200), peak_of(10)]))
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc")
 def test_the_peak_is_that_since_it_was_reset():
     found = subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True).stdout
-    assert json.loads(found) == [pytest.approx(size, abs=5) for size in (10, 200, 10)]
+    assert json.loads(found) == [pytest.approx(size, abs=2) for size in (10, 200, 10)]

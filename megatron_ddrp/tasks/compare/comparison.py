@@ -68,7 +68,7 @@ def count_items(results: Results, measure: str) -> str:
     """Return how many items a measure is made of, in words; empty where they are not counted."""
     if measure == MINIMAL_PAIRS:
         pairs, paradigms = results.items.count_pairs()
-        return f"{pairs:,} pairs, {paradigms} paradigms" if pairs else ""
+        return f"{pairs:,} pairs, {paradigms} paradigm{'s' * (paradigms > 1)}" if pairs else ""
     rows = results.items.count_rows(_tasks(results, measure))
     return f"{rows:,} rows" if rows else ""
 

@@ -69,32 +69,37 @@ def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> No
     """Draw one panel per measure: differences to the baseline, and their intervals over seeds and over items."""
     plt = pyplot()
     arms = list(dict.fromkeys(row.arm for rows in panels.values() for row in rows))
-    size = (2.6 + 3.0 * len(panels), 1.9 + 0.55 * len(arms))
-    figure, axes = plt.subplots(1, len(panels), squeeze=False, sharey=True, figsize=size, layout="constrained")
-    for axis, (measure, rows) in zip(axes[0], panels.items(), strict=True):
+    columns = min(len(panels), 2 if len(panels) == 4 else 3)
+    lines = -(-len(panels) // columns)
+    size = (2.6 + 3.0 * columns, 0.5 + lines * (1.4 + 0.55 * len(arms)))
+    figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (measure, rows) in zip(axes.flat, panels.items(), strict=False):
         is_loss = measure == LOSS
         for row in rows:
-            place = arms.index(row.arm)
-            intervals = (
-                (row.difference.interval if row.difference else None, -0.13, COLORS[0], "over seeds"),
-                (row.over_items, 0.13, COLORS[1], "over items"),
-            )
-            for interval, shift, color, label in intervals:
-                if interval:
-                    ends = np.multiply(interval, 1 if is_loss else 100)
-                    axis.plot(ends, [place + shift] * 2, color=color, linewidth=4, label=label)
-            if row.difference:
-                mean = row.difference.mean * (1 if is_loss else 100)
-                axis.plot([mean] * 2, [place - 0.28, place + 0.28], color="black", linewidth=2)
+            _draw_difference(axis, row, arms.index(row.arm), 1 if is_loss else 100)
         axis.axvline(0, color="grey", linestyle=":", linewidth=1.5)
         axis.set_title("validation loss" if is_loss else measure)
         axis.set_xlabel("nats, less is better" if is_loss else "points, more is better")
         axis.grid(axis="x", alpha=0.3)
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in arms])
     axes[0, 0].set_ylim(len(arms) - 0.5, -0.5)
-    labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=2, fontsize="small")
     save_figure(plt, figure, path)
+
+
+def _draw_difference(axis: Any, row: Compared, place: int, factor: int) -> None:
+    """Draw a model's difference times `factor`, at height `place`."""
+    assert row.difference is not None
+    for interval, shift, color, label in (
+        (row.difference.interval, -0.13, COLORS[0], "over seeds"),
+        (row.over_items, 0.13, COLORS[1], "over items"),
+    ):
+        if interval:
+            axis.plot(np.multiply(interval, factor), [place + shift] * 2, color=color, linewidth=4, label=label)
+    axis.plot([factor * row.difference.mean] * 2, [place - 0.28, place + 0.28], color="black", linewidth=2)
 
 
 def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:

@@ -42,8 +42,9 @@ class Items:
             self._samples[task][run.arm][run.seed] = samples
 
     def add_pairs(self, run: TrainingRun, paradigms: Paradigms) -> None:
-        """Take the results of a run on minimal pairs."""
-        self._pairs[run.arm][run.seed] = paradigms
+        """Take the results of a run on minimal pairs; nothing where the file of scores is gone."""
+        if paradigms:
+            self._pairs[run.arm][run.seed] = paradigms
 
     def of_tasks(self, tasks: Collection[str], first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
         """Return the interval of `first` − `second`, mean over the tasks and over the seeds, on resampled rows.
@@ -59,10 +60,16 @@ class Items:
         return percentile_interval(np.mean(differences, axis=0)) if differences else None
 
     def of_pairs(self, first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
-        """Return the interval of `first` − `second`, mean over the seeds, on resampled paradigms and pairs."""
-        if not seeds:
+        """Return the interval of `first` − `second`, mean over the seeds, on resampled paradigms and pairs.
+
+        None where scores are missing.
+        """
+        ours, theirs = (
+            [found[seed] for seed in seeds if seed in found]
+            for found in (self._pairs.get(first, {}), self._pairs.get(second, {}))
+        )
+        if not seeds or len(ours) < len(seeds) or len(theirs) < len(seeds):
             return None
-        ours, theirs = ([self._pairs[arm][seed] for seed in seeds] for arm in (first, second))
         return paired_bootstrap(
             [np.mean([a[name] - b[name] for a, b in zip(ours, theirs, strict=True)], axis=0) for name in ours[0]]
         )

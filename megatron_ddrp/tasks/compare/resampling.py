@@ -18,6 +18,7 @@ import numpy as np
 from megatron_ddrp.tasks.finetune import answers as qa
 from megatron_ddrp.tasks.finetune.entities import score_entities
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED
 
@@ -141,15 +142,15 @@ def _correlation(drawn: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return _ratio(covariance, np.sqrt(variances[0] * variances[1]))
 
 
-def _entities(gold: Any, predicted: Any, strict: bool) -> Terms:
-    """Return both sides of the entities' F1 of each sentence; both are `kinds.tokens.Tags`."""
+def _entities(gold: Tags, predicted: Tags, strict: bool) -> Terms:
+    """Return both sides of the entities' F1 of each sentence."""
     pairs = zip(gold.by_sentence(), predicted.by_sentence(), strict=True)
     found = [score_entities([expected], [tags], strict) for expected, tags in pairs]
     return np.array([2.0 * one.correct for one in found]), np.array([1.0 * one.gold + one.predicted for one in found])
 
 
-def _of_words(gold: Any, predicted: Any, terms: Callable[[np.ndarray, np.ndarray], Terms]) -> Terms:
-    """Return the terms of the words of each sentence, summed; both are `kinds.tokens.Tags`."""
+def _of_words(gold: Tags, predicted: Tags, terms: Callable[[np.ndarray, np.ndarray], Terms]) -> Terms:
+    """Return the terms of the words of each sentence, summed."""
     begins = np.concatenate([[0], gold.ends[:-1]]).astype(int)
     first, second = (np.add.reduceat(of_words, begins) for of_words in terms(gold.classes, predicted.classes))
     return first, second

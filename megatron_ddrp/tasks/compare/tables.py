@@ -179,8 +179,6 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
     rows = []
     for measure in measures(results):
         for row in compared[measure]:
-            mean, deviation = row.values.mean, row.values.deviation
-            value = number(measure, mean) + (f" ± {number(measure, deviation)}" if deviation is not None else "")
             found = ["", "", "", str(len(row.values.values))]
             if row.arm == results.baseline:
                 found[0] = "baseline"
@@ -188,7 +186,9 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
                 ends = (row.difference.interval, row.over_items)
                 shown = [" to ".join(number(measure, end, sign="+") for end in interval or ()) for interval in ends]
                 found = [number(measure, row.difference.mean, sign="+"), *shown, str(len(row.difference.values))]
-            rows.append([measure, row.arm.label, value, *found, count_items(results, measure)])
+            rows.append(
+                [measure, row.arm.label, cell(results, measure, row.arm), *found, count_items(results, measure)]
+            )
     header = ["measure", "model", "mean", "difference", "95 % over seeds", "95 % over items", "seeds", "items"]
     caption = (
         f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "
@@ -209,7 +209,7 @@ def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
         rows.append([claim.text, claim.measure, *found, claim.paper, verdict])
     header = ["claim", "measure", "difference", "95 % interval", "seeds", "the paper's", "at this scale"]
     caption = (
-        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE and shares in points, cost "
-        "in per cent of a step."
+        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE, pairs and shares in points, "
+        "cost in per cent of a step. Where a cell of the paper's is empty, it prints no such number."
     )
     return Table(header, rows, caption, wordy=(0, 1))

@@ -110,6 +110,7 @@ def _check_grid(options: argparse.Namespace) -> None:
     if options.workers and ranks > 1:
         refuse(f"--workers {options.workers} under a launcher with {ranks} ranks: choose one of the two")
     chosen = GRIDS[options.grid]
+    options.names = {}  # names of encoders in tables, where they are not their folders'
     options.points = grid(
         dict.fromkeys(options.batch_size or chosen["batch_sizes"]),
         dict.fromkeys(options.lr or chosen["lrs"]),

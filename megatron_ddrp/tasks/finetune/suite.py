@@ -50,6 +50,10 @@ class Suite(ABC):
         """Return whether the fine-tuned model of a task's best run is kept."""
         return False
 
+    def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
+        """Return the command line to do after a sweep, before the report; None where there is none."""
+        return None
+
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
         """Do what comes after the last run, on every rank; return lines to print."""
         return []

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,11 @@ class Sweep:
                 raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
             keep_freed_memory()
         self.data = {name: _subset(task, options.max_train_examples) for name, task in data.items()}
-        loaded = [load_encoder(folder, options.random_init) for folder in dict.fromkeys(options.load)]
+        loaded = [
+            replace(encoder, name=options.names.get(folder, encoder.name))
+            for folder in dict.fromkeys(options.load)
+            for encoder in [load_encoder(folder, options.random_init)]
+        ]
         self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
         self.runs = [
             self._run(encoder, task, point, seed)

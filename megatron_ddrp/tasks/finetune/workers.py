@@ -27,9 +27,20 @@ def open_store(options: argparse.Namespace) -> RunStore:
 
 
 def run_here(options: argparse.Namespace) -> None:
-    """Do the sweep in this process, or in the worker processes that it starts."""
-    data = options.suite.read(options)
-    sweep, store = Sweep(options, data, device_of(0)), open_store(options)
+    """Do the sweep, and those after it, in this process or in the worker processes that it starts."""
+    lines: list[str] = []
+    stage: argparse.Namespace | None = options
+    while stage is not None:
+        sweep, store = Sweep(stage, stage.suite.read(stage), device_of(0)), open_store(stage)
+        _do_here(sweep, store)
+        lines += [] if stage.dry_run else stage.suite.finish(sweep, store)
+        stage = stage.suite.next_stage(sweep)
+    if not options.dry_run:
+        report(sweep, store, lines)
+
+
+def _do_here(sweep: Sweep, store: RunStore) -> None:
+    options = sweep.options
     per_gpu = max(1, torch.cuda.device_count())
     workers = min(options.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
     print(plan_text(sweep, store, workers), flush=True)
@@ -40,35 +51,42 @@ def run_here(options: argparse.Namespace) -> None:
         share_out(_work, (options,), workers, sweep.runs, store, lines.tell, options.suite.program)
     else:
         drain(sweep.runs, store, sweep.perform, lines.tell)
-    finish(sweep, store)
 
 
 def run_on_ranks(options: argparse.Namespace) -> None:
     """Do every run data-parallel over the ranks of a launcher."""
     # A day: rank 0 may wait for the runs that another sweep is doing.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
+    lines: list[str] = []
+    stage: argparse.Namespace | None = options
     with process_group.agreed_errors_told_once(options.suite.program):
-        data = process_group.agree(lambda: options.suite.read(options))
-        sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
-        store = process_group.agree(lambda: open_store(options))
-        if ranks.rank == 0:
-            missing = len(store.missing(sweep.runs))
-            print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
-            for encoder in sweep.encoders.values():
-                print(f"  {encoder.name}: {encoder.origin}", flush=True)
-        if not options.dry_run:
-            do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
-            finish(sweep, store)
+        while stage is not None:
+            sweep, store = _open_on_ranks(stage, ranks)
+            if not stage.dry_run:
+                do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+                lines += stage.suite.finish(sweep, store)
+            stage = stage.suite.next_stage(sweep)
+        if not options.dry_run and ranks.rank == 0:
+            report(sweep, store, lines)
         process_group.stop()
 
 
-def finish(sweep: Sweep, store: RunStore) -> None:
-    """Do what the suite does after its runs, on every rank, and on rank 0 write the tables."""
-    suite = sweep.options.suite
-    lines = suite.finish(sweep, store)
-    if sweep.speaks:
-        print("\n".join(lines), end="\n" * bool(lines))
-        print(write_report(store, sweep.options.output_dir, suite))
+def _open_on_ranks(options: argparse.Namespace, ranks: Ranks) -> tuple[Sweep, RunStore]:
+    data = process_group.agree(lambda: options.suite.read(options))
+    sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
+    store = process_group.agree(lambda: open_store(options))
+    if ranks.rank == 0:
+        missing = len(store.missing(sweep.runs))
+        print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
+        for encoder in sweep.encoders.values():
+            print(f"  {encoder.name}: {encoder.origin}", flush=True)
+    return sweep, store
+
+
+def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
+    """Print `lines`, write the tables and print them."""
+    print("\n".join(lines), end="\n" * bool(lines))
+    print(write_report(store, sweep.options.output_dir, sweep.options.suite))
 
 
 def _work(number: int, options: argparse.Namespace) -> None:

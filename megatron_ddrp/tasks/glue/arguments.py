@@ -8,9 +8,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.config.option import option
+from megatron_ddrp.config.option import option, refuse
 from megatron_ddrp.tasks.finetune.options import Machine, Search, Training, parse_options, require
-from megatron_ddrp.tasks.glue.suite import Glue
+from megatron_ddrp.tasks.glue.suite import STARTED, Glue
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 DESCRIPTION = """Fine-tune encoders on GLUE tasks and report development scores.
@@ -47,6 +47,13 @@ class What:
         metavar="DIR",
     )
     random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
+    start_from_task: str | None = option(
+        None,
+        f"fine-tune {', '.join(STARTED)} from each encoder's best model of this task (MNLI), which is run first; "
+        "tables show them as an encoder of their own",
+        choices=tuple(TASKS),
+        metavar="TASK",
+    )
     predict_test: bool = option(
         False, "then repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com"
     )
@@ -65,3 +72,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def _check(options: argparse.Namespace) -> None:
     require(options, "data_dir", "load")
+    first = options.start_from_task
+    if first is None:
+        return
+    options.started = [task for task in dict.fromkeys(options.tasks) if task in STARTED and task != first]
+    if not options.started:
+        refuse(f"--start-from-task {first}: give --tasks some of {', '.join(STARTED)}, which may start from it")
+    options.tasks = [task for task in dict.fromkeys([*options.tasks, first]) if task not in options.started]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 MISMATCHED = "dev_mismatched"
+STARTED = ("RTE", "MRPC", "STS-B")
+"""Tasks that --start-from-task starts from another one's model, as RoBERTa (arXiv:1907.11692) did for MNLI's."""
 
 
 class Glue(Suite):
@@ -60,6 +62,29 @@ class Glue(Suite):
         from megatron_ddrp.tasks.glue.submission import write_submissions
 
         return write_submissions(sweep, store)
+
+    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+        """Keep the best model of the task that others start from."""
+        return task == options.start_from_task
+
+    def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
+        """Return the tasks that start from another one's best model, after that one."""
+        before = sweep.options
+        if before.start_from_task is None:
+            return None
+        from megatron_ddrp.tasks.finetune.saving import model_folder
+
+        stage = argparse.Namespace(**vars(before))
+        stage.tasks, stage.start_from_task, stage.random_init = before.started, None, False
+        task = sweep.data[before.start_from_task].task
+        stage.names = {
+            encoder.folder if before.dry_run else model_folder(before.output_dir, task, encoder): (
+                f"{encoder.name}, from {task.name}"
+            )
+            for encoder in sweep.encoders.values()
+        }
+        stage.load = tuple(stage.names)
+        return stage
 
     def means(self, cells: Cells) -> dict[str, float | None]:
         """Return the two averages over the paper's tasks, each None unless every one of its columns is there."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ class Paradigm:
     def __len__(self) -> int:
         return len(self.good)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Fingerprint of the sentences."""
         content = json.dumps([self.good, self.bad])

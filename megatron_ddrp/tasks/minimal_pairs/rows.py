@@ -26,6 +26,8 @@ SCORES = {
     "whole-word": "a piece is predicted without its word",
 }
 """Name of a score → what it means."""
+MOST_LOGITS = 2**28
+"""Logits of one batch, 1 GiB in fp32: with a large vocabulary a batch has fewer rows than its tokens allow."""
 
 
 class Rows(NamedTuple):
@@ -46,6 +48,7 @@ def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score:
 
     Rows of a batch are equally long, so that nothing is padded: a sentence of n pieces alone gives n such rows.
     """
+    most_rows = MOST_LOGITS // len(tokenizer.pieces)
     lengths: dict[int, list[int]] = defaultdict(list)
     for number, pieces in enumerate(sentences):
         lengths[len(pieces)].append(number)
@@ -53,7 +56,7 @@ def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score:
         members = np.array(lengths[count])
         table = np.array([[tokenizer.cls_id, *sentences[i], tokenizer.sep_id] for i in members])  # [members, length]
         words = _word_numbers(table, tokenizer)
-        size = max(1, budget // (count + 2))
+        size = max(1, min(budget // (count + 2), most_rows))
         for start in range(0, len(members) * count, size):
             flat = np.arange(start, min(start + size, len(members) * count))
             which, places = flat // count, flat % count + 1

@@ -206,7 +206,7 @@ def test_texts_are_drawn_evenly_and_the_same_for_every_model(tiny_corpus, tmp_pa
             counts[int(text)] += 1
     assert all(430 <= count <= 570 for count in counts)  # 500 of 2,000 each, 3.6 standard deviations
     path.write_text('{"text": "alone"}\n')
-    with pytest.raises(UserError, match="1 texts; give two or more"):
+    with pytest.raises(UserError, match="holds one text: give two or more"):
         draw_texts(str(path), 5, seed=1)
 
 

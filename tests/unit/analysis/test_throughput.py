@@ -9,6 +9,7 @@ import torch
 from megatron_ddrp.analysis import throughput
 from megatron_ddrp.analysis.models import find_snapshots
 from megatron_ddrp.analysis.throughput import Setting, full_batch, measure_throughput
+from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import load_encoder
 
@@ -82,8 +83,22 @@ def test_batches_are_full_rows_of_pieces(run_folder):
     assert (full_batch(tokenizer, 3, 9, replace(SETTING, seed=2)).input_ids != batch.input_ids).any()
 
 
-def test_the_command(run_folder, analyze_main, tmp_path, capsys):
+PLUGIN = """
+from pathlib import Path
+from megatron_ddrp.model.positions.nope import Nope
+
+class Mine(Nope):
+    pass
+
+ENCODINGS = {"mine": Mine}
+Path(__file__).with_suffix(".loaded").touch()
+"""
+
+
+def test_the_command(run_folder, analyze_main, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    monkeypatch.setitem(PLUGINS, "of this process", tmp_path / "plugin.py")
     more = ("--lengths", 2000, 24, "--tokens", 48, "--rounds", 2)
     result = analyze_main("throughput", run_folder, tmp_path / "t.png", *more)
     [row] = result["encoders"]
@@ -93,6 +108,7 @@ def test_the_command(run_folder, analyze_main, tmp_path, capsys):
     assert 0 < speed["lower_quartile"] <= speed["tokens_per_second"] <= speed["upper_quartile"]
     assert speed["memory_bytes"] is None or speed["memory_bytes"] >= 0
     assert row["left_out"] == [{"length": 2000, "reason": "it has positions for 24 tokens"}]
+    assert (tmp_path / "plugin.loaded").exists()  # in the process that measures memory
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert "ddrp, length 2000: left out, it has positions for 24 tokens" in capsys.readouterr().out
 

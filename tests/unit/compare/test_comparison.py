@@ -100,18 +100,10 @@ def finish_sweep(work, job, task, share, random):
     rows = []
     for seed in (1, 2):
         predictions = np.where(random.permutation(ROWS) < round(share * ROWS), labels, 1 - labels)
-        row = {
-            "task": task.name,
-            "facts": task.facts,
-            "batch_size": 32,
-            "lr": 3e-5,
-            "epochs": 4,
-            "seed": seed,
-            "max_seq_length": 32,
-        }
-        row |= {"encoder": job.name, "data": "d", "micro_batch_size": 16, "load": "iter", "metric": "accuracy"}
-        row |= {"layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None, "score": share}
-        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "epoch_scores": [share]}
+        row = {"task": task.name, "facts": task.facts, "metric": "accuracy", "seed": seed, "encoder": job.name}
+        row |= {"batch_size": 32, "lr": 3e-5, "epochs": 4, "max_seq_length": 32, "data": "d", "load": "iter"}
+        row |= {"micro_batch_size": 16, "layerwise_lr_decay": 1.0, "precision": "fp32", "max_train_examples": None}
+        row |= {"train_examples": 9, "dev_examples": ROWS, "seconds": 1.0, "score": share, "epoch_scores": [share]}
         scored = {"dev": (labels.astype(float), predictions.astype(float))}
         write_predictions(folder / "predictions" / f"{Run.of_row(row).name}.tsv", task, scored)
         rows.append(row)
@@ -160,10 +152,13 @@ def test_other_seeds_and_other_items_are_different_questions(work):
     assert other.over_items[1] - other.over_items[0] > 0.1
 
 
-def test_missing_predictions_leave_the_error_over_items_out(work):
+def test_missing_predictions_and_scores_leave_the_error_over_items_out(work):
     next((work.scores[-1].job.output.parent / "predictions").iterdir()).unlink()
-    _, other = comparison.compare(Results(work), GLUE)
-    assert other.over_items is None and other.difference.mean == pytest.approx(0.05)
+    (work.pairs[0].job.output.parent / "scores.jsonl").unlink()
+    results = Results(work)
+    for measure, difference in ((GLUE, 0.05), (MINIMAL_PAIRS, 0.1)):
+        _, other = comparison.compare(results, measure)
+        assert other.over_items is None and other.difference.mean == pytest.approx(difference)
 
 
 def test_page_and_results_hold_the_table_and_its_figures(work):
@@ -270,4 +265,5 @@ def test_the_command_line_brings_minimal_pairs_into_a_plan_or_leaves_them_out(va
     file = write(values | {"minimal-pairs": {"data_dir": "d"}, "tasks": [{"file": "no/such.yaml"}]})
     plan = read_plan(file, parse_arguments([*words, "--no-minimal-pairs", "--no-tasks"]).given)
     assert plan.minimal_pairs is None and plan.tasks == ()
-    assert read_plan(file, parse_arguments([*words, "--minimal-pairs-dir", "e"]).given).minimal_pairs.data_dir == "e"
+    given = parse_arguments([*words, "--minimal-pairs-dir", "e", "--no-tasks"]).given
+    assert read_plan(file, given).minimal_pairs.data_dir == "e"

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ddrp.tasks.compare.resampling import RESAMPLED, drawn_rows, resampled_scores
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
@@ -47,8 +48,41 @@ def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, l
         assert found[sample] == pytest.approx(expected, abs=1e-12)
 
 
+TAGS = ("B-X", "I-X", "B-Y", "O")
+LENGTHS = RANDOM.integers(1, 6, size=ROWS)
+GOLD = [RANDOM.integers(4, size=length).astype(float) for length in LENGTHS]
+GUESS = [np.where(RANDOM.random(len(row)) < 0.7, row, RANDOM.integers(4, size=len(row))) for row in GOLD]
+
+
+def tags(sentences):
+    """Class numbers of the words of each sentence, in the form that the metrics of tokens take."""
+    return Tags(np.concatenate(sentences), np.cumsum([len(sentence) for sentence in sentences]), TAGS)
+
+
+@pytest.mark.parametrize("metric", METRICS_OF_KIND["tokens"])
+def test_sentences_are_drawn_whole(metric):
+    found = resampled_scores(Task("own", metric, "tokens", TAGS), tags(GOLD), tags(GUESS))
+    for sample in range(COMPARED):
+        rows = np.repeat(np.arange(ROWS), drawn_rows("own", ROWS)[sample])
+        repeated = (tags([sentences[row] for row in rows]) for sentences in (GOLD, GUESS))
+        assert found[sample] == pytest.approx(KINDS["tokens"].score(metric, *repeated) or 0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", METRICS_OF_KIND["qa"])
+def test_questions_are_drawn_with_all_their_answers(metric):
+    words = ["a red house", "the house", "green", ""]
+    gold = [(words[number],) if number < 3 else () for number in FOUR]
+    guess = [words[number] for number in GUESS_FOUR.astype(int)]
+    found = resampled_scores(Task("own", metric, "qa"), gold, guess)
+    for sample in range(COMPARED):
+        rows = np.repeat(np.arange(ROWS), drawn_rows("own", ROWS)[sample])
+        expected = KINDS["qa"].score(metric, [gold[row] for row in rows], [guess[row] for row in rows])
+        assert found[sample] == pytest.approx(expected, abs=1e-12)
+    assert not resampled_scores(Task("own", metric, "qa"), gold, [None, *guess[1:]]).any()
+
+
 def test_every_metric_of_every_kind_can_be_resampled():
-    assert {kind: set(metrics) for kind, metrics in RESAMPLED.items()}.keys() == METRICS_OF_KIND.keys()
+    assert RESAMPLED.keys() == METRICS_OF_KIND.keys()
     assert all(set(metrics) <= RESAMPLED[kind].keys() for kind, metrics in METRICS_OF_KIND.items())
 
 

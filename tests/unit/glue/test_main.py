@@ -130,6 +130,33 @@ def test_scores_can_be_recomputed_from_the_predictions(three_tasks, bert_folder,
     assert cola["epoch_scores"][cola["best_epoch"] - 1] == cola["best_epoch_score"] == max(cola["epoch_scores"])
 
 
+def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folder, checkpoint_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    tasks = ["--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI", "--epochs", "1"]
+    more = [*tasks, "--load", str(bert_folder), str(checkpoint_folder)]
+    main(arguments(three_tasks, bert_folder, out, *more, "--dry-run"))
+    assert f"{bert_folder}, from MNLI" in capsys.readouterr().out and not out.exists()
+    main(arguments(three_tasks, bert_folder, out, *more))
+    found = {(row["task"], row["load"], row["encoder"]) for row in rows(out)}
+    assert {(task, load) for task, load, _ in found} == {
+        (task, f"{load}{', from MNLI' if task == 'STS-B' else ''}")
+        for task in ("CoLA", "MNLI", "STS-B")
+        for load in (bert_folder, checkpoint_folder)
+    }
+    assert len({encoder for *_, encoder in found}) == 4
+    assert f"| {bert_folder}, from MNLI |" in (out / "table.md").read_text()
+    (out / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(out)[:-1]))
+    capsys.readouterr()
+    main(arguments(three_tasks, bert_folder, out, *more))
+    assert "1 of 4 runs to do" in capsys.readouterr().out and len(rows(out)) == 12
+
+
+def test_no_task_to_start_is_refused(glue_dir, bert_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments(glue_dir, bert_folder, tmp_path, "--start-from-task", "MNLI"))
+    assert "--start-from-task MNLI: give --tasks some of RTE, MRPC, STS-B" in capsys.readouterr().err
+
+
 def test_a_dry_run_tells_runs_and_hours_and_writes_nothing(glue_dir, bert_folder, tmp_path, capsys):
     out = tmp_path / "out"
     main(arguments(glue_dir, bert_folder, out, "--dry-run", "--lr", "1e-3", "1e-2"))
