@@ -7,6 +7,7 @@ of its two logits wins. In tasks with unanswerable questions [CLS] competes with
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from array import array
@@ -36,8 +37,6 @@ LONGEST_ANSWER = 30
 """Pieces of the longest predicted answer."""
 LONGEST_QUESTION = 64
 """Pieces of a question, at most about half of a row."""
-
-_OUTSIDE = (-1, -1)
 
 
 class Answers(NamedTuple):
@@ -105,16 +104,18 @@ class QuestionAnswering(Kind):
     ) -> Windows:
         """Return rows `[CLS] question [SEP] window [SEP]`, with segment 1 from the window on."""
         writer = RowWriter(tokenizer.pad_id)
-        targets, spans, questions = array("q"), array("i"), array("q")
+        targets, questions = array("q"), array("q")
+        spans: list[np.ndarray] = []
         gold: list[tuple[str, ...]] = []
         contexts: list[str] = []
+        locate = functools.lru_cache(maxsize=1)(functools.partial(_located, tokenizer))  # questions share contexts
         lost = 0
         for number, example in enumerate(examples):
             question, context = example.texts
             asked = tokenizer.encode(question)[: min(LONGEST_QUESTION, max_length // 2 - 2)]
             before = [tokenizer.cls_id, *asked, *[tokenizer.sep_id] * pair_separators]
             room = max_length - len(before) - 1
-            pieces, places = tokenizer.encode_with_spans(context)
+            pieces, places = locate(context)
             answer = _first_answer(example.label, places)
             first_row = len(questions)
             for begin, end in context_windows(len(pieces), room, min(OVERLAP, room // 2)):
@@ -123,14 +124,13 @@ class QuestionAnswering(Kind):
                 if answer is not None and begin <= answer[0] and answer[1] < end:
                     target = [len(before) - begin + piece for piece in answer]
                 targets.extend(target)
-                for span in [*[_OUTSIDE] * len(before), *places[begin:end], _OUTSIDE]:
-                    spans.extend(span)
+                spans.append(np.pad(places[begin:end], ((len(before), 1), (0, 0)), constant_values=-1))
                 questions.append(number)
             lost += answer is not None and not any(targets[2 * first_row :])
             gold.append(example.label.texts if isinstance(example.label, Answers) else ())
             contexts.append(context)
         rows = vars(writer.rows(np.array(targets).reshape(-1, 2), gold)) | {"warning": _warning(lost, max_length)}
-        of_pieces = np.array(spans).reshape(-1, 2)
+        of_pieces = np.concatenate([np.empty((0, 2), np.int32), *spans])
         return Windows(**rows, spans=of_pieces, questions=np.array(questions), contexts=tuple(contexts))
 
     def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
@@ -243,7 +243,13 @@ def _warning(lost: int, max_length: int) -> str:
     )
 
 
-def _first_answer(label: object, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+def _located(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
+    """Return the pieces of a context and their spans, int32 `[pieces, 2]`."""
+    pieces, spans = tokenizer.encode_with_spans(context)
+    return pieces, np.array(spans, dtype=np.int32).reshape(-1, 2)
+
+
+def _first_answer(label: object, places: np.ndarray) -> tuple[int, int] | None:
     if not isinstance(label, Answers) or not label.texts:
         return None
     return pieces_of_answer(places, label.begins[0], label.begins[0] + len(label.texts[0]))
