@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's comparison at a scale you can afford: train each model of a plan, score it on GLUE, look inside, one page.
+# The paper's comparison at a scale you can afford: train each model of a plan, score it, look inside, one page.
 #
 #   hardware   as the plan says on top: cpu-hours (2 CPU cores), gpu-30min (one GPU), paper (16 GPUs)
 #   time       as the plan says; DRY_RUN=1 tells more

@@ -100,11 +100,12 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         known = [(speed["length"], speed["memory_bytes"] / 2**20) for speed in speeds if speed["memory_bytes"]]
         if known:
             axes[1].plot(*zip(*known, strict=True), **style)
-    axes[0].set(title="Inference", ylabel="tokens per second", yscale="log")
-    axes[1].set(title="Peak above the loaded encoder", ylabel="memory [MiB]", yscale="log")
+    axes[0].set(title="Inference", ylabel="tokens per second")
+    axes[1].set(title="Peak above the loaded encoder", ylabel="memory [MiB]")
     ticks = sorted({speed["length"] for row in rows for speed in row["lengths"]})
-    for axis in axes:
+    for axis in (axis for axis in axes if axis.lines):  # no memory where it could not be measured
         axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axis.xaxis.minorticks_off()
         axis.set_xlabel("length of a row [tokens]")

@@ -135,6 +135,8 @@ def report_throughput(arguments: argparse.Namespace) -> None:
     rows = [_throughput_row(timed) for timed in measured]
     for row in rows:
         print("\n".join(_throughput_lines(row)))
+    if not any(row["lengths"] for row in rows):
+        raise UserError("no length could be measured, for the reasons above: give shorter --lengths or fewer --tokens")
     about = {
         "analysis": arguments.command,
         "hardware": machine.hardware(),

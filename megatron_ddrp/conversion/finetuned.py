@@ -28,6 +28,7 @@ from megatron_ddrp.conversion.output_folder import whole_folder
 from megatron_ddrp.conversion.to_huggingface import renamed
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 
 DEBERTAS = ("deberta", "deberta-v2")
@@ -99,7 +100,8 @@ def write_finetuned(
     precision; it stays as it is, and the folder is fp32. `more_settings` are further keys of config.json.
 
     `output` appears whole or not at all, in place of a folder of that name. Before it does, transformers loads it and
-    compares hidden states and scores. Raises `UserError` where they differ or the folder cannot be written.
+    compares hidden states and scores. Raises `UserError` where they differ, where a weight is not finite, or where the
+    folder cannot be written.
     """
     model = copy.deepcopy(model).cpu().float().eval()
     model.merge_embeddings()
@@ -108,8 +110,11 @@ def write_finetuned(
     family = _family(model_config, tokenizer)
     class_end = FINE_TUNED[head.kind]
     class_name = f"{family.class_name}For{class_end}"
+    weights = _weights(model, family, head, tokenizer)
+    if strange := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise UserError(f"{output} is not written: {strange[0]} is not finite, training diverged; lower --lr")
     with whole_folder(output) as folder:
-        checkpoint.save_weights(_weights(model, family, head, tokenizer), folder)
+        checkpoint.save_weights(weights, folder)
         settings = {
             **family.folder_settings(model_config, "masked-lm", tokenizer),
             "architectures": [class_name],

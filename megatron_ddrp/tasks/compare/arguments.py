@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
 
-DESCRIPTION = """Compare models at one budget: train each of a plan from the same seeds and data order, fine-tune on
-GLUE, look inside, and write one page beside the paper's numbers.
+DESCRIPTION = """Compare models at one budget: train each of a plan from the same seeds and data order, score them by
+minimal pairs, GLUE and tasks of your own, look inside, and write one page beside the paper's numbers.
 
 The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl holds one line per
 finished job, OUT/logs/ what each job printed, OUT/courses/ the checkpoints. Given again, the same command does what
@@ -19,7 +19,7 @@ one OUT, and a plan may be changed: what it shares with the old one is taken ove
 
   what it costs  python -m tasks.compare PLAN.yaml --output-dir OUT --dry-run
   do it          python -m tasks.compare PLAN.yaml --output-dir OUT
-  own data       … --input wiki.jsonl novels.jsonl --glue-dir glue
+  own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
 """
 
 

@@ -1,14 +1,15 @@
 """Throughput and memory at inference: what is measured, what is left out and why; no test relies on the clock."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_ddrp.analysis import throughput
+from megatron_ddrp.analysis.figures import draw_throughput
 from megatron_ddrp.analysis.models import find_snapshots
-from megatron_ddrp.analysis.throughput import Setting, full_batch, measure_throughput
+from megatron_ddrp.analysis.throughput import Setting, Speed, full_batch, measure_throughput
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import load_encoder
@@ -124,3 +125,17 @@ def test_the_command(run_folder, analyze_main, monkeypatch, tmp_path, capsys):
 def test_what_cannot_be_done_is_one_line(run_folder, analyze_main, tmp_path, more, message):
     with pytest.raises(UserError, match=message):
         analyze_main("throughput", run_folder, tmp_path / "x.json", *more)
+
+
+def test_a_command_that_measures_nothing_says_so_and_writes_nothing(run_folder, analyze_main, tmp_path, capsys):
+    with pytest.raises(UserError, match="no length could be measured"):
+        analyze_main("throughput", run_folder, tmp_path / "x.json", "--lengths", 2000)
+    assert "length 2000: left out, it has positions for 24 tokens" in capsys.readouterr().out
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_the_figure_does_without_memory(tmp_path):
+    pytest.importorskip("matplotlib")
+    speed = Speed(64, 2, 100.0, 90.0, 110.0, None)
+    draw_throughput([{"run": "mine", "lengths": [asdict(speed)]}], tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
