@@ -36,6 +36,8 @@ class Encoded:
     pad_id: int
     gold: Any = None
     """What predictions are held against, in the form that the metric takes; None where that is `targets`."""
+    warning: str = ""
+    """A sentence about examples that the rows cannot hold."""
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -126,7 +127,10 @@ class Sweep:
         """Return rows as a run's encoder takes them."""
         encoder, task = self.encoders[run.encoder], self.data[run.task].task
         kind = KINDS[task.kind]
-        return kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
+        encoded = kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)
+        if encoded.warning and self.speaks:
+            print(f"{self.options.suite.program}: warning: {task.name}: {encoded.warning}", file=sys.stderr)
+        return encoded
 
     def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:
         options = self.options

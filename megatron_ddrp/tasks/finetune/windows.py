@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from megatron_ddrp.data.tokenizers.tokenizer import Span
 
@@ -16,10 +16,10 @@ def context_windows(pieces: int, room: int, overlap: int) -> list[Span]:
     return [(begin, min(begin + room, pieces)) for begin in begins]
 
 
-def pieces_of_answer(spans: Sequence[Span], begin: int, end: int) -> Span | None:
+def pieces_of_answer(spans: np.ndarray, begin: int, end: int) -> Span | None:
     """Return the first and the last piece, both included, that hold characters `begin` to `end` (excluded).
 
-    `spans` are those of `Tokenizer.encode_with_spans`. None where no piece has one of these characters.
+    `spans` `[pieces, 2]` are those of `Tokenizer.encode_with_spans`. None where no piece has one of these characters.
     """
-    inside = [number for number, span in enumerate(spans) if span[0] < end and span[1] > begin]
-    return (inside[0], inside[-1]) if inside else None
+    inside = np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else None

@@ -90,6 +90,14 @@ def test_long_contexts_become_windows_and_the_answer_is_in_those_that_hold_it(to
     assert len(seen) == 38  # every piece of the context is in some window
 
 
+def test_answers_that_no_row_holds_are_counted(tokenizer):
+    context = "it " * 20 + "Ada " * 12 + "it"
+    encoded = encode(tokenizer, [example(CONTEXT, "Ada"), example(context, "Ada " * 11 + "Ada")], max_length=16)
+    assert encoded.warning.startswith("no row of 16 pieces holds the whole answer to 1 of the questions")
+    assert not encoded.targets[encoded.questions == 1].any()
+    assert encode(tokenizer, [example(context, "Ada " * 11 + "Ada")]).warning == ""
+
+
 def test_the_shortest_rows_have_room_for_a_context(tokenizer):
     encoded = encode(tokenizer, [example(CONTEXT, "Ada")], max_length=8)
     assert encoded.lengths.max() == 8 and len(encoded) > 2

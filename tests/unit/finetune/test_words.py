@@ -134,6 +134,6 @@ def test_pieces_of_an_answer(byte_level):
     ids, spans = byte_level.encode_with_spans(context)
     for answer in ("New York", "cafés", "York", "unhappy", "the"):
         begin = context.index(answer)
-        first, last = pieces_of_answer(spans, begin, begin + len(answer))
+        first, last = pieces_of_answer(np.array(spans), begin, begin + len(answer))
         assert context[spans[first][0] : spans[last][1]].strip() == answer
-    assert pieces_of_answer([(0, 2), (3, 5)], 2, 3) is None
+    assert pieces_of_answer(np.array([(0, 2), (3, 5)]), 2, 3) is None

@@ -1,5 +1,6 @@
 """`python -m tasks.finetune` on CoNLL and SQuAD files: what is kept, predicted and written as text again."""
 
+import io
 import json
 import os
 import random
@@ -7,11 +8,12 @@ import random
 import pytest
 import torch
 
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.table_files import read_rows
-from tests.unit.glue.conftest import WORDS
+from tests.unit.glue.conftest import WORDS, write_checkpoint
 
 QUICK = ["--lr", "1e-2", "--batch-size", "16", "--epochs", "2", "--seeds", "1"]
 
@@ -100,6 +102,40 @@ def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpo
     assert told == {f"valid-{number}": answer for number, answer in enumerate(stored)}
     with pytest.raises(UserError, match=r"told.conll: expected a name that ends in .jsonl, .csv, .tsv, .json$"):
         predict(folder, asked / "valid.json", asked / "told.conll")
+
+
+COLOURS = {"красный", "rot", "赤い", "rouge"}
+FILLERS = ["дом", "Häuser", "ist", "は", "l'été", "и", "naïve", "家"]
+
+
+@pytest.fixture
+def multilingual(tmp_path):
+    """A checkpoint of ours with a SentencePiece model, and sentences of four languages with colours as entities."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    draw = random.Random(4)
+    for name, count in (("train", 64), ("valid", 16)):
+        rows = [[draw.choice([*sorted(COLOURS), *FILLERS]) for _ in range(draw.randrange(2, 20))] for _ in range(count)]
+        tags = [["B-COLOUR" if word in COLOURS else "O" for word in words] for words in rows]
+        text = "".join(map(conll_text, rows, tags))
+        (tmp_path / f"{name}.conll").write_text(text, encoding="utf-8")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join([*sorted(COLOURS), *FILLERS])] * 20),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    path = tmp_path / "m.model"
+    path.write_bytes(model.getvalue())
+    return write_checkpoint(tmp_path / "run", build_tokenizer("SentencePiece", tokenizer_model=path), "ddrp")
+
+
+def test_words_of_any_language_through_sentencepiece(multilingual, tmp_path):
+    row, stored, folder = fine_tune(tmp_path, ".conll", multilingual, "--epochs", "5")
+    assert row["score"] > 0.8 > row["baseline"]
+    told = predict(folder, tmp_path / "valid.conll", tmp_path / "told.conll")
+    assert [row.cells["tags"] for row in read_rows(str(told))] == stored
 
 
 def test_training_takes_no_pipe(tmp_path):

@@ -106,23 +106,32 @@ def bert_folder(tmp_path):
 @pytest.fixture(params=["absolute", "ddrp"])
 def checkpoint_folder(tmp_path, request):
     """What pretrain_bert.py --save leaves: a tiny model of this project with random weights, and its tokenizer."""
+    from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    return write_checkpoint(tmp_path / "run", build_tokenizer("BertWordPieceLowerCase", vocabulary), request.param)
+
+
+def write_checkpoint(folder, tokenizer, position_encoding):
+    """Write a run's folder with a tiny model of random weights that knows 16 positions; return it."""
     import torch
 
     from megatron_ddrp import checkpoint
     from megatron_ddrp.config import Config, save_config
-    from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
     from megatron_ddrp.model import build_model
 
-    folder = tmp_path / "run"
     path = folder / checkpoint.tag(3)
     path.mkdir(parents=True)
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocabulary)
     tokenizer.save(folder / checkpoint.TOKENIZER)
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16}
     config = Config().replace(
-        model={**sizes, "vocab_size": tokenizer.vocab_size, "position_encoding": request.param, "init_method_std": 0.2}
+        model={
+            **sizes,
+            "vocab_size": tokenizer.vocab_size,
+            "position_encoding": position_encoding,
+            "init_method_std": 0.2,
+        }
     )
     torch.manual_seed(0)
     checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)

@@ -7,6 +7,7 @@ of its two logits wins. In tasks with unanswerable questions [CLS] competes with
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from array import array
@@ -103,30 +104,34 @@ class QuestionAnswering(Kind):
     ) -> Windows:
         """Return rows `[CLS] question [SEP] window [SEP]`, with segment 1 from the window on."""
         writer = RowWriter(tokenizer.pad_id)
-        targets, spans, questions = array("q"), array("i"), array("q")
+        targets, questions = array("q"), array("q")
+        spans: list[np.ndarray] = []
         gold: list[tuple[str, ...]] = []
         contexts: list[str] = []
+        locate = functools.lru_cache(maxsize=1)(functools.partial(_located, tokenizer))  # questions share contexts
+        lost = 0
         for number, example in enumerate(examples):
             question, context = example.texts
             asked = tokenizer.encode(question)[: min(LONGEST_QUESTION, max_length // 2 - 2)]
             before = [tokenizer.cls_id, *asked, *[tokenizer.sep_id] * pair_separators]
             room = max_length - len(before) - 1
-            pieces, places = tokenizer.encode_with_spans(context)
+            pieces, places = locate(context)
             answer = _first_answer(example.label, places)
+            first_row = len(questions)
             for begin, end in context_windows(len(pieces), room, min(OVERLAP, room // 2)):
                 writer.add([*before, *pieces[begin:end], tokenizer.sep_id], len(before))
-                is_inside = answer is not None and begin <= answer[0] and answer[1] < end
-                targets.extend([len(before) - begin + piece for piece in answer] if answer and is_inside else [0, 0])
-                outside = (-1, -1)
-                for span in [*[outside] * len(before), *places[begin:end], outside]:
-                    spans.extend(span)
+                target = [0, 0]
+                if answer is not None and begin <= answer[0] and answer[1] < end:
+                    target = [len(before) - begin + piece for piece in answer]
+                targets.extend(target)
+                spans.append(np.pad(places[begin:end], ((len(before), 1), (0, 0)), constant_values=-1))
                 questions.append(number)
+            lost += answer is not None and not any(targets[2 * first_row :])
             gold.append(example.label.texts if isinstance(example.label, Answers) else ())
             contexts.append(context)
-        rows = writer.rows(np.array(targets).reshape(-1, 2), gold)
-        return Windows(
-            **vars(rows), spans=np.array(spans).reshape(-1, 2), questions=np.array(questions), contexts=tuple(contexts)
-        )
+        rows = vars(writer.rows(np.array(targets).reshape(-1, 2), gold)) | {"warning": _warning(lost, max_length)}
+        of_pieces = np.concatenate([np.empty((0, 2), np.int32), *spans])
+        return Windows(**rows, spans=of_pieces, questions=np.array(questions), contexts=tuple(contexts))
 
     def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
         """Return first piece, last piece and length of the rows, `[batch, 3]`."""
@@ -229,7 +234,22 @@ def best_spans(first: Tensor, last: Tensor, longest: int) -> Tensor:
     return best
 
 
-def _first_answer(label: object, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+def _warning(lost: int, max_length: int) -> str:
+    if not lost:
+        return ""
+    return (
+        f"no row of {max_length} pieces holds the whole answer to {lost:,} of the questions; there the model learns "
+        "that there is none; a larger --max-seq-length holds more"
+    )
+
+
+def _located(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
+    """Return the pieces of a context and their spans, int32 `[pieces, 2]`."""
+    pieces, spans = tokenizer.encode_with_spans(context)
+    return pieces, np.array(spans, dtype=np.int32).reshape(-1, 2)
+
+
+def _first_answer(label: object, places: np.ndarray) -> tuple[int, int] | None:
     if not isinstance(label, Answers) or not label.texts:
         return None
     return pieces_of_answer(places, label.begins[0], label.begins[0] + len(label.texts[0]))

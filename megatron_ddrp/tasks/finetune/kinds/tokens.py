@@ -102,7 +102,7 @@ class Tokens(Kind):
         self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
     ) -> Encoded:
         """Return rows of whole words. Targets are class numbers `[all pieces]`, 0 where a label is not known."""
-        writer, targets = RowWriter(tokenizer.pad_id), array("q")
+        writer, targets = RowWriter(tokenizer.pad_id), array("i")
         classes, ends = array("d"), array("q")
         room = max_length - 2
         for example in examples:
