@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from megatron_ddrp.checkpoint import choose_checkpoint, holds_run, is_checkpoint, read_model
-from megatron_ddrp.config import ModelConfig
-from megatron_ddrp.conversion.foreign_config import read_config_file
+from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -114,8 +113,11 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
     )
 
 
-def pair_separators(config: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Return how many separators stand between two texts: 2 in the RoBERTa family, which has no second segment."""
+def pair_separators(config: Any, tokenizer: Tokenizer) -> int:
+    """Return how many separators stand between two texts: 2 in the RoBERTa family, which has no second segment.
+
+    `config` is that of one of our models, as a run or as an export of it has it.
+    """
     return 2 if config.num_segments == 1 and tokenizer.pieces[tokenizer.cls_id] == "<s>" else 1
 
 
@@ -128,6 +130,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     missing = sorted(names & found.missing)
     if 2 * len(missing) > len(names):
         raise UserError(f"--load {folder}: its weights are of another model than its config.json; copy it again")
+    is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
     if masked_lm and missing:
         raise UserError(
             f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the folder lacks "
@@ -143,7 +146,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         _fingerprint(encoder, random_init),
         _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
-        pair_separators=found.pair_separators,
+        pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=FamilyModel.on_top_of,
     )
 

@@ -163,7 +163,7 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
             read_weights(folder)  # refuses a pickle in our own words
         model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
-    separators = pair_separators(config)
+    separators = 2 if config.model_type in ROBERTA_FAMILY else 1
     longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if separators == 2 else 0)
     missing = set(report["missing_keys"])
     unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
@@ -174,11 +174,6 @@ def _pooler_weights(model: Any) -> set[str]:
     """Return the names of the pooler's weights, which are not used; none for a model without a pooler."""
     pooler = getattr(model, "pooler", None)
     return set() if pooler is None else {f"pooler.{name}" for name, _ in pooler.named_parameters()}
-
-
-def pair_separators(config: Any) -> int:
-    """Return how many separators stand between two texts in a model's family."""
-    return 2 if config.model_type in ROBERTA_FAMILY else 1
 
 
 def _check_sizes(folder: Path, config: Any) -> None:

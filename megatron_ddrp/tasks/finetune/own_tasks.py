@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 
+NOT_KEPT = "its runs diverged, or were done with --no-keep-models (delete their lines of runs.jsonl to repeat them)"
+
+
 class OwnTasks(Suite):
     """The tasks of a command line, from their files."""
 
@@ -47,19 +50,22 @@ class OwnTasks(Suite):
         return {"facts": data.task.facts, "baseline": data.baseline}
 
     def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
-        """Keep the best model of every task."""
-        return True
+        """Keep the best model of every task, unless it is not wanted."""
+        return bool(options.keep_models)
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
         """Predict the test rows without labels; return where the models and predictions are."""
         from megatron_ddrp.tasks.finetune.predict import predict_file
-        from megatron_ddrp.tasks.finetune.saving import model_folder
+        from megatron_ddrp.tasks.finetune.saving import kept, model_folder
 
         lines = []
         for encoder in sweep.encoders.values() if sweep.speaks else ():
             for files in sweep.options.tasks:
                 data = sweep.data[files.called]
                 folder = model_folder(sweep.options.output_dir, data.task, encoder)
+                if kept(folder) is None:
+                    lines.append(f"{data.task.name}: no model of {encoder.name} was kept; {NOT_KEPT}")
+                    continue
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
                 if files.test is not None and "test" not in data.dev:
                     output = Path(f"{folder}-test.jsonl")

@@ -26,7 +26,7 @@ from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import Row, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
-from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer, pair_separators
+from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer
 
 PREDICTION = "prediction"
 """Column of the output."""
@@ -93,7 +93,7 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
         task,
         Columns(texts[0] or trained.text, texts[1] or trained.pair, trained.label),
         facts["max_seq_length"],
-        pair_separators(model.config),
+        facts["pair_separators"],
         device,
     )
 

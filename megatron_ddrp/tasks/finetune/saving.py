@@ -42,13 +42,18 @@ def model_folder(output: Path, task: Task, encoder: Encoder) -> Path:
 
 
 def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) -> None:
-    """Write a run's model unless the folder holds a better one of the same data; other processes wait meanwhile."""
+    """Write a run's model unless the folder holds a better one of the same data; other processes wait meanwhile.
+
+    A model that diverged is not written.
+    """
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
     folder = model_folder(sweep.options.output_dir, data.task, encoder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with Path(f"{folder}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        facts = finetuned_facts(data, run, row)
+        facts = finetuned_facts(encoder, data, run, row)
         before = kept(folder)
         if before and before["data"] == run.data and _rank(before) >= _rank(facts):
             return
@@ -62,12 +67,13 @@ def kept(folder: Path) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
 
 
-def finetuned_facts(data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
+def finetuned_facts(encoder: Encoder, data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
     """Return what config.json says of the task and the run."""
     return {
         "task": data.task.facts,
         "columns": list(data.columns) if data.columns else None,
         "max_seq_length": run.max_seq_length,
+        "pair_separators": encoder.pair_separators,
         "data": run.data,
         "run": run.name,
         "score": row["score"],

@@ -47,7 +47,7 @@ class RunResult:
     predictions: dict[str, Any]
     """Development file → the last epoch's predictions as `FineTuning.predict` returns them."""
     model: nn.Module
-    """The fine-tuned model."""
+    """The fine-tuned model, in fp32."""
     steps: int
     seconds: float
 
@@ -114,6 +114,11 @@ class FineTuning:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(self.weights[name])
+
+    def to_full_precision(self) -> None:
+        """Give the model the fp32 weights that the optimizer stepped on; training is over."""
+        if self.run.precision != "fp32":
+            self.model.float().load_state_dict(self.weights, strict=False)
 
     @torch.inference_mode()
     def predict(self, encoded: Encoded) -> Any:
@@ -190,6 +195,7 @@ def finetune(
         for name, encoded in (test or {}).items():
             predictions[name] = tuning.predict(encoded)
     assert tuning.steps == tuning.total
+    tuning.to_full_precision()
     return RunResult(scores, predictions, model, tuning.steps, time.perf_counter() - start)
 
 

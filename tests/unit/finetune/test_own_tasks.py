@@ -207,3 +207,35 @@ def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp
 def test_the_command_line_needs_no_torch():
     code = "import sys\nfrom megatron_ddrp.tasks.finetune.command import main\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_under_bf16_the_fp32_weights_are_kept(topics, checkpoint_folder, tmp_path):
+    from safetensors.torch import load_file
+
+    out = tmp_path / "out"
+    main(words(topics, checkpoint_folder, out, *GLANCE, "--bf16"))
+    kept = load_file(model_of(out) / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in kept.values())
+    assert any((tensor != tensor.bfloat16()).any() for tensor in kept.values())
+
+
+def test_a_run_that_diverged_leaves_no_model(topics, bert_folder, checkpoint_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    for load in (bert_folder, checkpoint_folder):
+        main([*words(topics, load, out, *GLANCE), "--lr", "1e30"])
+    assert [row["score"] for row in rows(out)] == [0.0, 0.0] and all(row["undefined"] for row in rows(out))
+    assert capsys.readouterr().out.count("no model of") == 2
+    assert not [path for path in (out / "models").glob("*") if path.is_dir()]
+
+
+def test_models_are_kept_only_where_they_are_wanted(topics, bert_folder, tmp_path):
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models"))
+    assert not (tmp_path / "out" / "models").exists()
+
+
+def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_folder, tmp_path):
+    out = tmp_path / "out"
+    main(words(topics, bert_folder, out, *GLANCE, "--test", topics / "train.jsonl"))
+    (row,) = rows(out)
+    assert row["dev_examples"] == 21 and set(row["other_scores"]) == {"test"}
+    assert "| topics (test) |" in (out / "table.md").read_text()
