@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.queue import drain
@@ -108,7 +107,6 @@ class PairForecast(Forecast[PairJob]):
 
 def run_here(options: argparse.Namespace) -> None:
     """Score what is missing, in this process or in worker processes that it starts, and write the report."""
-    keep_freed_memory()
     plan, store = Plan(options), PairStore(options.output_dir / SCORES_FILE)
     published = published_levels(options.data_dir, plan.paradigms)
     missing = store.missing(plan.jobs)
@@ -154,7 +152,6 @@ def work(
             with done.get_lock():
                 done.value += rows
 
-    keep_freed_memory()
     scorer = Scorer(subjects, paradigms, device_of(number), options.tokens_per_batch, advance)
     drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform)
 
