@@ -49,7 +49,7 @@ class What:
         None, "tasks as YAML; keys are the flags of a task, paths are relative to the file", nargs="+", metavar="T.yaml"
     )
     keep_models: bool = option(
-        True, "keep each encoder's best model of a task in OUT/models/ (never with --random-init)"
+        True, "keep an encoder's best model of a task in OUT/models/ (never with --random-init)"
     )
     random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
     report: tuple[Path, ...] | None = option(
