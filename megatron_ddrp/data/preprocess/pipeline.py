@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -90,7 +91,10 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     if warning := warn_of_impossible(tokenize.tokenizer):
         print(warning, file=sys.stderr)
     folder = config.unfinished_folder
-    with UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, _job(config, files, tokenize)) as output:
+    job = _job(config, files, tokenize)
+    with ExitStack() as closing:
+        with uninterrupted():  # a signal between opening and the block would leave empty files
+            output = closing.enter_context(UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job))
         if not config.overwrite and not output.published:
             refuse_existing(config.prefixes)
         if output.state and output.state["skipped"] and config.on_error == "stop":
