@@ -87,7 +87,7 @@ class _Reading:
     task: Task | None = None
     """The task whose labels the file must have; None for the training file, which tells them."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Rows that hold each label."""
+    """How often each label stands in the file."""
     labels: list[Any] = field(default_factory=list)
     """Labels of the rows of a file that is scored."""
 
@@ -97,7 +97,7 @@ class _Reading:
             with_place = _Placed(row)
             texts = with_place(self.kind.texts, row.cells, self.columns)
             cell = row.cells[self.columns.label]
-            self.counts.update(set(with_place(self.kind.label_names, cell)))
+            self.counts.update(with_place(self.kind.label_names, cell))
             with_place(self.kind.check, texts, cell)
             if self.task is not None:
                 self.labels.append(with_place(self.kind.label, cell, self.task))
