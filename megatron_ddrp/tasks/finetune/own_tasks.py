@@ -63,8 +63,15 @@ class OwnTasks(Suite):
             for files in sweep.options.tasks:
                 data = sweep.data[files.called]
                 folder = model_folder(sweep.options.output_dir, data.task, encoder)
-                if kept(folder) is None:
+                facts = kept(folder)
+                if facts is None:
                     lines.append(f"{data.task.name}: no model of {encoder.name} was kept; {NOT_KEPT}")
+                    continue
+                if facts["data"] != data.fingerprint:
+                    lines.append(
+                        f"{data.task.name}: {folder} holds a model of {encoder.name} from other files or settings of "
+                        "this task; another --output-dir gives one from these"
+                    )
                     continue
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
                 if files.test is not None and "test" not in data.dev:

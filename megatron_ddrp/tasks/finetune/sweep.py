@@ -142,7 +142,7 @@ class Sweep:
             seed=seed,
             max_seq_length=min(options.max_seq_length, encoder.max_length),
             encoder=encoder.fingerprint,
-            data=self.data[task].digest[:16],
+            data=self.data[task].fingerprint,
             micro_batch_size=min(point.batch_size, options.micro_batch_size or -(-point.batch_size // parts)),
             layerwise_lr_decay=options.layerwise_lr_decay,
             precision="bf16" if options.bf16 else "fp16" if options.fp16 else "fp32",
