@@ -56,6 +56,7 @@ class Sweep:
             for encoder in [load_encoder(folder, options.random_init)]
         ]
         self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
+        self.twins = [encoder for encoder in loaded if encoder is not self.encoders[encoder.fingerprint]]
         self.runs = [
             self._run(encoder, task, point, seed)
             for encoder, task, point, seed in itertools.product(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 
@@ -269,3 +270,9 @@ def test_the_most_frequent_tag_is_that_of_most_words(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(other) + "\n")
     files = TaskFiles(tmp_path / "train.jsonl", tmp_path / "valid.jsonl", kind="tokens", metric="accuracy")
     assert read_task(files).baseline == 3 / 5
+
+
+def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folder, tmp_path, capsys):
+    twin = shutil.copytree(bert_folder, tmp_path / "twin")
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
+    assert "left out, its weights are those of" in capsys.readouterr().out
