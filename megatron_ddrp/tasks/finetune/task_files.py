@@ -220,5 +220,8 @@ def _facts(
             few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
             more = len(task.labels) - SHOWN_LABELS
             yield f"{name}: {few}" + (f" and {more} more labels" if more > 0 else "")
+    for name, reading in dev.items():
+        if reading.digest == train.digest:
+            yield f"{name}: WARNING, the same file as train; its score says nothing of new rows"
     if baseline is not None:
         yield f"always the most frequent label: {100 * baseline:.2f}"

@@ -276,3 +276,9 @@ def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folde
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
     assert "left out, its weights are those of" in capsys.readouterr().out
+
+
+def test_the_training_file_as_valid_file_is_told(topics):
+    path = topics / "train.jsonl"
+    assert not any("same file" in fact for fact in read_task(TaskFiles(path, topics / "valid.jsonl")).facts)
+    assert "valid: WARNING, the same file as train" in " ".join(read_task(TaskFiles(path, path)).facts)
