@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
         tokenizer,
         config.model.hidden_size,
         config.model.seq_length,
-        _fingerprint(model, random_init),
+        _fingerprint(model, f"{config.model} {tokenizer.fingerprint}" if random_init else None),
         "; ".join((*remarks, _origin(len(names) - len(unused), [], unused, random_init, masked_lm))),
         (lambda: TrainedEncoder(build_model(config.model))) if random_init else None,
         pair_separators=pair_separators(config.model, tokenizer),
@@ -144,7 +145,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         tokenizer,
         found.config.hidden_size,
         found.max_length,
-        _fingerprint(encoder, random_init),
+        _fingerprint(encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None),
         _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
@@ -179,10 +180,17 @@ def _name(folder: Path, random_init: bool) -> str:
     return with_random_weights(str(folder)) if random_init else str(folder)
 
 
-def _fingerprint(model: nn.Module, random_init: bool) -> str:
-    digest = hashlib.sha256(b"random weights" if random_init else b"")
+def _settings(config: Any) -> str:
+    """Return a Hugging Face configuration as text, without the folder and the version that it came from."""
+    known = config.to_dict()
+    return json.dumps({key: known[key] for key in sorted(known.keys() - {"_name_or_path", "transformers_version"})})
+
+
+def _fingerprint(model: nn.Module, random_settings: str | None) -> str:
+    """Return a fingerprint of the weights, or of shapes and settings where the weights are random ones."""
+    digest = hashlib.sha256(b"" if random_settings is None else f"random weights {random_settings}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if not random_init:
+        if random_settings is None:
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]

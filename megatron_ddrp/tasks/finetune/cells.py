@@ -65,15 +65,19 @@ class Cell:
 Cells = dict[str, Cell]
 
 
-def best_cells(rows: Iterable[dict[str, Any]], order: Sequence[str] = ()) -> dict[str, Cells]:
-    """Return encoder's name → task → its cell at the best grid point, tasks in `order`, others after them."""
+def best_cells(
+    rows: Iterable[dict[str, Any]], order: Sequence[str] = (), asked: Iterable[Run] = ()
+) -> dict[str, Cells]:
+    """Return encoder's name → task → its cell at the best grid point, tasks in `order`, others after them.
+
+    A cell has the conditions of the encoder's newest run on the task; `asked` are newer than any others.
+    """
     known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
     names: dict[str, set[str]] = {}
     # Scores on other data, at another length or from fewer rows than the newest run's have no place in one median.
-    newest: dict[tuple[str, str], tuple[Any, ...]] = {}
+    newest = {(run.encoder, run.task): _conditions(run) for run in (*known, *(run for run in asked if run in known))}
     for run, row in known.items():
         names.setdefault(row["load"], set()).add(run.encoder)
-        newest[run.encoder, run.task] = _conditions(run)
     groups: dict[str, dict[str, dict[Run, list[dict[str, Any]]]]] = {}
     for run, row in known.items():
         if _conditions(run) != newest[run.encoder, run.task]:

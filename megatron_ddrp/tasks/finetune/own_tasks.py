@@ -64,9 +64,16 @@ class OwnTasks(Suite):
                 data = sweep.data[files.called]
                 folder = model_folder(sweep.options.output_dir, data.task, encoder)
                 is_wanted = self.keeps_model(data.task.name, sweep.options)
-                if not is_wanted or kept(folder) is None:
+                facts = kept(folder) if is_wanted else None
+                if facts is None:
                     why = f"; {NOT_KEPT}" if is_wanted else ""
                     lines.append(f"{data.task.name}: no model of {encoder.name} was kept{why}")
+                    continue
+                if facts["data"] != data.fingerprint:
+                    lines.append(
+                        f"{data.task.name}: {folder} holds a model of {encoder.name} from other files or settings of "
+                        "this task; another --output-dir gives one from these"
+                    )
                     continue
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
                 if files.test is not None and "test" not in data.dev:

@@ -88,6 +88,8 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         lines.append(f"  {encoder.name}: {encoder.origin}")
         if encoder.max_length < options.max_seq_length:
             lines.append(f"    rows are cut to {encoder.max_length} pieces: it knows no more positions")
+    for twin in sweep.twins:
+        lines.append(f"  {twin.name}: left out, its weights are those of {sweep.encoders[twin.fingerprint].name}")
     if not missing:
         return "\n".join(lines)
     forecast = RunForecast(sweep, store)

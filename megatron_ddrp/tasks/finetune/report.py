@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
+from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.names import with_random_weights
@@ -46,13 +47,32 @@ class Difference:
 
 
 def differences(encoders: dict[str, Cells]) -> list[Difference]:
-    """Return the difference of every two encoders with common tasks and at least two common seeds."""
+    """Return the difference of every two encoders with common tasks, of equal files, and two common seeds or more."""
     found = []
     for first, second in combinations(encoders, 2):
-        tasks = [task for task in encoders[first] if task in encoders[second]]
+        tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
         difference = paired(_by_seed(encoders[first], tasks), _by_seed(encoders[second], tasks))
         if difference and difference.interval:
             found.append(Difference(first, second, tasks, list(difference.values), *difference.interval))
+    return found
+
+
+def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bool:
+    """Return whether two encoders' runs on a task had equal files and the same metric."""
+    return encoders[first][task].rows[0]["data"] == encoders[second][task].rows[0]["data"]
+
+
+def _unlike(encoders: dict[str, Cells], tasks: list[str]) -> list[str]:
+    """Return a sentence per task whose encoders do not compare."""
+    found = []
+    for task in tasks:
+        names = [name for name, cells in encoders.items() if task in cells]
+        others = [name for name in names if not _alike(encoders, task, names[0], name)]
+        if others:
+            found.append(
+                f"{task}: {', '.join(others)} had other files, labels or another metric than {names[0]}; the scores do "
+                "not compare"
+            )
     return found
 
 
@@ -90,12 +110,19 @@ def gains(encoders: dict[str, Cells]) -> list[Gain]:
     ]
 
 
-def write_report(rows: Iterable[dict[str, Any]], folder: Path, suite: Suite, damage: Sequence[str] = ()) -> str:
+def write_report(
+    rows: Iterable[dict[str, Any]],
+    folder: Path,
+    suite: Suite,
+    damage: Sequence[str] = (),
+    asked: Iterable[Run] = (),
+) -> str:
     """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
 
-    `damage` are sentences about runs that are left out or could not be checked; table.md ends with them.
+    `damage` are sentences about runs that are left out or could not be checked; table.md ends with them. `asked` are
+    the runs of this command, whose conditions the table has where there are runs under several.
     """
-    encoders = best_cells(rows, suite.order)
+    encoders = best_cells(rows, suite.order, asked)
     folder.mkdir(parents=True, exist_ok=True)
     text = table(encoders, suite, damage)
     (folder / "table.md").write_text(text, encoding="utf-8")
@@ -169,6 +196,7 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
         + ["undefined" if gain.difference is None else f"{100 * gain.difference:+.2f}"]
         for gain in gains(encoders)
     ]
+    unlike = _unlike(encoders, tasks)
     return render(
         "scores.md.jinja",
         title=suite.title,
@@ -178,6 +206,7 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
         details=Table(DETAILS, details),
         pairs=Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
         paper=suite.published_table(encoders),
+        unlike=unlike,
         damage=damage,
     )
 

@@ -56,6 +56,7 @@ class Sweep:
             for encoder in [load_encoder(folder, options.random_init)]
         ]
         self.encoders = {encoder.fingerprint: encoder for encoder in loaded}
+        self.twins = [encoder for encoder in loaded if encoder is not self.encoders[encoder.fingerprint]]
         self.runs = [
             self._run(encoder, task, point, seed)
             for encoder, task, point, seed in itertools.product(
@@ -142,7 +143,7 @@ class Sweep:
             seed=seed,
             max_seq_length=min(options.max_seq_length, encoder.max_length),
             encoder=encoder.fingerprint,
-            data=self.data[task].digest[:16],
+            data=self.data[task].fingerprint,
             micro_batch_size=min(point.batch_size, options.micro_batch_size or -(-point.batch_size // parts)),
             layerwise_lr_decay=options.layerwise_lr_decay,
             precision="bf16" if options.bf16 else "fp16" if options.fp16 else "fp32",

@@ -90,3 +90,8 @@ class TaskData(NamedTuple):
     """The columns that were read, where a user named them."""
     baseline: float | None = None
     """What always predicting the most frequent label scores."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The part of the digest that runs and kept models carry."""
+        return self.digest[:16]

@@ -87,7 +87,7 @@ class _Reading:
     task: Task | None = None
     """The task whose labels the file must have; None for the training file, which tells them."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Rows that hold each label."""
+    """How often each label stands in the file."""
     labels: list[Any] = field(default_factory=list)
     """Labels of the rows of a file that is scored."""
 
@@ -97,7 +97,7 @@ class _Reading:
             with_place = _Placed(row)
             texts = with_place(self.kind.texts, row.cells, self.columns)
             cell = row.cells[self.columns.label]
-            self.counts.update(set(with_place(self.kind.label_names, cell)))
+            self.counts.update(with_place(self.kind.label_names, cell))
             with_place(self.kind.check, texts, cell)
             if self.task is not None:
                 self.labels.append(with_place(self.kind.label, cell, self.task))
@@ -220,5 +220,8 @@ def _facts(
             few = ", ".join(f"{label} {reading.counts[label]:,}" for label in task.labels[:SHOWN_LABELS])
             more = len(task.labels) - SHOWN_LABELS
             yield f"{name}: {few}" + (f" and {more} more labels" if more > 0 else "")
+    for name, reading in dev.items():
+        if reading.digest == train.digest:
+            yield f"{name}: WARNING, the same file as train; its score says nothing of new rows"
     if baseline is not None:
         yield f"always the most frequent label: {100 * baseline:.2f}"

@@ -86,7 +86,7 @@ def _open_on_ranks(options: argparse.Namespace, ranks: Ranks) -> tuple[Sweep, Ru
 def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
     """Print `lines`, write the tables and print them."""
     print("\n".join(lines), end="\n" * bool(lines))
-    print(write_report(store, sweep.options.output_dir, sweep.options.suite))
+    print(write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs))
 
 
 def _work(number: int, options: argparse.Namespace) -> None:

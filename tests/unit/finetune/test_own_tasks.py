@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.task_files import read_task
+from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 from tests.unit.finetune.conftest import first_word_kind
 from tests.unit.glue.conftest import sentences
 
@@ -239,3 +242,43 @@ def test_a_labelled_test_file_is_scored_beside_and_chooses_nothing(topics, bert_
     (row,) = rows(out)
     assert row["dev_examples"] == 21 and set(row["other_scores"]) == {"test"}
     assert "| topics (test) |" in (out / "table.md").read_text()
+
+
+def test_after_a_change_of_the_files_and_back_table_and_model_are_of_the_files_that_were_given(
+    topics, bert_folder, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    path, command = topics / "valid.jsonl", words(topics, bert_folder, out, *GLANCE, "--test", topics / "new.jsonl")
+    first = path.read_text()
+    main(command)
+    table = (out / "table.md").read_text()
+    path.write_text(first.replace('"label": "other"', '"label": "animal"'))
+    main(command)
+    assert (out / "table.md").read_text() != table
+    path.write_text(first)
+    capsys.readouterr()
+    main(command)
+    assert (out / "table.md").read_text() == table
+    said = capsys.readouterr().out
+    assert "from other files or settings of this task" in said and "predictions for" not in said
+
+
+def test_the_most_frequent_tag_is_that_of_most_words(tmp_path):
+    for name in ("train", "valid"):
+        line = {"tokens": ["red", "green", "dog", "runs"], "tags": ["A", "A", "A", "V"]}
+        other = {"tokens": ["runs"], "tags": ["V"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(other) + "\n")
+    files = TaskFiles(tmp_path / "train.jsonl", tmp_path / "valid.jsonl", kind="tokens", metric="accuracy")
+    assert read_task(files).baseline == 3 / 5
+
+
+def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folder, tmp_path, capsys):
+    twin = shutil.copytree(bert_folder, tmp_path / "twin")
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
+    assert "left out, its weights are those of" in capsys.readouterr().out
+
+
+def test_the_training_file_as_valid_file_is_told(topics):
+    path = topics / "train.jsonl"
+    assert not any("same file" in fact for fact in read_task(TaskFiles(path, topics / "valid.jsonl")).facts)
+    assert "valid: WARNING, the same file as train" in " ".join(read_task(TaskFiles(path, path)).facts)

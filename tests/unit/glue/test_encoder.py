@@ -175,3 +175,11 @@ def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_
     encoder = load_encoder(bert_folder)
     headed = encoder.family_model(encoder.fresh(1, torch.device("cpu")), "qa", Labels(("answers",), None))
     assert headed.model.qa_outputs.out_features == 2
+
+
+def test_random_encoders_of_equal_shapes_and_other_settings_are_two(bert_folder):
+    first = load_encoder(bert_folder, random_init=True).fingerprint
+    assert load_encoder(bert_folder, random_init=True).fingerprint == first
+    path = bert_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "relu"}))
+    assert load_encoder(bert_folder, random_init=True).fingerprint != first

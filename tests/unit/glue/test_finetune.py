@@ -168,6 +168,19 @@ def test_half_precision_keeps_masters_in_fp32():
     assert (one.weights["output.weight"] != begin["output.weight"]).all()
 
 
+def test_half_precision_leaves_rotary_frequencies_as_they_are():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ModernBertConfig(
+        vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, max_position_embeddings=16,
+    )  # fmt: skip
+    rotary = transformers.ModernBertModel(config)
+    before = {name: buffer.clone() for name, buffer in rotary.named_buffers() if buffer.is_floating_point()}
+    one = FineTuning(make_run(precision="bf16"), TASKS["CoLA"], classifier("CoLA", rotary), rows(8, 0))
+    one.to_full_precision()
+    assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
+
+
 NAMES = {
     "encoder.model.embeddings.token.weight": 0,
     "encoder.model.embeddings.position.distance": 0,

@@ -9,6 +9,7 @@ import pytest
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.report import differences, gains, summary, write_report
 from megatron_ddrp.tasks.finetune.report import table as table_of
+from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.suite import Glue
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
@@ -237,3 +238,18 @@ def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     assert data["encoders"]["base"]["tasks"]["STS-B"]["scores"] == [0.1, 0.1]
     assert data["paper"]["DDRP (MTH) 1M steps"]["average of 8"] == 85.0
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_were_asked_for_decide_the_conditions_of_a_cell():
+    rows = [row(score=0.2, data="a"), row(score=0.7, data="b")]
+    assert best_cells(rows)["base"]["RTE"].scores == [0.7]
+    assert best_cells(rows, asked=[Run.of_row(rows[0])])["base"]["RTE"].scores == [0.2]
+
+
+def test_encoders_with_other_files_are_not_compared_in_silence():
+    rows = [row(score=0.5, seed=seed, data="a") for seed in (1, 2)]
+    alike = [row(score=0.6, seed=seed, data="a", load="new", encoder="f") for seed in (1, 2)]
+    unlike = [one | {"data": "b"} for one in alike]
+    assert len(differences(best_cells(rows + alike))) == 1 and "do not compare" not in table(rows + alike)
+    assert not differences(best_cells(rows + unlike))
+    assert "RTE: new had other files, labels or another metric than base" in table(rows + unlike)

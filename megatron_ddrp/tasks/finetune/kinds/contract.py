@@ -59,7 +59,7 @@ class Kind(ABC):
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
         """Return what always predicting the most frequent label of the training rows scores on `labels`.
 
-        `counts` says how often the training rows hold each label. None where there is no such prediction.
+        `counts` says how often each label stands in the training rows. None where there is no such prediction.
         """
         return None
 
