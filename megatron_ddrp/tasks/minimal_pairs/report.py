@@ -197,6 +197,8 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
 
 
-def _interval(interval: Interval) -> str:
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
     low, high = interval
     return f"{100 * low:+.2f} to {100 * high:+.2f}"

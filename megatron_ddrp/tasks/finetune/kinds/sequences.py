@@ -158,12 +158,12 @@ class MultiLabel(SequenceKind):
     usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
 
     def label_names(self, cell: Any) -> Sequence[str]:
-        """Return the labels."""
+        """Return the labels, each once."""
         if isinstance(cell, str):
-            return tuple(name.strip() for name in cell.split("|") if name.strip())
+            return tuple(dict.fromkeys(name.strip() for name in cell.split("|") if name.strip()))
         if not isinstance(cell, list):
             raise ValueError(f"label is {cell!r}, expected a list of labels")
-        return tuple(written(name) for name in cell)
+        return tuple(dict.fromkeys(written(name) for name in cell))
 
     def label(self, cell: Any, task: Task) -> list[float]:
         """Return 1 for each label of the row and 0 for the others."""
