@@ -1,16 +1,18 @@
 #!/usr/bin/env python
-"""Make an acceptability task out of any corpus: real sentences against the same with two words swapped.
+"""Make a word order task out of any corpus: real sentences against the same with two words swapped.
 
-The output has CoLA's layout: train.tsv and dev.tsv, no header, four columns (source, label, star, sentence), label 1
-for a real sentence and 0 for a changed one. Every sentence comes in both forms, and the two files come from different
-documents. First and last words, punctuation and capitals stay where they are, so that only word order tells the
-classes apart.
+Writes train.csv and valid.csv with the columns text and label for python -m tasks.finetune; the labels are real and
+swapped. Every sentence comes in both forms, and the two files come from different documents. First and last words,
+punctuation and capitals stay where they are, so that only word order tells the classes apart. Half of the rows have
+each label, so a constant guess has an accuracy of 50 %.
 
-    python tools/swap_words.py --input corpus.jsonl --output-dir task/CoLA
+    python tools/swap_words.py --input corpus.jsonl --output-dir task/word-order
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import random
 import re
@@ -28,7 +30,10 @@ from megatron_ddrp.data.preprocess.inputs import INPUT_HELP
 from megatron_ddrp.errors import UserError, run_command
 
 MIN_WORDS, MAX_WORDS = 6, 30
-SOURCE = "swap"
+REAL, SWAPPED = "real", "swapped"
+
+Rows = list[tuple[str, str]]
+"""(text, label) pairs."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _SENTENCE = re.compile(r"[A-Z][^\t\n]*[.!?]")
@@ -60,8 +65,8 @@ def swap(sentence: str, rng: random.Random) -> str | None:
     return " ".join(words)
 
 
-def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> list[tuple[int, str]]:
-    """Return at most `limit` rows (label, sentence) in random order: each sentence as it is and with two words swapped.
+def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> Rows:
+    """Return at most `limit` rows in random order: each sentence as it is and with two words swapped.
 
     Both forms have the same words, so that nothing but their order tells the label.
     """
@@ -69,14 +74,12 @@ def labelled(documents: Iterable[list[str]], rng: random.Random, limit: int) -> 
     candidates = [(sentence, changed) for sentence in sentences_in_order if (changed := swap(sentence, rng))]
     rng.shuffle(candidates)
     half = min(limit // 2, len(candidates))
-    rows = [row for real, changed in candidates[:half] for row in ((1, real), (0, changed))]
+    rows = [row for real, changed in candidates[:half] for row in ((real, REAL), (changed, SWAPPED))]
     rng.shuffle(rows)
     return rows
 
 
-def make_task(
-    texts: Iterable[str], train: int, dev: int, seed: int
-) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+def make_task(texts: Iterable[str], train: int, dev: int, seed: int) -> tuple[Rows, Rows]:
     """Return (training rows, development rows), at most so many, from different documents.
 
     Documents go to development until it has twice as many sentences as rows, for some cannot be changed, or a tenth of
@@ -102,10 +105,18 @@ def make_task(
     return labelled(documents, rng, train), labelled(dev_documents, rng, dev)
 
 
+def write_rows(path: Path, rows: Rows) -> None:
+    """Write rows below the header text,label."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("text", "label"), *rows])
+    with AtomicFile(path) as stream:
+        stream.write(text.getvalue().encode())
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=INPUT_HELP)
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for train.tsv and dev.tsv")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for train.csv and valid.csv")
     parser.add_argument("--train-rows", type=int, default=6000, metavar="N", help="at most so many training rows")
     parser.add_argument("--dev-rows", type=int, default=1000, metavar="N", help="at most so many development rows")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="decides the split, the words and the order")
@@ -119,10 +130,8 @@ def main() -> None:
             f"{', '.join(arguments.input)}: too few sentences of {MIN_WORDS} to {MAX_WORDS} words in at least two "
             "documents to make a task; give a larger corpus"
         )
-    for name, rows in (("train.tsv", train), ("dev.tsv", dev)):
-        with AtomicFile(arguments.output_dir / name) as stream:
-            for label, sentence in rows:
-                stream.write(f"{SOURCE}\t{label}\t{'' if label else '*'}\t{sentence}\n".encode())
+    write_rows(arguments.output_dir / "train.csv", train)
+    write_rows(arguments.output_dir / "valid.csv", dev)
     print(f"{arguments.output_dir}: {len(train)} training and {len(dev)} development rows")
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A short report of a run: loss curves, fine-tuning scores, the commands that made them, and versions.
 
-    python tools/training_report.py --load runs/ddrp --glue-dir runs/ddrp/glue --output-dir runs/ddrp/report
+    python tools/training_report.py --load runs/ddrp --scores-dir runs/ddrp/glue --output-dir runs/ddrp/report
     python tools/training_report.py --load runs/tnf --beside runs/bert --output-dir runs/tnf/report
 
 Writes report.md and losses.png. With --data-path the figure marks the unigram level: the loss of a model that knows
@@ -193,7 +193,12 @@ def main() -> None:
         "--beside", type=Path, nargs="+", default=[], metavar="DIR", help="other runs to draw beside it"
     )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
-    parser.add_argument("--glue-dir", type=Path, metavar="DIR", help="--output-dir of python -m tasks.glue")
+    parser.add_argument(
+        *("--scores-dir", "--glue-dir"),
+        type=Path,
+        metavar="DIR",
+        help="--output-dir of python -m tasks.finetune or tasks.glue (--glue-dir is the older name)",
+    )
     parser.add_argument("--note", dest="remark", metavar="TEXT", help="a sentence above the scores, in Markdown")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figure")
@@ -202,7 +207,7 @@ def main() -> None:
     rows = read_metrics(arguments.load)
     beside = {str(folder): read_metrics(folder) for folder in arguments.beside}
     unigram = unigram_level(arguments.data_path) if arguments.data_path else None
-    scores = read_text(arguments.glue_dir / "table.md") if arguments.glue_dir else None
+    scores = read_text(arguments.scores_dir / "table.md") if arguments.scores_dir else None
     commands = read_text(arguments.commands) if arguments.commands else None
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     draw_losses(rows, beside, unigram, arguments.output_dir / FIGURE)

@@ -23,6 +23,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
+from megatron_ddrp.tasks.names import with_random_weights
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _names(weights: list[str]) -> str:
 
 
 def _name(folder: Path, random_init: bool) -> str:
-    return f"{folder}, random weights" if random_init else str(folder)
+    return with_random_weights(str(folder)) if random_init else str(folder)
 
 
 def _fingerprint(model: nn.Module, random_init: bool) -> str:

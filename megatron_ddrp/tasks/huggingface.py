@@ -71,7 +71,9 @@ class FamilyModel(nn.Module):
         """
         assert isinstance(encoder, HuggingFaceEncoder)
         config = copy.deepcopy(encoder.model.config)
-        if head != "qa":
+        if head == "qa":
+            config.num_labels = 2  # the logits of the first and of the last piece
+        else:
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: number for number, name in enumerate(labels.names)}
         config.problem_type = labels.problem_type
@@ -165,6 +167,8 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
         model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
     separators = 2 if config.model_type in ROBERTA_FAMILY else 1
     longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if separators == 2 else 0)
+    for known in (config, model.config):
+        known.dtype = torch.float32  # a folder in half precision would make new models of it half too
     missing = set(report["missing_keys"])
     unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
     return Folder(config, model.float(), build, missing, unexpected, longest, separators)

@@ -108,7 +108,7 @@ def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Pat
     name = job_name("finetune", title, [run.job.name, run.steps, facts])
     output = folder / name.removeprefix("finetune-")
     command = (
-        *("python", "-m", "tasks.finetune", "--task-file", task.file),
+        *("python", "-m", "tasks.finetune", "--task-file", task.file, "--no-keep-models"),
         *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(task.flags)),
     )
     return Job("finetune", name, title, command, output / "table.json", (run.job.name,), float(task.epochs))

@@ -52,6 +52,11 @@ class Cell:
         """Scores by further metrics, 0 where one is undefined."""
         return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in self.rows[0].get("beside", {})}
 
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """The data, the length and the number of training rows; scores compare only where these are equal."""
+        return _conditions(Run.of_row(self.rows[0]))
+
     def other_undefined(self, file: str) -> int:
         """Return how many scores of a further development file are undefined."""
         return sum(file in row["other_undefined"] for row in self.rows)

@@ -25,7 +25,7 @@ class OwnTasks(Suite):
     title = "Fine-tuning scores"
     about = (
         "Median over seeds of the last epoch's score on the validation rows at the best grid point, x 100. A score "
-        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked."
+        "that is undefined (the correlation of a constant guess, or training that diverged) counts as 0 and is marked."
     )
 
     def read(self, options: argparse.Namespace) -> dict[str, TaskData]:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.names import with_random_weights
 from megatron_ddrp.tasks.pages import render
 from megatron_ddrp.tasks.statistics import paired
 
@@ -62,6 +63,33 @@ def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
     return {seed: statistics.fmean(scores[task][seed] for task in tasks) for seed in seeds}
 
 
+@dataclass(frozen=True)
+class Gain:
+    """One task's score of an encoder beside that of the same encoder with random weights."""
+
+    encoder: str
+    pretrained: Cell
+    random: Cell
+
+    @property
+    def difference(self) -> float | None:
+        """Median of the first minus median of the second; None where a score of either is undefined."""
+        if self.pretrained.undefined or self.random.undefined:
+            return None
+        return self.pretrained.median - self.random.median
+
+
+def gains(encoders: dict[str, Cells]) -> list[Gain]:
+    """Return what pre-training gains on each task, for encoders that ran with random weights under equal conditions."""
+    return [
+        Gain(name, cell, twin)
+        for name, cells in encoders.items()
+        for task, cell in cells.items()
+        for twin in [encoders.get(with_random_weights(name), {}).get(task)]
+        if twin is not None and twin.conditions == cell.conditions
+    ]
+
+
 def write_report(rows: Iterable[dict[str, Any]], folder: Path, suite: Suite, damage: Sequence[str] = ()) -> str:
     """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
 
@@ -82,7 +110,7 @@ def write_report(rows: Iterable[dict[str, Any]], folder: Path, suite: Suite, dam
 
 def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
     """Return the content of table.json: the table's numbers as fractions, an average null where a task is missing."""
-    result: dict[str, Any] = {"encoders": {}, "differences": []}
+    result: dict[str, Any] = {"encoders": {}, "gains": [], "differences": []}
     for name, cells in encoders.items():
         tasks = {
             task: {
@@ -100,6 +128,17 @@ def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
             for task, cell in cells.items()
         }
         result["encoders"][name] = {"tasks": tasks, **suite.means(cells)}
+    for gain in gains(encoders):
+        result["gains"].append(
+            {
+                "encoder": gain.encoder,
+                "task": gain.pretrained.task,
+                "metric": gain.pretrained.metric,
+                "pretrained": gain.pretrained.median,
+                "random": gain.random.median,
+                "difference": gain.difference,
+            }
+        )
     for pair in differences(encoders):
         result["differences"].append({**vars(pair), "mean": pair.mean})
     if published := suite.published():
@@ -125,11 +164,17 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
         + [percent(pair.mean), f"{percent(pair.low)} to {percent(pair.high)}"]
         for pair in differences(encoders)
     ]
+    gained = [
+        [gain.encoder, gain.pretrained.task, gain.pretrained.metric, _score(gain.pretrained), _score(gain.random)]
+        + ["undefined" if gain.difference is None else f"{100 * gain.difference:+.2f}"]
+        for gain in gains(encoders)
+    ]
     return render(
         "scores.md.jinja",
         title=suite.title,
         about=suite.about,
         scores=Table(["encoder", *tasks, *shown], scores + _baselines(encoders, tasks, len(shown))),
+        gains=Table(["encoder", "task", "metric", "pre-trained", "random weights", "difference"], gained),
         details=Table(DETAILS, details),
         pairs=Table(["encoder", "minus", "tasks", "seeds", "difference", "95 % interval"], pairs),
         paper=suite.published_table(encoders),

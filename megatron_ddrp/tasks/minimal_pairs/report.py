@@ -178,12 +178,13 @@ def _by_group(report: Report, key: str) -> Table:
 
 def _by_paradigm(report: Report) -> Table:
     levels = _levels(report)
+    fields = [uid for uids in report.groups("field").values() for uid in uids]  # empty where no file names one
     rows = [
-        [uid, report.paradigms[uid].field, str(len(report.paradigms[uid]))]
+        [uid, *[report.paradigms[uid].field] * bool(fields), str(len(report.paradigms[uid]))]
         + [percent(level[uid]) for level in levels.values()]
         for uid in report.in_order()
     ]
-    return Table(["paradigm", "field", "pairs", *levels], rows, wordy=(1,))
+    return Table(["paradigm", *["field"] * bool(fields), "pairs", *levels], rows, wordy=[1] * bool(fields))
 
 
 def _levels(report: Report) -> Levels:

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 TIES = ("strict", "first")
-TIE = 1e-4
-"""Nats. Scores no further apart are equal but for rounding, which differs between two orders of the same pieces."""
+TIE = 2e-5
+"""Nats. Scores no further apart are equal but for rounding, which differs between two orders of the same pieces.
+
+A model without positions (2 layers x 128, scores of about -100) gave 2,427 permuted pairs differences up to 1e-5."""
 DRAWS = 10_000
 """Draws of the bootstrap."""
 _SEED = 0

@@ -90,19 +90,19 @@ class PairForecast(Forecast[PairJob]):
         return self._probed[key] * self.work(job)
 
     def _probe(self, job: PairJob) -> float:
-        """Return seconds per row, from a sample that doubles until it takes a while."""
+        """Return seconds per row, from a sample that grows until it takes a while."""
         subject, whole = self.plan.subjects[job.encoder, job.seed], self.plan.paradigms[job.paradigm]
         scorer = Scorer(self.plan.subjects, {}, self.device, self.plan.options.tokens_per_batch, lambda rows: None)
-        model, size = scorer.model(job), 4
+        model, size = scorer.model(job), 1
         while True:
             sample = whole.sample(size)
             sentences = sum(encode_pairs(sample, subject.tokenizer, subject.max_length), [])
             begin = time.perf_counter()
             score_sentences(model, subject.tokenizer, sentences, job.score, scorer.budget)
             seconds = time.perf_counter() - begin
-            if seconds > _PROBE_SECONDS or len(sample) == len(whole):
+            if size > 1 and seconds > _PROBE_SECONDS or len(sample) == len(whole):
                 return seconds / sum(map(len, sentences))
-            size *= 2
+            size *= 4  # the first time also warmed up
 
 
 def run_here(options: argparse.Namespace) -> None:

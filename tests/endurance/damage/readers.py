@@ -101,7 +101,7 @@ READERS = {
         Reader(
             "training_report.py",
             ("tools/training_report.py", "--load", "run", "--data-path", DATASET)
-            + ("--glue-dir", "glue", "--output-dir", "out"),
+            + ("--scores-dir", "glue", "--output-dir", "out"),
             ("out/report.md",),
         ),
         Reader("dataset.py inspect", ("tools/dataset.py", "inspect", DATASET, "--vocab-file", "vocab.txt"), ()),

@@ -208,7 +208,7 @@ def test_every_finished_run_is_scored_once_and_older_jobs_keep_their_names(value
     assert f"--load {work.runs[0].folder / 'iter_0000040'} " in command and command.endswith(" --score pll")
     assert [measure.run for measure in work.tasks] == work.runs
     command = " ".join(work.tasks[0].job.command)
-    assert "order.yaml --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
+    assert "order.yaml --no-keep-models --load " in command and command.endswith(" --grid quick --epochs 2 3 --seeds 2")
     names = {job.name for job in work.jobs()}
     del with_scores["minimal_pairs"], with_scores["tasks"]
     assert {job.name for job in open_work(with_scores).jobs()} < names

@@ -71,6 +71,8 @@ def test_tags_are_kept_predicted_and_written_as_conll(tagged, bert_folder, capsy
 def test_tags_of_a_checkpoint_of_ours(tagged, checkpoint_folder):
     """It knows 16 positions: longer sentences are several rows, when it learns and when it predicts."""
     _, stored, folder = fine_tune(tagged, ".conll", checkpoint_folder, "--metric", "macro-f1")
+    assert main(["--report", str(tagged / "out"), "--output-dir", str(tagged / "again")]) == 0
+    assert (tagged / "again" / "table.md").read_text() == (tagged / "out" / "table.md").read_text()
     told = predict(folder, tagged / "valid.conll", tagged / "told.jsonl")
     assert [json.loads(line)["prediction"] for line in told.read_text().splitlines()] == stored
 
@@ -98,6 +100,8 @@ def test_answers_are_kept_predicted_and_written_for_squads_script(asked, checkpo
     assert "train: no answer 16" in printed
     assert row["score"] == row["epoch_scores"][-1] <= row["beside"]["f1"]
     assert f"| squad | f1 | {100 * row['beside']['f1']:.2f} |" in printed
+    assert main(["--report", str(asked / "out"), "--output-dir", str(asked / "again")]) == 0
+    assert (asked / "again" / "table.md").read_text() == (asked / "out" / "table.md").read_text()
     told = json.loads(predict(folder, asked / "valid.json", asked / "told.json").read_text())
     assert told == {f"valid-{number}": answer for number, answer in enumerate(stored)}
     with pytest.raises(UserError, match=r"told.conll: expected a name that ends in .jsonl, .csv, .tsv, .json$"):

@@ -1,5 +1,6 @@
 """The same encoder out of a training checkpoint, one of its steps, and its export."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.rows import pad_batch
 from megatron_ddrp.tasks.finetune.task import Example
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.huggingface import Labels
 
 EXAMPLES = [Example(("red cat runs", "bird sings"), 0), Example(("dog", "blue green dog sleeps red"), 1)]
 
@@ -154,3 +156,22 @@ def test_a_pair_of_the_roberta_family_has_two_separators(segments, first, expect
     """As the same model has as a Hugging Face folder."""
     tokenizer = SimpleNamespace(pieces=["x", first], cls_id=1)
     assert pair_separators(ModelConfig(num_segments=segments), tokenizer) == expected
+
+
+def test_a_folder_in_half_precision_is_fine_tuned_and_drawn_anew_in_fp32(bert_folder):
+    from transformers import BertModel
+
+    BertModel.from_pretrained(bert_folder).half().save_pretrained(bert_folder)
+    loaded, drawn = load_encoder(bert_folder), load_encoder(bert_folder, random_init=True)
+    device = torch.device("cpu")
+    headed = loaded.family_model(loaded.fresh(1, device), "sequence", Labels(("a", "b"), None))
+    for module in (loaded.module, headed, drawn.fresh(1, device)):
+        assert {weight.dtype for weight in module.parameters()} == {torch.float32}
+
+
+def test_a_head_for_answers_has_two_outputs_whatever_the_folder_classified(bert_folder):
+    path = bert_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {str(i): f"l{i}" for i in range(5)}}))
+    encoder = load_encoder(bert_folder)
+    headed = encoder.family_model(encoder.fresh(1, torch.device("cpu")), "qa", Labels(("answers",), None))
+    assert headed.model.qa_outputs.out_features == 2

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from megatron_ddrp.tasks.finetune.cells import best_cells
-from megatron_ddrp.tasks.finetune.report import differences, summary, write_report
+from megatron_ddrp.tasks.finetune.report import differences, gains, summary, write_report
 from megatron_ddrp.tasks.finetune.report import table as table_of
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.suite import Glue
@@ -167,6 +167,34 @@ def test_the_difference_is_paired_by_seed():
     assert found.by_seed == pytest.approx([0.1, 0.15, 0.1])
     assert (found.low, found.high) == pytest.approx(student_interval([0.1, 0.15, 0.1]))
     assert "## Differences" in table(rows)
+
+
+def random_twin(task, score, seed=1, **more):
+    return row(task, score, seed, load="base, random weights", encoder="r" * 16, **more)
+
+
+def test_one_seed_tells_what_pretraining_gains():
+    rows = [row("RTE", 0.7), row("MRPC", 0.6), random_twin("RTE", 0.55), row("RTE", 0.9, load="other", encoder="o")]
+    (gain,) = gains(best_cells(rows))
+    assert gain.difference == pytest.approx(0.15)
+    assert "| base | RTE | accuracy | 70.00 | 55.00 | +15.00 |" in table(rows)
+    (found,) = summary(best_cells(rows), GLUE)["gains"]
+    assert (found["task"], found["pretrained"], found["random"]) == ("RTE", 0.7, 0.55)
+    assert "against random weights" not in table(rows[:2])
+
+
+@pytest.mark.parametrize("scores", [(None, 0.1), (0.4, None)])
+def test_a_gain_needs_both_scores(scores):
+    rows = [row("CoLA", scores[0]), random_twin("CoLA", scores[1])]
+    (gain,) = gains(best_cells(rows))
+    assert gain.difference is None
+    line = next(line for line in table(rows).splitlines() if line.startswith("| base | CoLA | matthews |"))
+    assert "(1 undefined)" in line and line.endswith("| undefined |")
+
+
+def test_a_gain_needs_equal_conditions():
+    assert gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5)]))
+    assert not gains(best_cells([row("RTE", 0.7), random_twin("RTE", 0.5, max_train_examples=100)]))
 
 
 def test_an_undefined_score_counts_as_0_in_the_difference():

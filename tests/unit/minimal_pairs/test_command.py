@@ -46,7 +46,7 @@ def test_results_are_written_and_nothing_is_scored_twice(words, tmp_path, capsys
     for encoder, rows in zip(results["encoders"], (lines(out)[:2], lines(out)[2:]), strict=True):
         right = []
         for row in map(json.loads, rows):
-            good = [a > b + 1e-4 for a, b in zip(row["good"], row["bad"], strict=True)]
+            good = [a > b + 2e-5 for a, b in zip(row["good"], row["bad"], strict=True)]
             assert encoder["paradigms"][row["paradigm"]]["accuracy"] == sum(good) / len(good)
             assert encoder["paradigms"][row["paradigm"]]["pairs"] == len(good)
             right.append(sum(good) / len(good))

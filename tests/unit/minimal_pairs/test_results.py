@@ -31,16 +31,16 @@ def encoder(name, *accuracies, pairs=100):
 
 
 def test_ties_and_what_is_no_number_are_never_right():
-    found = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 - 9e-5, -5.0, None]), "strict")
+    found = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 - 1e-5, -5.0, None]), "strict")
     assert found.right.tolist() == [True, False, False, False]
     assert (found.ties, found.undefined, found.accuracy) == (1, 2, 0.25)
-    first = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 + 9e-5, -5.0, None]), "first")
+    first = cell(row([-1.0, -2.0, None, -3.0], [-2.0, -2.0 + 1e-5, -5.0, None]), "first")
     assert first.right.tolist() == [True, True, False, False]
     assert (first.ties, first.undefined) == (1, 2)
 
 
 def test_a_difference_beyond_rounding_decides():
-    assert cell(row([-2.0, -2.0], [-2.0 - 2e-4, -2.0 + 2e-4]), "strict").right.tolist() == [True, False]
+    assert cell(row([-2.0, -2.0], [-2.0 - 4e-5, -2.0 + 4e-5]), "strict").right.tolist() == [True, False]
 
 
 def test_piece_counts_alone_prefer_the_shorter_sentence():

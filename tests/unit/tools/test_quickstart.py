@@ -15,8 +15,8 @@ STAGES = [
     "pretrain_bert.py",
     "convert_checkpoint.py",
     "swap_words.py",
-    "tasks.glue",
-    "tasks.glue",
+    "tasks.finetune",
+    "tasks.finetune",
     "training_report.py",
 ]
 STUB = """#!/usr/bin/env bash
@@ -113,7 +113,7 @@ def test_a_missing_corpus_is_one_line(quickstart):
 def test_the_real_parsers_take_its_flags(quickstart):
     pytest.importorskip("torch")
     from megatron_ddrp.arguments import parse_arguments
-    from megatron_ddrp.tasks.glue.command import parse_arguments as parse_glue
+    from megatron_ddrp.tasks.finetune.arguments import parse_arguments as parse_finetune
 
     _, _, calls = quickstart()
     words = {stage: call.split(stage, 1)[1].split() for stage, call in zip(stages(calls), calls, strict=True)}
@@ -121,4 +121,6 @@ def test_the_real_parsers_take_its_flags(quickstart):
     assert config.model.position_encoding == "ddrp"
     assert config.objective.objective == "mth"
     assert config.checkpoint.save == config.checkpoint.load
-    assert parse_glue(words["tasks.glue"]).random_init
+    options = parse_finetune(words["tasks.finetune"])
+    assert options.random_init
+    assert [task.called for task in options.tasks] == ["word-order"]

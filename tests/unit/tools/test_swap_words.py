@@ -50,21 +50,21 @@ def test_every_sentence_comes_once_as_it_is_and_once_changed_in_one_of_the_files
     assert len(train) == 100
     assert len(dev) == 30
     for rows in (train, dev):
-        assert Counter(label for label, _ in rows) == {0: len(rows) // 2, 1: len(rows) // 2}
+        assert Counter(label for _, label in rows) == {"real": len(rows) // 2, "swapped": len(rows) // 2}
     forms = [
-        Counter((" ".join(sorted(s.split())), label) for label, s in rows) for rows in (train, dev)
+        Counter((" ".join(sorted(s.split())), label) for s, label in rows) for rows in (train, dev)
     ]  # words, label
     for counts, rows in zip(forms, (train, dev), strict=True):
         bags = {words for words, _ in counts}
         assert set(counts.values()) == {1} and len(bags) == len(rows) // 2
-        assert counts.keys() == {(words, label) for words in bags for label in (0, 1)}
+        assert counts.keys() == {(words, label) for words in bags for label in ("real", "swapped")}
     assert not {words for words, _ in forms[0]} & {words for words, _ in forms[1]}
 
 
 def test_training_and_development_documents_differ():
     train, dev = make_task(corpus(), train=1000, dev=40, seed=1)
     documents = [
-        {word for _, sentence in rows for word in sentence.split() if word.endswith("x")} for rows in (train, dev)
+        {word for sentence, _ in rows for word in sentence.split() if word.endswith("x")} for rows in (train, dev)
     ]
     assert documents[0] and documents[1]
     assert not documents[0] & documents[1]
@@ -73,7 +73,7 @@ def test_training_and_development_documents_differ():
 def test_real_sentences_are_real_and_changed_ones_are_not():
     real = {sentence for text in corpus() for sentence in sentences(text)}
     train, dev = make_task(corpus(), train=100, dev=30, seed=1)
-    assert all((sentence in real) == (label == 1) for label, sentence in train + dev)
+    assert all((sentence in real) == (label == "real") for sentence, label in train + dev)
 
 
 def test_the_seed_decides_everything():
@@ -81,17 +81,20 @@ def test_the_seed_decides_everything():
     assert make_task(corpus(), 100, 30, 1) != make_task(corpus(), 100, 30, 2)
 
 
-def test_the_files_are_read_as_cola(tmp_path, monkeypatch):
-    from megatron_ddrp.tasks.glue.data import read_task
-    from megatron_ddrp.tasks.glue.tasks import TASKS
+def test_the_files_are_a_task_of_named_labels(tmp_path, monkeypatch):
+    from megatron_ddrp.tasks.finetune.task_files import read_task
+    from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
     path = tmp_path / "corpus.txt"
     path.write_text("\n\n".join(corpus()))
-    out = tmp_path / "task" / "CoLA"
-    monkeypatch.setattr(
-        "sys.argv", ["swap_words.py", "--input", str(path), "--output-dir", str(out), "--dev-rows", "20"]
-    )
+    out = tmp_path / "word-order"
+    sizes = ["--train-rows", "100", "--dev-rows", "20"]
+    monkeypatch.setattr("sys.argv", ["swap_words.py", "--input", str(path), "--output-dir", str(out), *sizes])
     main()
-    data = read_task(TASKS["CoLA"], tmp_path / "task")
-    assert len(data.dev["dev"]) == 20
-    assert sum(example.label for example in data.dev["dev"]) == 10
+    data = read_task(TaskFiles(train=out / "train.csv", valid=out / "valid.csv"))
+    assert (data.task.name, data.task.metric, data.task.labels) == ("word-order", "accuracy", ("real", "swapped"))
+    assert data.baseline == 0.5
+    real = {sentence for text in corpus() for sentence in sentences(text)}
+    for examples, count in ((data.train, 100), (data.dev["valid"], 20)):
+        assert len(examples) == count
+        assert all((example.texts[0] in real) == (example.label == 0) for example in examples)

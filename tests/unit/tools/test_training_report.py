@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
-from tools.training_report import draw_losses, panels, read_metrics, read_text, report, series, unigram_level
+from tools.training_report import draw_losses, main, panels, read_metrics, read_text, report, series, unigram_level
 
 ROWS = [
     {"iteration": 1, "loss": 9.5, "lm_loss": 9.0, "tcd_loss": 0.5, "hcd_loss": 0.1, "step_time": 0.2},
@@ -78,6 +78,17 @@ def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, c
     monkeypatch.setattr("megatron_ddrp.data.dataset.indexed_dataset.CHUNK_TOKENS", chunk)
     write_dataset(tmp_path / "p", [[[1, 1]], [[7, 5]]])
     assert unigram_level(tmp_path / "p") == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
+
+
+@pytest.mark.parametrize("flag", ["--scores-dir", "--glue-dir"])
+def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch, flag):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "table.md").write_text("# Fine-tuning scores\n")
+    words = ["--load", str(tmp_path), flag, str(tmp_path), "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["training_report.py", *words])
+    main()
+    assert "\n### Fine-tuning scores\n" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"a\xff", "byte 1 is not UTF-8"), (b" \n", "is empty")])

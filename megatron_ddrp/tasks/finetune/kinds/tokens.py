@@ -10,7 +10,8 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,8 +33,9 @@ UNKNOWN = "nan"
 """Tag of a word without a prediction, or without a label."""
 
 
-class Tags(NamedTuple):
-    """The tags of all sentences."""
+@dataclass(frozen=True)
+class Tags:
+    """The tags of all sentences; its length is the number of sentences."""
 
     classes: np.ndarray
     """Class number of each word, sentence after sentence, float64 `[words]`; nan where there is none."""
@@ -41,6 +43,9 @@ class Tags(NamedTuple):
     """The word behind each sentence's last one, int64 `[sentences]`."""
     labels: tuple[str, ...]
     """Names of the classes."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
 
     def by_sentence(self) -> Iterator[list[str]]:
         """Yield the names of the tags of each sentence."""
@@ -91,7 +96,7 @@ class Tokens(Kind):
         ends = np.cumsum([len(row) for row in labels])
         answers = Tags(np.concatenate([np.asarray(row, dtype=np.float64) for row in labels]), ends, task.labels)
         most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
-        predictions = answers._replace(classes=np.full(len(answers.classes), float(most)))
+        predictions = replace(answers, classes=np.full(len(answers.classes), float(most)))
         return self.score(task.metric, answers, predictions) or 0.0
 
     def num_outputs(self, task: Task) -> int:
