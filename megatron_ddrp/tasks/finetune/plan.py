@@ -126,8 +126,8 @@ class ResultLines:
             encoder = f"{self.sweep.encoders[run.encoder].name}, " if len(self.sweep.encoders) > 1 else ""
             undefined = " (undefined, counts as 0)" if row["undefined"] else ""
             print(
-                f"[{self.number}/{self.total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} epochs {run.epochs} "
-                f"seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
+                f"[{self.number}/{self.total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} "
+                f"epochs {run.epochs} seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
                 f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {eta}",
                 flush=True,
             )

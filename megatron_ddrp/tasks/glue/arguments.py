@@ -78,5 +78,5 @@ def _check(options: argparse.Namespace) -> None:
     options.started = [task for task in dict.fromkeys(options.tasks) if task in STARTED and task != first]
     if not options.started:
         others = ", ".join(task for task in STARTED if task != first)
-        refuse(f"--start-from-task {first}: no task in --tasks may start from it; add one of {others}")
+        refuse(f"--start-from-task {first}: give --tasks some of {others}, which may start from it")
     options.tasks = [task for task in dict.fromkeys([*options.tasks, first]) if task not in options.started]

@@ -60,7 +60,8 @@ class Kind(ABC):
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
         """Return what always predicting the most frequent label of the training rows scores on `labels`.
 
-        `counts` says how often each label occurs in the training rows. Return None where the kind has no such prediction.
+        `counts` says how often each label occurs in the training rows. Return None for kinds without such a
+        prediction.
         """
         return None
 
