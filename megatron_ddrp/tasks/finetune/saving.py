@@ -50,8 +50,10 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
     folder = model_folder(sweep.options.output_dir, data.task, encoder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{folder}.lock").open("w") as lock:
+    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* shall match nothing but the folder
+    for place in (folder.parent, locks):
+        place.mkdir(parents=True, exist_ok=True)
+    with (locks / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         facts = finetuned_facts(encoder, data, run, row)
         before = kept(folder)
