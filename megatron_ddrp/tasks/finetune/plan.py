@@ -104,7 +104,7 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
 
 
 class ResultLines:
-    """One printed line per finished run, whichever process did it."""
+    """Printer of one line per finished run of any process."""
 
     def __init__(self, sweep: Sweep, store: Store, workers: int):
         self.sweep, self.store, self.workers = sweep, store, workers

@@ -192,14 +192,14 @@ class _Table(_Writer):
 
 
 class _Conll(_Writer):
-    """A token and its tag per line, `_` where there is no prediction."""
+    """Writer of a token and its tag per line, `_` for no prediction."""
 
     def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
         return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
 
 
 class _Squad(_Writer):
-    """One object, from each question's id (its number where the file has none) to its answer."""
+    """Writer of one object from the id of each question (without ids, its number) to its answer."""
 
     def text(self, cells: dict[str, Any], prediction: str | None) -> str:
         before = ",\n" if self.count else "{"

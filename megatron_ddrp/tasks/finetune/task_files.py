@@ -87,7 +87,7 @@ class _Reading:
     task: Task | None = None
     """The task whose labels the file must have; None for the training file, which defines them."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How often each label occurs: in rows, for tags in words."""
+    """Number of rows with each label; of words with each tag."""
     labels: list[Any] = field(default_factory=list)
     """Labels of the rows of a file that is scored."""
 

@@ -27,9 +27,9 @@ class Paradigm:
     uid: str
     file: Path
     field: str = ""
-    """BLiMP's field, such as `morphology`; empty where the file names none."""
+    """BLiMP's field, for example `morphology`; empty if the file names none."""
     term: str = ""
-    """BLiMP's `linguistics_term`; empty where the file names none."""
+    """BLiMP's `linguistics_term`; empty if the file names none."""
     lines: list[int] = dataclasses.field(default_factory=list)
     """Line of each pair in the file."""
     good: list[str] = dataclasses.field(default_factory=list)

@@ -24,7 +24,7 @@ Levels = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Report:
-    """All that a page shows."""
+    """Content of the page."""
 
     paradigms: Mapping[str, Paradigm]
     results: list[Result]

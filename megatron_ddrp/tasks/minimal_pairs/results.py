@@ -30,7 +30,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Cell:
-    """How an encoder did on a paradigm."""
+    """Result of an encoder on a paradigm."""
 
     right: np.ndarray
     """bool `[pairs]`."""

@@ -23,7 +23,7 @@ Line = tuple[str, str, str]
 
 
 class Kind(ABC):
-    """One kind of task. Instances hold no state."""
+    """Base class of a kind of task. Instances hold no state."""
 
     head: ClassVar[str]
     """Name in `heads.HEADS` of the layers on top of the encoder."""
