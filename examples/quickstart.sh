@@ -4,7 +4,7 @@
 #   hardware   2 CPU cores, 2 GB of memory (one GPU is used where there is one)
 #   time       about 6 minutes
 #   result     OUT/report/report.md: the validation masked-LM loss falls well below the unigram level, and the
-#              pre-trained encoder scores above the same encoder with random weights
+#              pre-trained encoder is more accurate than the same encoder with random weights
 #
 #   OUT=dir            where everything goes (default: quickstart)
 #   CORPUS=file.jsonl  text of your own (default: the documentation inside the installed Python)

@@ -48,7 +48,9 @@ class What:
     task_file: tuple[Path, ...] | None = option(
         None, "tasks as YAML; keys are the flags of a task, paths are relative to the file", nargs="+", metavar="T.yaml"
     )
-    keep_models: bool = option(True, "keep each encoder's best model of a task in OUT/models/, for use and for predict")
+    keep_models: bool = option(
+        True, "keep an encoder's best model of a task in OUT/models/ (never with --random-init)"
+    )
     random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
     report: tuple[Path, ...] | None = option(
         None, "run nothing: one table over these --output-dir folders", nargs="+", metavar="OUT"

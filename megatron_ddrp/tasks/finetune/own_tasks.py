@@ -50,8 +50,8 @@ class OwnTasks(Suite):
         return {"facts": data.task.facts, "baseline": data.baseline}
 
     def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
-        """Keep the best model of every task, unless it is not wanted."""
-        return bool(options.keep_models)
+        """Keep the best model of every task, unless it is not wanted or its weights began as random ones."""
+        return bool(options.keep_models) and not options.random_init
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
         """Predict the test rows without labels; return where the models and predictions are."""
@@ -63,8 +63,10 @@ class OwnTasks(Suite):
             for files in sweep.options.tasks:
                 data = sweep.data[files.called]
                 folder = model_folder(sweep.options.output_dir, data.task, encoder)
-                if kept(folder) is None:
-                    lines.append(f"{data.task.name}: no model of {encoder.name} was kept; {NOT_KEPT}")
+                is_wanted = self.keeps_model(data.task.name, sweep.options)
+                if not is_wanted or kept(folder) is None:
+                    why = f"; {NOT_KEPT}" if is_wanted else ""
+                    lines.append(f"{data.task.name}: no model of {encoder.name} was kept{why}")
                     continue
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
                 if files.test is not None and "test" not in data.dev:
