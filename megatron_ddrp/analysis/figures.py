@@ -110,7 +110,7 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.xaxis.minorticks_off()
         axis.set_xlabel("length of a row [tokens]")
         axis.grid(alpha=0.3)
-        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.2g}")
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
         axis.yaxis.minorticks_off()
     axes[0].legend()

@@ -19,7 +19,7 @@ from megatron_ddrp.model.stages import Draws, Inputs
 
 
 class LayerStates(NamedTuple):
-    """One layer's states over a batch."""
+    """States of one layer over a batch."""
 
     hidden: Tensor
     """`[batch, seq, hidden]`."""

@@ -1,4 +1,4 @@
-"""What the space of hidden states looks like, layer by layer: cosines of tokens, isotropy, effective rank.
+"""Geometry of the hidden states of each layer: cosines of tokens, isotropy, effective rank.
 
     within    mean cosine of two tokens of one sentence; with [CLS] and [SEP] the last layer's is f(S)
     between   mean cosine of two tokens of different sentences (Ethayarajh, arXiv:1909.00512)
@@ -27,12 +27,12 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask, token_cosine
 
 PASSES = 2
-"""How often `measure_space` reads the sentences."""
+"""Number of times that `measure_space` reads the sentences."""
 
 
 @dataclass(frozen=True)
 class LayerSpace:
-    """What one layer's hidden states look like; None where a value is not defined."""
+    """Geometry of one layer's hidden states; undefined values are None."""
 
     layer: int
     """0 for the embeddings."""

@@ -1,4 +1,4 @@
-"""One figure of what the space of hidden states looks like: panels by layer, and panels over the checkpoints."""
+"""Figure of the geometry of hidden states: panels by layer, and panels over the checkpoints."""
 
 from __future__ import annotations
 

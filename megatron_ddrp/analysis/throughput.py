@@ -1,4 +1,4 @@
-"""How fast encoders are at inference, and how much memory they take, by the length of their rows.
+"""Speed and memory of encoders at inference, by the length of their rows.
 
 Every batch holds about the same number of tokens, in rows that are full: length L means tokens ÷ L rows of L tokens.
 The encoders take turns, in a random order in each round, so that a machine that slows down slows all of them. Memory is
@@ -34,7 +34,7 @@ WARM_UP_LENGTH = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """What all encoders are measured with."""
+    """Settings that all encoders are measured with."""
 
     device: torch.device
     tokens: int
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Speed:
-    """One encoder at one length."""
+    """Times and memory of one encoder at one length."""
 
     length: int
     rows: int

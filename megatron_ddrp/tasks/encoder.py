@@ -166,7 +166,7 @@ def _origin(loaded: int, missing: list[str], unused: list[str], random_init: boo
         return "loaded: none, all weights are new and random in every run"
     whole = "of the masked language model" if masked_lm else "of the encoder"
     parts = [f"loaded: {loaded} weights {whole}", f"missing: {_names(missing)}", f"not used: {_names(unused)}"]
-    return "; ".join(parts if masked_lm else [*parts, "new in every run: pooler and classifier"])
+    return "; ".join(parts if masked_lm else [*parts, "new in every run: the task's head"])
 
 
 def _names(weights: list[str]) -> str:

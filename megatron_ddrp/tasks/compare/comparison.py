@@ -12,7 +12,7 @@ from megatron_ddrp.tasks.statistics import Difference, Spread, paired, spread
 
 
 class Compared(NamedTuple):
-    """One model by one measure, beside the baseline."""
+    """Values of one model under one measure, compared with the baseline."""
 
     measure: str
     arm: Arm

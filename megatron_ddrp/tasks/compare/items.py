@@ -26,7 +26,7 @@ Paradigms = Mapping[str, np.ndarray]
 
 
 class Items:
-    """What the runs of a plan gave on each item, by arm and seed."""
+    """Outcomes of a plan's runs on each item, by arm and seed."""
 
     def __init__(self) -> None:
         self._samples: dict[str, dict[Arm, dict[int, np.ndarray]]] = defaultdict(lambda: defaultdict(dict))

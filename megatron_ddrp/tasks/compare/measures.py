@@ -1,4 +1,4 @@
-"""What is measured on the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by tools/analyze.py."""
+"""Measures of the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by tools/analyze.py."""
 
 from __future__ import annotations
 

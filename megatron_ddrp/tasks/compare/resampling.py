@@ -26,7 +26,7 @@ _TOGETHER = 100
 """Samples that are scored at once."""
 
 Terms = tuple[np.ndarray, np.ndarray]
-"""What a metric takes from each row: two arrays `[rows]` or `[rows, classes]`."""
+"""Input of a metric: two arrays `[rows]` or `[rows, classes]`."""
 
 
 class Resampled(NamedTuple):

@@ -16,7 +16,7 @@ from megatron_ddrp.tasks.finetune.runs import Run
 
 @dataclass(frozen=True)
 class Cell:
-    """One encoder on one task at its best grid point."""
+    """Result of one encoder on one task at its best grid point."""
 
     task: str
     rows: list[dict[str, Any]]

@@ -14,7 +14,7 @@ from megatron_ddrp.tasks.finetune.cells import Cells
 
 def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -> None:
     """Draw `best_cells`' result, the tasks in this order."""
-    figure, axes = plt.subplots(figsize=(max(4.0, 1.2 * len(tasks) + 1), 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(max(4.8, 1.2 * len(tasks) + 1), 3.6), layout="constrained")
     for number, (name, cells) in enumerate(encoders.items()):
         shift = (number - (len(encoders) - 1) / 2) * 0.8 / len(encoders)
         colour = f"C{number % 10}"

@@ -1,5 +1,6 @@
-"""What stands on top of the encoder. All of it is new in every run, also where a checkpoint holds a pooler of its own,
-so that encoders compare by what pre-training gave them.
+"""Heads on top of the encoder.
+
+Their weights are new in every run, even if a checkpoint holds a pooler: encoders are compared by their encoders alone.
 """
 
 from __future__ import annotations

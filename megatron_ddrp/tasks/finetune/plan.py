@@ -54,7 +54,7 @@ class RunForecast(Forecast[Run]):
         return [row["seconds"] / self.work(Run.of_row(row)) for row in rows[-_RECENT_RUNS:]]
 
     def guess(self, job: Run) -> float:
-        """Return the seconds of a run as a few timed steps of its encoder tell."""
+        """Return the seconds of a run, estimated from a few timed training steps of its encoder."""
         if job.encoder not in self._probed:
             self._probed[job.encoder] = self._probe(job)
             self.source = f"from a probe of {_PROBE_STEPS} training steps"
@@ -76,7 +76,7 @@ class RunForecast(Forecast[Run]):
 
 
 def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
-    """Return the runs that are to do, the encoders' origins and the expected time, as some lines of text."""
+    """Return the text of the plan: the missing runs, where each encoder comes from, and the expected time."""
     missing = store.missing(sweep.runs)
     options = sweep.options
     lines = [
@@ -101,12 +101,12 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         lines += [f"    {fact}" for fact in data.facts]
     total = forecast.total(missing) or 0.0
     sharing = f", {duration(total / workers)} with {workers} workers" if workers > 1 else ""
-    lines.append(f"  expected: {total / 3600:.1f} hours of one worker{sharing} ({forecast.source})")
+    lines.append(f"  expected: {duration(total)} of one worker{sharing} ({forecast.source})")
     return "\n".join(lines)
 
 
 class ResultLines:
-    """One printed line per finished run, whichever process did it."""
+    """Printer of one line per finished run of any process."""
 
     def __init__(self, sweep: Sweep, store: Store, workers: int):
         self.sweep, self.store, self.workers = sweep, store, workers
@@ -117,7 +117,7 @@ class ResultLines:
         self.number = 0
 
     def tell(self) -> None:
-        """Print what the store holds since the last call."""
+        """Print the runs that were added to the store since the last call."""
         for row in self.store.rows[self.told :]:
             self.told += 1
             run = Run.of_row(row)
@@ -125,10 +125,11 @@ class ResultLines:
                 continue
             self.number += 1
             eta = self.forecast.eta(self.store.missing(self.sweep.runs), self.workers)
+            encoder = f"{self.sweep.encoders[run.encoder].name}, " if len(self.sweep.encoders) > 1 else ""
             undefined = " (undefined, counts as 0)" if row["undefined"] else ""
             print(
-                f"[{self.number}/{self.total}] {run.task} batch {run.batch_size} lr {run.lr:g} epochs {run.epochs} "
-                f"seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
+                f"[{self.number}/{self.total}] {encoder}{run.task} batch {run.batch_size} lr {run.lr:g} "
+                f"epochs {run.epochs} seed {run.seed}: {row['metric']} {percent(row['score'])}{undefined} (best epoch "
                 f"{percent(row['best_epoch_score'])}), {row['seconds']:.0f} s, eta {eta}",
                 flush=True,
             )

@@ -68,14 +68,15 @@ class FineTuned(NamedTuple):
 
 
 def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
-    """Load a folder that `tasks.finetune` wrote; `texts` are read instead of the columns that it was trained on.
+    """Load a folder that `tasks.finetune` wrote; `texts` replace the columns that it was trained on.
 
     Raises:
-        UserError: it is no such folder.
+        UserError: `tasks.finetune` did not write the folder.
     """
-    config, facts = read_config_file(folder), kept(folder)
+    facts = kept(folder)
     if facts is None or facts.get("columns") is None:
         raise UserError(f"--load {folder}: no fine-tuned model of tasks.finetune; expected a folder OUT/models/TASK-…")
+    config = read_config_file(folder)
     trained = Columns(*facts["columns"])
     task, head = Task.of(facts["task"]), f"For{FINE_TUNED[KINDS[facts['task']['kind']].head]}"
     if config["model_type"] == OWN_MODEL_TYPE:
@@ -101,7 +102,7 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
 def predict_file(
     folder: Path, source: Path, output: Path, device: torch.device, texts: TextColumns = (None, None)
 ) -> int:
-    """Write the rows of `source` with their predictions as `output`; return how many there are.
+    """Write the rows of `source` with their predictions as `output`; return their number.
 
     Raises:
         UserError: the folder or a row of the file is not as expected.
@@ -112,7 +113,7 @@ def predict_file(
     kind, wanted = KINDS[model.task.kind], [name for name in (model.columns.text, model.columns.pair) if name]
     rows = read_rows(str(source), wanted)
     count = 0
-    with AtomicFile(output) as stream, tqdm(unit="row", desc=f"predicting {source.name}", leave=False) as bar:
+    with AtomicFile(output) as stream, tqdm(unit=" rows", desc=f"predicting {source.name}", leave=False) as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
         for some in _chunks(rows):
             read = []
@@ -191,14 +192,14 @@ class _Table(_Writer):
 
 
 class _Conll(_Writer):
-    """A token and its tag per line, `_` where there is no prediction."""
+    """Writer of a token and its tag per line, `_` for no prediction."""
 
     def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
         return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
 
 
 class _Squad(_Writer):
-    """One object, from each question's id (its number where the file has none) to its answer."""
+    """Writer of one object from the id of each question (without ids, its number) to its answer."""
 
     def text(self, cells: dict[str, Any], prediction: str | None) -> str:
         before = ",\n" if self.count else "{"

@@ -16,11 +16,11 @@ from megatron_ddrp.tasks.finetune.task import Task
 
 
 class Trusted(NamedTuple):
-    """What an output folder holds that a table may be made of."""
+    """Runs of an output folder that a table may show, and those that it may not."""
 
     rows: list[dict[str, Any]]
     left_out: list[str]
-    """One sentence per damaged line, or per run whose predictions tell another score."""
+    """One sentence per damaged line, and per run whose predictions give another score."""
     unchecked: list[str]
     """Sentences about runs that are in `rows` though nothing confirms their scores, and about half a line."""
 

@@ -32,10 +32,10 @@ class Encoded:
     seconds: np.ndarray
     """`[rows]`: pieces before the second text, which is segment 1; the row's length where there is one text."""
     targets: np.ndarray
-    """What the model learns: `[rows, …]`, or `[all pieces]` where every piece has a target."""
+    """Targets of the loss: `[rows, …]`, or `[all pieces]` if each piece has one."""
     pad_id: int
     gold: Any = None
-    """What predictions are held against, in the form that the metric takes; None where that is `targets`."""
+    """Labels in the form that the metric takes; None if they equal `targets`."""
     warning: str = ""
     """A sentence about examples that the rows cannot hold."""
 
@@ -55,7 +55,7 @@ class Encoded:
 
     @property
     def answers(self) -> Any:
-        """What predictions are held against."""
+        """Return the labels in the form that the metric takes."""
         return self.targets if self.gold is None else self.gold
 
 

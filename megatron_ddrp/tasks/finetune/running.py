@@ -1,4 +1,4 @@
-"""What every command does that fine-tunes, its command line parsed: run what is missing, report."""
+"""Steps that every fine-tuning command shares after parsing: run the missing runs, write the report."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ RUNS = "runs.jsonl"
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One point of the hyper-parameter grid."""
+    """Point of the hyper-parameter grid."""
 
     batch_size: int
     lr: float
@@ -48,7 +48,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """All that decides a score."""
+    """Everything that decides a score."""
 
     task: str
     batch_size: int
@@ -67,7 +67,7 @@ class Run:
     max_train_examples: int | None = None
     """Training rows that are used; None for all."""
     head: str = "common"
-    """What stands on top of the encoder: the `common` head of `heads.py`, or the one of the encoder's `family`."""
+    """Head on top of the encoder: `common`, that of `heads.py`, or `family`, that of the encoder's family."""
 
     @cached_property
     def name(self) -> str:

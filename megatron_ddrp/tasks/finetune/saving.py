@@ -50,8 +50,10 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
     folder = model_folder(sweep.options.output_dir, data.task, encoder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{folder}.lock").open("w") as lock:
+    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* shall match nothing but the folder
+    for place in (folder.parent, locks):
+        place.mkdir(parents=True, exist_ok=True)
+    with (locks / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         facts = finetuned_facts(encoder, data, run, row)
         before = kept(folder)
@@ -61,14 +63,14 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
 
 
 def kept(folder: Path) -> dict[str, Any] | None:
-    """Return what config.json of a fine-tuned folder says of its task and run; None where nothing is said."""
+    """Return the facts on task and run in config.json of a fine-tuned folder; None for any other folder."""
     path = folder / "config.json"
     facts = read_object(path).get(FINETUNED) if path.is_file() else None
     return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
 
 
 def finetuned_facts(encoder: Encoder, data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the task and the run."""
+    """Return the facts on task and run that config.json will hold."""
     return {
         "task": data.task.facts,
         "columns": list(data.columns) if data.columns else None,
@@ -85,7 +87,7 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
 
 
 def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> None:
-    """Write a fine-tuned model as the Hugging Face folder `folder`, there whole or not at all.
+    """Write a fine-tuned model as the Hugging Face folder `folder`, complete or not at all.
 
     A model with our head on an encoder of transformers is written without the head, which no class of its family has.
     """

@@ -24,7 +24,7 @@ class Suite(ABC):
     title: ClassVar[str]
     """Heading of the page."""
     about: ClassVar[str]
-    """What the scores are, in some sentences of Markdown."""
+    """Explanation of the scores in Markdown, shown above the tables."""
     head: ClassVar[str] = "family"
     """`Run.head` of its runs."""
     known: Container[str] | None = None
@@ -51,7 +51,7 @@ class Suite(ABC):
         return False
 
     def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
-        """Return the command line to do after a sweep, before the report; None where there is none."""
+        """Return the options of a second sweep that runs after this one, before the report; None without one."""
         return None
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """What a table, a prediction file and a model's head need to know of a task."""
+    """Facts on a task that tables, prediction files and heads need."""
 
     name: str
     metric: str
@@ -89,7 +89,7 @@ class TaskData(NamedTuple):
     columns: Columns | None = None
     """The columns that were read, where a user named them."""
     baseline: float | None = None
-    """What always predicting the most frequent label scores."""
+    """Score of always predicting the most frequent label."""
 
     @property
     def fingerprint(self) -> str:

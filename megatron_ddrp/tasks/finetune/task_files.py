@@ -1,7 +1,7 @@
-"""The files of a task of one's own, read into examples.
+"""Reading and checking the files of a task of one's own.
 
-Reading goes through every file once before anything is trained and checks it, then again when rows are made of it, so
-that memory does not grow with the rows but by a few bytes each.
+Each file is read twice: first to check it before anything is trained, then to make the model's rows. Only lengths and
+labels stay in memory, a few bytes per row.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def read_task(files: TaskFiles) -> TaskData:
 
 @dataclass
 class _Reading:
-    """One file, read through and checked."""
+    """One checked file: its counts, lengths and labels."""
 
     path: Path
     kind: Kind
     columns: Columns
     task: Task | None = None
-    """The task whose labels the file must have; None for the training file, which tells them."""
+    """The task whose labels the file must have; None for the training file, which defines them."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How often each label stands in the file."""
+    """Number of rows with each label; of words with each tag."""
     labels: list[Any] = field(default_factory=list)
     """Labels of the rows of a file that is scored."""
 
@@ -119,7 +119,7 @@ class _Reading:
 
 
 class _Placed:
-    """Calls a function whose ValueError becomes a `UserError` that names a row."""
+    """Caller of functions whose ValueError becomes a `UserError` that names the file and the line of a row."""
 
     def __init__(self, row: Row):
         self.row = row
@@ -178,7 +178,8 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
             if name in known:
                 return name
         raise UserError(
-            f"{files.train}: none of its columns {', '.join(known)} is called {' or '.join(usual)}; name one by {flag}",
+            f"{files.train}: its columns are {', '.join(known)}, and none of them has a usual name "
+            f"({', '.join(dict.fromkeys(usual))}); say which one to read by {flag}",
             WRONG_ARGUMENTS,
         )
 

@@ -1,4 +1,4 @@
-"""One fine-tuning run, as appendix B of the paper has it.
+"""One fine-tuning run, as in appendix B of the paper.
 
 AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
 tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The loss is that of the task's kind.
@@ -40,7 +40,7 @@ _LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run gives."""
+    """Result of one run."""
 
     scores: dict[str, list[float | None]]
     """Development file → its score after each epoch; None where it is undefined."""

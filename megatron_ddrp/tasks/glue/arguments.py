@@ -77,5 +77,6 @@ def _check(options: argparse.Namespace) -> None:
         return
     options.started = [task for task in dict.fromkeys(options.tasks) if task in STARTED and task != first]
     if not options.started:
-        refuse(f"--start-from-task {first}: give --tasks some of {', '.join(STARTED)}, which may start from it")
+        others = ", ".join(task for task in STARTED if task != first)
+        refuse(f"--start-from-task {first}: give --tasks some of {others}, which may start from it")
     options.tasks = [task for task in dict.fromkeys([*options.tasks, first]) if task not in options.started]

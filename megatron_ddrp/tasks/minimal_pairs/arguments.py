@@ -74,7 +74,11 @@ class Machine:
     workers: int | None = option(
         None, "processes that share the work (default: one per GPU, else one per core, at most 8)", within=COUNT
     )
-    tokens_per_batch: int | None = option(None, "(default: 4096 on CPUs, 131072 on GPUs)", within=COUNT)
+    tokens_per_batch: int | None = option(
+        None,
+        "pieces of one forward pass; halve it if memory runs out (default: 4096 on CPUs, 131072 on GPUs)",
+        within=COUNT,
+    )
     dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")
 
     def __post_init__(self) -> None:

@@ -25,8 +25,8 @@ def draw(report: Report, path: Path) -> None:
     uids = report.in_order()
     shares = np.array([[level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
     names = _short(list(levels))
-    labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.075
-    size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + ROW * len(uids) + 0.8)
+    labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
+    size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + max(1.6, ROW * len(uids)) + 0.8)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     image = axes.imshow(shares, cmap="RdBu", vmin=0, vmax=1, aspect="auto")
     if len(names) <= MOST_WITH_NUMBERS:

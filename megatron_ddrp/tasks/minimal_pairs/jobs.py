@@ -21,12 +21,12 @@ SCORES_FILE = "scores.jsonl"
 
 @dataclass(frozen=True)
 class PairJob:
-    """All that decides the scores of a paradigm's sentences."""
+    """Everything that decides the scores of a paradigm's sentences."""
 
     encoder: str
     """Fingerprint of the weights."""
     seed: int | None
-    """What new random weights are drawn from; None for the loaded weights."""
+    """Seed of new random weights; None for the loaded weights."""
     paradigm: str
     data: str
     """Fingerprint of the sentences."""

@@ -45,7 +45,7 @@ class PieceLogits(nn.Module):
 
 
 class TrainedLogits(PieceLogits):
-    """Logits of a model of this project, with the mask decoder where there is one."""
+    """Logits of a model of this project, through its mask decoder if it has one."""
 
     def __init__(self, model: Bert) -> None:
         super().__init__()

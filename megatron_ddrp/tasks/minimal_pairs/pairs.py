@@ -27,9 +27,9 @@ class Paradigm:
     uid: str
     file: Path
     field: str = ""
-    """BLiMP's field, such as `morphology`; empty where the file names none."""
+    """BLiMP's field, for example `morphology`; empty if the file names none."""
     term: str = ""
-    """BLiMP's `linguistics_term`; empty where the file names none."""
+    """BLiMP's `linguistics_term`; empty if the file names none."""
     lines: list[int] = dataclasses.field(default_factory=list)
     """Line of each pair in the file."""
     good: list[str] = dataclasses.field(default_factory=list)
@@ -56,11 +56,13 @@ class Paradigm:
 def pair_files(folder: Path) -> list[Path]:
     """Return the .jsonl files of a folder, or of its folder `data` as in BLiMP's repository.
 
-    Raises `UserError` where there are none.
+    Raises `UserError` if there is no such folder or file.
     """
     for place in (folder, folder / "data"):
         if files := sorted(place.glob("*.jsonl")):
             return files
+    if not folder.is_dir():
+        raise UserError(f"--data-dir {folder}: no such folder; expected a folder of .jsonl files with minimal pairs")
     raise UserError(
         f"--data-dir {folder}: holds no .jsonl file; expected files with one object per line, "
         f"keys {', '.join(SENTENCES)}"
@@ -70,7 +72,7 @@ def pair_files(folder: Path) -> list[Path]:
 def read_pairs(folder: Path, max_pairs: int | None = None) -> list[Paradigm]:
     """Read the paradigms of a folder; a pair belongs to its `UID`, or to its file where it has none.
 
-    Raises `UserError` that names file and line for what is not a pair, and for a UID of two files.
+    Raises `UserError` with file and line for a line without a pair, and for a UID that is in two files.
     """
     found: dict[str, Paradigm] = {}
     for file in pair_files(folder):

@@ -24,7 +24,7 @@ Levels = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Report:
-    """All that a page shows."""
+    """Content of the page."""
 
     paradigms: Mapping[str, Paradigm]
     results: list[Result]
@@ -198,6 +198,8 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
 
 
-def _interval(interval: Interval) -> str:
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
     low, high = interval
     return f"{100 * low:+.2f} to {100 * high:+.2f}"

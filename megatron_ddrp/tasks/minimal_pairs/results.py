@@ -30,7 +30,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Cell:
-    """How an encoder did on a paradigm."""
+    """Result of an encoder on a paradigm."""
 
     right: np.ndarray
     """bool `[pairs]`."""
@@ -114,8 +114,8 @@ class Difference:
     difference: float
     over_pairs: Interval
     """95 % interval: pairs drawn anew within each paradigm."""
-    over_paradigms: Interval
-    """95 % interval: whole paradigms drawn anew."""
+    over_paradigms: Interval | None
+    """95 % interval: whole paradigms drawn anew; None for one paradigm."""
 
 
 def difference(first: Result, second: Result) -> Difference:
@@ -129,7 +129,7 @@ def difference(first: Result, second: Result) -> Difference:
         second.name,
         float(means.mean()),
         _interval(_pairs_anew(gains, rng)),
-        _interval(means[drawn].mean(1)),
+        _interval(means[drawn].mean(1)) if len(means) > 1 else None,
     )
 
 

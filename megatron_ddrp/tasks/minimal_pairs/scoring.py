@@ -34,7 +34,7 @@ class Subject:
     """Name of the encoder in tables."""
     folder: Path
     seed: int | None
-    """What new random weights are drawn from; None for the folder's own."""
+    """Seed of new random weights; None for the folder's own weights."""
     fingerprint: str
     tokenizer: Tokenizer
     max_length: int

@@ -1,4 +1,4 @@
-"""What a command has to do: the plan, the worker processes and the progress bar."""
+"""Work of one command: the plan, the worker processes and the progress bar."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def jobs(self) -> list[PairJob]:
-        """All jobs, an encoder's in a row."""
+        """All jobs, grouped by encoder."""
         return list(self.rows)
 
     def num_pairs(self) -> int:

@@ -91,4 +91,5 @@ def test_the_two_intervals_answer_two_questions():
     alike = difference(encoder("a", 0.6, 0.6), encoder("b", 0.5, 0.5))
     assert alike.over_paradigms == pytest.approx((0.1, 0.1))
     assert alike.over_pairs[0] < 0.1 < alike.over_pairs[1]
+    assert difference(encoder("a", 0.6), encoder("b", 0.5)).over_paradigms is None
     assert difference(encoder("a", 0.6), encoder("b", 0.5)) == difference(encoder("a", 0.6), encoder("b", 0.5))

@@ -1,4 +1,4 @@
-"""What a kind of task is: how its files are read and become rows, what its head learns, how predictions are written.
+"""The contract of a kind of task: how files become rows, what the head learns, how predictions are written.
 
 A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, and a test with its slow twin.
 """
@@ -23,43 +23,45 @@ Line = tuple[str, str, str]
 
 
 class Kind(ABC):
-    """One kind of task. Instances hold no state."""
+    """Base class of a kind of task. Instances hold no state."""
 
     head: ClassVar[str]
-    """Name in `heads.HEADS`: what stands on top of the encoder."""
+    """Name in `heads.HEADS` of the layers on top of the encoder."""
     usual_columns: ClassVar[Columns]
-    """Columns that are read where no flag names others and a file has them."""
+    """Columns to read if no flag names others."""
 
     @abstractmethod
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
-        """Return the texts of a row of a file. Raises ValueError with the reason where they are none."""
+        """Return the texts of a row of a file. Raises ValueError with the reason if a cell holds no text."""
 
     @abstractmethod
     def label_names(self, cell: Any) -> Sequence[str]:
-        """Return the labels that the cell of a label column holds, as they are written; none where it is a number or an
-        answer. Raises ValueError with the reason for a cell that no task of this kind can have.
+        """Return the labels in a cell of the label column, as they are written; nothing for numbers and answers.
+
+        Raises ValueError with the reason for a cell that no task of this kind can have.
         """
 
     @abstractmethod
     def label(self, cell: Any, task: Task) -> Any:
-        """Return the label of a cell as `encode` takes it. Raises ValueError with the reason where it is none."""
+        """Return the label of a cell as `encode` takes it. Raises ValueError with the reason if it is not a label."""
 
     def check(self, texts: Sequence[str], cell: Any) -> None:
-        """Raise ValueError with the reason where the texts of a row and its label's cell do not go together."""
+        """Raise ValueError with the reason if the texts of a row do not match the cell of its label."""
         return None
 
     def unlabelled(self, task: Task, texts: tuple[str, ...]) -> Any:
-        """Return what stands for the label of a row that has none."""
+        """Return the placeholder label of a row without one."""
         return math.nan
 
     @abstractmethod
     def told(self, task: Task, predictions: Any) -> Iterable[Any]:
-        """Yield the prediction of each example as a JSON value; null where there is none."""
+        """Yield the prediction of each example as a JSON value; null if it is undefined."""
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
         """Return what always predicting the most frequent label of the training rows scores on `labels`.
 
-        `counts` says how often each label stands in the training rows. None where there is no such prediction.
+        `counts` says how often each label occurs in the training rows. Return None for kinds without such a
+        prediction.
         """
         return None
 
@@ -81,7 +83,7 @@ class Kind(ABC):
         return np.asarray(encoded.targets[rows])
 
     def size(self, encoded: Encoded, rows: np.ndarray) -> int:
-        """Return what the loss of a batch is divided by: how many targets its rows have."""
+        """Return the number of targets of some rows, by which the loss of a batch is divided."""
         return len(rows)
 
     @abstractmethod
@@ -94,7 +96,7 @@ class Kind(ABC):
 
     @abstractmethod
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-        """Return which outcomes a batch gives, and their values; nan where the head's outputs are not finite."""
+        """Return the indices and the values of a batch's outcomes; values are nan where outputs are not finite."""
 
     @abstractmethod
     def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> Any:

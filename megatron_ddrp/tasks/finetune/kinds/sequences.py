@@ -27,7 +27,7 @@ _TOGETHER = 1000
 
 
 class SequenceKind(Kind):
-    """What the three kinds share; a subclass says what the outputs of one row mean."""
+    """Base class of the three kinds; a subclass interprets the outputs of a row."""
 
     head: ClassVar[str] = "sequence"
     usual_columns: ClassVar[Columns] = Columns("text", None, "label")
@@ -115,7 +115,7 @@ class SequenceKind(Kind):
 
 
 class Classification(SequenceKind):
-    """One of several labels."""
+    """Kind that predicts one of several labels."""
 
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return the label."""
@@ -132,7 +132,7 @@ class Classification(SequenceKind):
         return self.score(task.metric, answers, np.full(len(answers), float(most))) or 0.0
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return class numbers, int64 `[rows]`; nan where there are no labels."""
+        """Return class numbers, int64 `[rows]`, or the nan of rows without labels."""
         return labels if np.isnan(labels).any() else labels.astype(np.int64)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Classification(SequenceKind):
 
 
 class MultiLabel(SequenceKind):
-    """Any number of several labels, none included. Files have them as a list, or as text with `|` between them."""
+    """Kind that predicts any number of labels, or none. Files have them as a list, or as text with `|` between them."""
 
     usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
 
@@ -211,7 +211,7 @@ class MultiLabel(SequenceKind):
 
 
 class Regression(SequenceKind):
-    """A number."""
+    """Kind that predicts a number."""
 
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return nothing: a number is no name."""
@@ -275,7 +275,7 @@ def written(cell: Any) -> str:
 
 
 def number_of(name: str, task: Task) -> int:
-    """Return the class number of a label. Raises ValueError where the task has no such label."""
+    """Return the class number of a label. Raises ValueError if the task does not have the label."""
     if name not in task.labels:
         known = ", ".join(task.labels[:20]) + (", …" if len(task.labels) > 20 else "")
         raise ValueError(f"label {name!r} is in no row of the training file; it has {known}")

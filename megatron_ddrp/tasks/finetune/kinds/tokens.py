@@ -38,7 +38,7 @@ class Tags:
     """The tags of all sentences; its length is the number of sentences."""
 
     classes: np.ndarray
-    """Class number of each word, sentence after sentence, float64 `[words]`; nan where there is none."""
+    """Class number of each word, sentence after sentence, float64 `[words]`; nan if undefined."""
     ends: np.ndarray
     """The word behind each sentence's last one, int64 `[sentences]`."""
     labels: tuple[str, ...]
@@ -57,7 +57,10 @@ class Tags:
 
 
 class Tokens(Kind):
-    """One of several labels for each word. An example's texts are the words; its label is their class numbers."""
+    """Kind that predicts one of several labels for each word.
+
+    An example's texts are the words; its label is their class numbers.
+    """
 
     head: ClassVar[str] = "tokens"
     usual_columns: ClassVar[Columns] = Columns("tokens", None, "tags")
