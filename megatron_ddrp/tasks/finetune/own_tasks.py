@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.errors import UserError
@@ -77,7 +76,7 @@ class OwnTasks(Suite):
                     continue
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
                 if files.test is not None and "test" not in data.dev:
-                    output = Path(f"{folder}-test.jsonl")
+                    output = sweep.options.output_dir / "predictions" / f"{folder.name}-test.jsonl"
                     predict_file(folder, files.test, output, sweep.device)
                     lines.append(f"{data.task.name}: predictions for {files.test} are in {output}")
         return lines

@@ -38,8 +38,8 @@ class TaskFiles:
     def called(self) -> str:
         """The task's name, fit for a file name."""
         train = self.train or Path("task")
-        stem = train.name.partition(".")[0]
-        words = self.name or (train.resolve().parent.name if stem.startswith("train") else stem)
+        stem = re.sub(r"[-_]?train$", "", train.name.partition(".")[0])
+        words = self.name or (train.resolve().parent.name if not stem or stem.startswith("train") else stem)
         return re.sub(r"[^\w.-]+", "-", words).strip("-.") or "task"
 
     def require(self) -> None:

@@ -254,7 +254,10 @@ def test_a_mistake_in_the_new_sections_is_one_line(values, write, section, value
 
 
 def test_pairs_that_are_not_there_are_refused_before_anything_runs(values, open_work, tmp_path):
-    with pytest.raises(UserError, match=r"plan\.yaml: minimal_pairs: .*holds no \.jsonl file.*--no-minimal-pairs"):
+    with pytest.raises(
+        UserError,
+        match=r"plan\.yaml: minimal_pairs: .*no such folder; expected a folder of \.jsonl files.*--no-minimal-pairs",
+    ):
         open_work(values | {"minimal_pairs": {"data_dir": str(tmp_path / "nowhere")}})
 
 

@@ -58,7 +58,7 @@ def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, 
         "1": "colour",
         "2": "other",
     }
-    told = [json.loads(line) for line in (out / "models" / f"{folder.name}-test.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (out / "predictions" / f"{folder.name}-test.jsonl").read_text().splitlines()]
     assert [row["id"] for row in told] == list(range(9))
     assert {row["prediction"] for row in told} <= {"animal", "colour", "other"}
 
