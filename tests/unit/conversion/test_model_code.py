@@ -19,13 +19,21 @@ from megatron_ddrp.model.positions import PositionTerms
 from tests.unit.conversion.conftest import READERS, ours, padded_pair_batch, write_checkpoint
 
 ELSEWHERE = """
-import importlib.abc, json, sys
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("megatron_ddrp", "deepspeed"):
-            raise ImportError(f"{name} is not here")
-sys.meta_path.insert(0, Refuse())
+import json, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+class NotInstalled(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in ("megatron_ddrp", "deepspeed")
+        return None if hidden else super().find_spec(name, path, target)
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, NotInstalled]
 import torch
+try:
+    import megatron_ddrp
+except ModuleNotFoundError:
+    pass
+else:
+    sys.exit("megatron_ddrp should not be found")
 from transformers import AutoModel, AutoModelForMaskedLM
 for folder in sys.argv[1:]:
     ids, segments, mask, hidden, logits = torch.load(folder + "/expected.pt")
