@@ -37,7 +37,12 @@ class Plan:
         seeds = list(range(1, options.seeds + 1)) if options.random_init else [None]
         subjects = [subject for folder in dict.fromkeys(options.load) for subject in subjects_of(folder, seeds)]
         self.paradigms = {paradigm.uid: paradigm for paradigm in paradigms}
-        self.subjects = {(subject.fingerprint, subject.seed): subject for subject in subjects}
+        self.subjects: dict[tuple[str, int | None], Subject] = {}
+        self.left_out: list[str] = []
+        for subject in subjects:
+            twin = self.subjects.setdefault((subject.fingerprint, subject.seed), subject)
+            if twin is not subject:
+                self.left_out.append(f"{subject.name}: left out, its weights are those of {twin.name}")
         self.rows: dict[PairJob, int] = {}
         counted: dict[tuple[str, int], list[int]] = {}
         for subject in self.subjects.values():
@@ -171,6 +176,7 @@ def plan_text(plan: Plan, store: PairStore, workers: int) -> str:
         f"{len(missing)} of {len(plan.jobs)} jobs to do, {rows:,} rows"
     ]
     lines += [f"  {subject.name}: {subject.origin}" for subject in plan.subjects.values()]
+    lines += [f"  {sentence}" for sentence in plan.left_out]
     if missing:
         seconds = PairForecast(plan, store, device).total(missing)
         assert seconds is not None  # a guess always knows

@@ -1,6 +1,7 @@
 """The command: what it writes, what it does not do twice, and what it refuses."""
 
 import json
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -63,6 +64,14 @@ def test_results_are_written_and_nothing_is_scored_twice(words, tmp_path, capsys
     assert f"| {checkpoints['ddrp']} |" in text.replace("\\", "")
     assert "| agreement | morphology | 5 |" in text
     assert not find_spec("matplotlib") or (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_folder_with_equal_weights_is_named(words, tmp_path, checkpoints, capsys):
+    copy = shutil.copytree(checkpoints["absolute"], tmp_path / "copy")
+    main([*words, str(copy), "--dry-run"])
+    shown = capsys.readouterr().out
+    assert f"{copy}: left out, its weights are those of {checkpoints['absolute']}" in shown
+    assert "2 encoders x " in shown
 
 
 def test_other_weights_other_sentences_and_another_score_are_other_jobs(words, tmp_path, pairs, tokenizer, capsys):
