@@ -11,14 +11,14 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from megatron_ddrp.config import flag
 from megatron_ddrp.config.reading import Option, options_of
 from megatron_ddrp.config.registry import load_plugin
-from megatron_ddrp.errors import WRONG_ARGUMENTS
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 Section = TypeVar("Section")
 
@@ -126,6 +126,29 @@ def _add_flag(group: Any, name: str, option: Option) -> None:
 def given_options(section: type[Section], parsed: argparse.Namespace) -> Section:
     """Return a dataclass from the flags that were given; the others have their defaults."""
     return section(**{name: getattr(parsed, name) for name in options_of(section) if hasattr(parsed, name)})
+
+
+def parse_sections(
+    parser: ArgumentParser,
+    sections: Sequence[Any],
+    arguments: Sequence[str] | None,
+    check: Callable[[argparse.Namespace], None] = lambda options: None,
+) -> argparse.Namespace:
+    """Return the options of a command line, whose flags are those of some dataclasses and `--plugin`.
+
+    What a dataclass or `check` refuses ends the command as a wrong argument.
+    """
+    add_flags(parser, *sections)
+    add_plugin_flag(parser)
+    given = parser.parse_args(arguments)
+    options = argparse.Namespace()
+    try:
+        for section in sections:
+            vars(options).update(vars(given_options(section, given)))
+        check(options)
+    except UserError as error:
+        parser.error(str(error))
+    return options
 
 
 def _plain_type(hint: Any) -> type:

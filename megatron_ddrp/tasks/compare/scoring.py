@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
 @dataclass(frozen=True)
 class GluePlan:
-    """How `python -m tasks.glue` scores a checkpoint."""
+    """Settings of `python -m tasks.glue` for every checkpoint."""
 
     data_dir: str = option(MISSING, "GLUE's folder")
     tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
@@ -32,7 +32,7 @@ class GluePlan:
 
 @dataclass(frozen=True)
 class MinimalPairsPlan:
-    """How `python -m tasks.minimal_pairs` scores a checkpoint."""
+    """Settings of `python -m tasks.minimal_pairs` for every checkpoint."""
 
     data_dir: str = option(MISSING, "folder of paradigms, one .jsonl each")
     max_pairs: int | None = option(None, "pairs of each paradigm (default: all)", within=COUNT)
@@ -47,17 +47,17 @@ class MinimalPairsPlan:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """How `python -m tasks.finetune` scores a checkpoint on one task."""
+    """Settings of `python -m tasks.finetune` for every checkpoint and one task."""
 
     file: str = option(MISSING, "task file")
     flags: Flags = ()
     """Further flags of `tasks.finetune`."""
     task: TaskFiles = TaskFiles()
-    """What the task file says."""
+    """The content of the task file."""
 
     @property
     def name(self) -> str:
-        """What tables call the task."""
+        """The task's name in tables."""
         return self.task.called
 
     @property

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.runs import GRIDS, grid
 
@@ -84,18 +83,12 @@ def parse_options(
     """Parse and check a command line of these sections; `points` are the grid's."""
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-    add_flags(parser, *sections)
-    add_plugin_flag(parser)
-    given = parser.parse_args(arguments)
-    options = argparse.Namespace()
-    try:
-        for section in sections:
-            vars(options).update(vars(given_options(section, given)))
+
+    def check_all(options: argparse.Namespace) -> None:
         check(options)
         _check_grid(options)
-    except UserError as error:
-        parser.error(str(error))
-    return options
+
+    return parse_sections(parser, sections, arguments, check_all)
 
 
 def require(options: argparse.Namespace, *names: str) -> None:

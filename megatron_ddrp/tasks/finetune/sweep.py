@@ -67,7 +67,7 @@ class Sweep:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process is the one rank that prints and writes."""
+        """True on the one rank that prints and writes."""
         return self.ranks is None or self.ranks.rank == 0
 
     def perform(self, run: Run) -> dict[str, Any]:

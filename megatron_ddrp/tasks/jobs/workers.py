@@ -21,7 +21,7 @@ from megatron_ddrp.tasks.jobs.queue import WAIT
 from megatron_ddrp.tasks.jobs.store import AnyJob, Store
 
 SPAWN: SpawnContext = multiprocessing.get_context("spawn")
-"""How workers are started: CUDA does not survive a fork."""
+"""Start method of the workers: CUDA does not survive a fork."""
 
 
 def device_of(worker: int) -> torch.device:

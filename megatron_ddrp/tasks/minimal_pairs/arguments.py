@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
+from megatron_ddrp.cli import ArgumentParser, parse_sections
 from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.minimal_pairs.results import TIES
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
@@ -88,14 +86,4 @@ class Machine:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
     parser = ArgumentParser(prog="python -m tasks.minimal_pairs", description=DESCRIPTION)
-    sections: tuple[Any, ...] = (What, How, Machine)
-    add_flags(parser, *sections)
-    add_plugin_flag(parser)
-    given = parser.parse_args(arguments)
-    options = argparse.Namespace()
-    try:
-        for section in sections:
-            vars(options).update(vars(given_options(section, given)))
-    except UserError as error:
-        parser.error(str(error))
-    return options
+    return parse_sections(parser, (What, How, Machine), arguments)

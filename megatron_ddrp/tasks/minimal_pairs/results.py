@@ -71,7 +71,7 @@ class Result:
 
     name: str
     cells: dict[str, Cell]
-    """By UID."""
+    """Results by the paradigm's UID."""
 
     @property
     def macro_average(self) -> float:
