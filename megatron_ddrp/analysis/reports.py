@@ -1,4 +1,4 @@
-"""Subcommands of tools/analyze.py. Each measures, prints one line per model, and writes the JSON and the figure."""
+"""Subcommands of `analyze`. Each measures, prints one line per model, and writes the JSON and the figure."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class TextSentences(SentenceBatches):
 
 
 def draw_texts(name: str, count: int, seed: int) -> list[str]:
-    """Draw up to `count` texts of a file, folder or pattern that tools/preprocess_data.py reads, each equally likely.
+    """Draw up to `count` texts of a file, folder or pattern that megatron-ddrp preprocess reads, each equally likely.
 
     Keep at most `count` texts in memory (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for a source with
     fewer than two texts.

@@ -121,7 +121,7 @@ def _space(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--text",
         metavar="FILE",
-        help="texts instead of a dataset, in any format that tools/preprocess_data.py reads (.jsonl: the key text; "
+        help="texts instead of a dataset, in any format that megatron-ddrp preprocess reads (.jsonl: the key text; "
         ".txt: a blank line ends a text); required for encoders with different vocabularies",
     )
     given.add_argument(
@@ -220,7 +220,7 @@ def _add_common(
 
 
 def _add_data_path(parser: argparse._ActionsContainer, required: bool) -> None:
-    prefixes = "dataset prefixes that tools/preprocess_data.py wrote"
+    prefixes = "dataset prefixes that megatron-ddrp preprocess wrote"
     parser.add_argument("--data-path", nargs="+", required=required, metavar="P", help=prefixes)
 
 

@@ -1,6 +1,6 @@
 """Encoders from Hugging Face folders. Code in a folder is never run, even if its config.json asks for it.
 
-Our classes load folders that tools/convert_checkpoint.py wrote; the classes of transformers load all others.
+Our classes load folders that megatron-ddrp convert wrote; the classes of transformers load all others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command line of `python -m tasks.compare`."""
+"""Command line of `megatron-ddrp compare`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints. Ru
 missing: it repeats no finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You
 may change the plan: jobs that it shares with the old plan are not repeated.
 
-  expected time  python -m tasks.compare PLAN.yaml --output-dir OUT --dry-run
-  run it         python -m tasks.compare PLAN.yaml --output-dir OUT
+  expected time  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
+  run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
   own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
 """
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of all flags, in groups."""
-    parser = ArgumentParser(prog="python -m tasks.compare", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan of the comparison")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="folder for all output")
     instead = parser.add_argument_group("values that replace the plan's")

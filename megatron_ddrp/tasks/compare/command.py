@@ -1,4 +1,4 @@
-"""`python -m tasks.compare`: do the missing jobs of a plan and write the page."""
+"""`megatron-ddrp compare`: do the missing jobs of a plan and write the page."""
 
 from __future__ import annotations
 

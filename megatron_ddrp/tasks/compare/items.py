@@ -93,7 +93,7 @@ class Items:
 
 
 def read_right(folder: Path) -> Paradigms:
-    """Return the right and wrong pairs in an output folder of `tasks.minimal_pairs` with one encoder."""
+    """Return the right and wrong pairs in an output folder of `megatron-ddrp minimal-pairs` with one encoder."""
     return {
         row["paradigm"]: cell_of_pairs(row, "strict").right.astype(float) for row in PairStore(folder / SCORES_FILE)
     }

@@ -1,4 +1,4 @@
-"""Jobs that measure checkpoints: GLUE, minimal pairs, other tasks, and analyses by tools/analyze.py."""
+"""Jobs that measure checkpoints: GLUE, minimal pairs, other tasks, and analyses by megatron-ddrp analyze."""
 
 from __future__ import annotations
 

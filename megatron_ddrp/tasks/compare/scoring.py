@@ -75,12 +75,12 @@ class TaskPlan:
 
 
 def read_glue(values: Any, place: Place) -> GluePlan:
-    """Read the section `glue`. Its further keys are flags of `tasks.glue`."""
+    """Read the section `glue`. Its further keys are flags of `megatron-ddrp glue`."""
     return _with_flags(GluePlan, values, place)
 
 
 def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
-    """Read the section `tasks`, a list of entries with a task file and flags of `tasks.finetune`."""
+    """Read the section `tasks`, a list of entries with a task file and flags of `megatron-ddrp finetune`."""
     entries = values if isinstance(values, list) else [values]
     found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
     for number, task in enumerate(found):

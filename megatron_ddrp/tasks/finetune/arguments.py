@@ -1,4 +1,4 @@
-"""Command lines of `python -m tasks.finetune` and `python -m tasks.finetune predict`."""
+"""Command lines of `megatron-ddrp finetune` and `megatron-ddrp finetune predict`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ line per finished run; a restarted command does only the missing runs, and sever
 OUT/table.md has the medians over seeds, OUT/predictions/ the predictions of each run, OUT/models/ the best model as a
 Hugging Face folder.
 
-  one task       python -m tasks.finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
+  one task       megatron-ddrp finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
   check it       … --dry-run                     columns, class counts, score of the most frequent class, hours
-  several        python -m tasks.finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
+  several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
   baseline       … --random-init
-  label a file   python -m tasks.finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
+  label a file   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
 """
 
-PREDICT = """Label a file with a model that tasks.finetune kept. The output has the same rows and a column `prediction`.
+PREDICT = """Label a file with a model that finetune kept. The output has the same rows and a column `prediction`.
 
   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
 """
@@ -86,7 +86,7 @@ class Prediction:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line. The result also has the grid's `points`, the `tasks` and the `suite`."""
-    parser = ArgumentParser(prog="python -m tasks.finetune", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     options = parse_options(parser, (What, TaskFiles, OwnSearch, Training, Machine), _check, arguments)
     options.suite = OwnTasks()
     return options

@@ -1,4 +1,4 @@
-"""`python -m tasks.finetune`: fine-tune encoders on your own tasks, or label a file with a fine-tuned model."""
+"""`megatron-ddrp finetune`: fine-tune encoders on your own tasks, or label a file with a fine-tuned model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suite of `tasks.finetune`: the user's own tasks, whose best models are kept."""
+"""Suite of `megatron-ddrp finetune`: the user's own tasks, whose best models are kept."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class FineTuned(NamedTuple):
 
 
 def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
-    """Load a folder that `tasks.finetune` wrote; `texts` replaces the columns of training.
+    """Load a folder that `megatron-ddrp finetune` wrote; `texts` replaces the columns of training.
 
     Raises:
         UserError: `megatron-ddrp finetune` did not write the folder.

@@ -19,11 +19,11 @@ The command runs every task at every grid point with every seed. OUT/runs.jsonl 
 restarted command does only the missing runs, and several commands may share one OUT. OUT/table.md has the medians over
 seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run.
 
-  first look     python -m tasks.glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
+  first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
   expected time  … --grid paper --dry-run
   all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
-  one big run    torchrun --nproc-per-node 2 -m tasks.glue …     each run data-parallel, with the same scores
-  compare        … --load runs/bert runs/ddrp    or python -m tasks.glue --report OUT1 OUT2 --output-dir BOTH
+  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, with the same scores
+  compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH
 """
 
 
@@ -64,7 +64,7 @@ class What:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line. The result also has the grid's `points` and the `suite`."""
-    parser = ArgumentParser(prog="python -m tasks.glue", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     options = parse_options(parser, (What, Search, Training, Machine), _check, arguments)
     options.suite = Glue()
     return options

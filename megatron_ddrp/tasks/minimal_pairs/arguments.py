@@ -1,4 +1,4 @@
-"""Command line of `python -m tasks.minimal_pairs`."""
+"""Command line of `megatron-ddrp minimal-pairs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pair is right if the good sentence scores higher. OUT/scores.jsonl has one line 
 command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json have
 accuracies, standard errors and paired differences, OUT/heatmap.png shows all paradigms.
 
-  expected time  python -m tasks.minimal_pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
+  expected time  megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
   first look     … --max-pairs 100
   compare        … --load runs/bert runs/ddrp
   baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM
