@@ -1,4 +1,4 @@
-"""Judge what a command does with a damaged file: compare exit code, messages and result with those of the healthy file."""
+"""Judge a command on a damaged file by its exit code, messages and result, compared with those on the healthy file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSED, TOLD, HARMLESS = "refused", "reported", "harmless"
 SILENT, TRACEBACK, HANG, NOISE = "silent", "traceback", "hang", "not one line"
 VERDICTS = {
     REFUSED: "the command ends with exit code 1 or 2 and one line",
-    TOLD: "one line names the damage; the result is right: rebuilt, from the undamaged rest, or from the checkpoint before",
+    TOLD: "one line names the damage; the result is right: rebuilt, from the intact rest, or from an older checkpoint",
     HARMLESS: "the result equals that of the healthy file, bit for bit",
     SILENT: "another result without any message",
     TRACEBACK: "a traceback or a crash",
