@@ -3,8 +3,8 @@
     pip install sentence-transformers datasets accelerate
     python examples/embeddings/train_sentence_encoder.py --load HF_DIR --pairs train.jsonl --output sentence_encoder
 
-Each line of the file is {"sentence1": "…", "sentence2": "…", "score": 4.2}; scores go from 0 to --max-score. The embedding
-of a text is the mean of its last hidden states, and the loss is the squared error of the cosine of the two.
+Each line of the file is {"sentence1": "…", "sentence2": "…", "score": 4.2}; scores go from 0 to --max-score. The
+embedding of a text is the mean of its last hidden states, and the loss is the squared error of the cosine of the two.
 """
 
 from __future__ import annotations
