@@ -13,7 +13,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = option(
         None,
-        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote; several prefixes are blended, each after "
+        "prefix of the .bin/.idx pair that megatron-ddrp preprocess wrote; several prefixes are blended, each after "
         "its WEIGHT (any number above 0), or without weights as one corpus",
         nargs="+",
         metavar="[WEIGHT] P",
