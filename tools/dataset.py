@@ -120,7 +120,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.analysis.figures import COLORS, pyplot, save_figure  # loads torch
+    from megatron_ddrp.plotting import COLORS, pyplot, save_figure
 
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")

@@ -109,7 +109,7 @@ def panels(rows: Rows) -> dict[str, list[Curve]]:
 
 def draw_losses(rows: Rows, beside: dict[str, Rows], unigram: float | None, path: Path) -> None:
     """Draw the masked-LM losses, those of the runs `beside` by name, and below them the curves of `panels`."""
-    from megatron_ddrp.analysis.figures import COLORS, MARKERS, pyplot, save_figure
+    from megatron_ddrp.plotting import COLORS, MARKERS, pyplot, save_figure
 
     plt, lower = pyplot(), panels(rows)
     heights = [3] + [2] * len(lower)
