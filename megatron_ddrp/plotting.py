@@ -85,5 +85,5 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def thousands(value: float) -> str:
-    """Return a number on an axis: 65,000, 312, 5.75, 0.003."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """Return a number on an axis: 65,000, 312, 5.75, −0.003."""
+    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")

@@ -30,7 +30,7 @@ def test_forty_nine_runs_look_different_without_lines() -> None:
 
 
 def test_an_axis_has_the_number_that_is_there() -> None:
-    assert [thousands(x) for x in (65_000.0, 312.0, 62.5, 5.75, 0.003)] == ["65,000", "312", "62.5", "5.75", "0.003"]
+    assert [thousands(x) for x in (65_000.0, 312.0, 62.5, 5.75, -0.003)] == ["65,000", "312", "62.5", "5.75", "−0.003"]
 
 
 def test_a_long_title_keeps_all_its_words() -> None:

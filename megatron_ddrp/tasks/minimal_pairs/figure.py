@@ -45,4 +45,5 @@ def draw(report: Report, path: Path) -> None:
     axes.axvline(len(own) - 0.5, color="black", linewidth=1.2)
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
     bar.set_label("accuracy (white: chance)", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
     save_figure(plt, figure, path)
