@@ -53,7 +53,7 @@ LEARNING = (
     Panel("generator's accuracy [%]", "generator_accuracy", "valid_generator_accuracy", 100),
 )
 """Panels below the loss, where a run logged their numbers."""
-COURSE = (
+SPEED = (
     Panel("learning rate", "lr"),
     Panel("gradient norm", "grad_norm"),
     Panel("tokens per second", "tokens_per_second"),

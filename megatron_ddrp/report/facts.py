@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ddrp.config import Config, load_config
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.report.curves import Rows, series
 from megatron_ddrp.run.log import duration
@@ -16,8 +18,14 @@ def facts(folder: Path, rows: Rows) -> list[tuple[str, str]]:
 
     Without config.json there are only those that the rows tell.
     """
-    config = load_config(folder) if (folder / "config.json").is_file() else None
-    return [*(_of_config(config) if config else ()), *_of_rows(rows, config)]
+    config, settled = None, []
+    if (folder / "config.json").is_file():
+        try:
+            config = load_config(folder)
+            settled = list(_of_config(config))
+        except UserError as error:  # damaged, or with an objective of a plug-in
+            settled = [("model", f"unknown: {error}")]
+    return [*settled, *_of_rows(rows, config)]
 
 
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
@@ -25,9 +33,10 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     model, training = config.model, config.training
     yield "model", f"{model.position_encoding} + {config.objective.objective}"
     heads = f"{model.num_attention_heads} heads"
-    yield "size", f"{model.num_layers} layers x {model.hidden_size}, {heads}, {model.vocab_size:,} pieces"
+    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
+    yield "size", f"{layers} x {model.hidden_size}, {heads}, {model.vocab_size:,} pieces"
     parameters, of_positions = count_parameters(on_meta_device(model, config.objective))
-    yield "parameters", f"{parameters:,}, {of_positions:,} of them of positions"
+    yield "parameters", f"{parameters:,} ({of_positions:,} for positions)"
     tokens = training.global_batch_size * model.seq_length
     yield "batch", f"{training.global_batch_size:,} sequences x {model.seq_length:,} tokens = up to {tokens:,} per step"
     yield "precision", training.precision
@@ -39,15 +48,16 @@ def _of_rows(rows: Rows, config: Config | None) -> Iterator[tuple[str, str]]:
     yield "steps", f"{last:,} of {config.training.train_iters:,}" if config else f"{last:,}"
     tokens = [count for _, count in series(rows, "consumed_tokens")]
     if tokens:
-        yield "tokens seen", f"{tokens[-1]:,}, padding left out"
+        yield "tokens seen, without padding", f"{tokens[-1]:,}"
     seconds = training_seconds(rows)
     if tokens and seconds:
         yield "throughput", f"{tokens[-1] / seconds:,.0f} tokens per second"
     if seconds:
-        yield "training time", f"{duration(seconds)}, validations and checkpoints left out"
+        yield "time per step", f"{statistics.median(time for _, time in series(rows, 'step_time')):.3f} s (median)"
+        yield "time of all steps", duration(seconds)
     memory = [gib for _, gib in series(rows, "peak_memory_gib")]
     if memory:
-        yield "peak memory", f"{max(memory):.2f} GiB on the rank that took the most"
+        yield "peak memory of a rank", f"{max(memory):.2f} GiB"
 
 
 def training_seconds(rows: Rows) -> float:

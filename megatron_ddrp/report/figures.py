@@ -8,11 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.plotting import COLORS, GREY, legend_below, pyplot, run_style, save_figure, short_names, thousands
+from megatron_ddrp.analysis.plotting import (
+    COLORS,
+    GREY,
+    legend_below,
+    pyplot,
+    run_style,
+    save_figure,
+    short_names,
+    thousands,
+)
 from megatron_ddrp.report.curves import (
-    COURSE,
     LEARNING,
     RTD_ACCURACY,
+    SPEED,
     Panel,
     Rows,
     Series,
@@ -46,7 +55,7 @@ def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> 
         axis = figure.add_subplot(grid[1 + number // columns, number % columns])
         _draw_panel(axis, panel, runs, looks)
         if panel.is_noisy and any(len(panel.trained(rows)) > WINDOW for rows in runs.values()):
-            handles[f"mean of {WINDOW} rows"] = plt.Line2D([], [], color=GREY, linewidth=2.5)
+            handles[f"HCD, mean of {WINDOW} rows"] = plt.Line2D([], [], color=GREY, linewidth=2.5)
         if panel == RTD_ACCURACY:
             for level in filter(None, map(majority, runs.values())):
                 (line,) = axis.plot(*zip(*level, strict=True), color=GREY, linestyle=":", linewidth=2)
@@ -55,9 +64,9 @@ def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> 
     save_figure(plt, figure, path)
 
 
-def draw_course(runs: Mapping[str, Rows], path: Path) -> bool:
+def draw_speed(runs: Mapping[str, Rows], path: Path) -> bool:
     """Draw learning rate, gradient norm, speed and memory; return whether any of them was logged."""
-    panels = logged(COURSE, runs)
+    panels = logged(SPEED, runs)
     if not panels:
         return False
     plt, looks = pyplot(), _looks(runs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.plotting import COLORS, pyplot, run_style, save_figure
+from megatron_ddrp.analysis.plotting import COLORS, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,

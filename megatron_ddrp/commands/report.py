@@ -1,0 +1,122 @@
+"""A short report of a run: its facts and curves, fine-tuning scores, the commands that made them, and versions.
+
+    megatron-ddrp report --load runs/ddrp --scores-dir runs/ddrp/glue --output-dir runs/ddrp/report
+    megatron-ddrp report --load runs/tnf --beside runs/bert --output-dir runs/tnf/report
+
+Writes report.md, losses.png (losses, perplexity, accuracies, TCD and HCD) and speed.png (learning rate, gradient norm,
+tokens per second, memory). With --data-path the figure marks the unigram level: the loss of a model that knows how
+often each piece occurs and nothing else. A model with a lower masked-LM loss has learnt from context. The report of an
+ELECTRA run shows the discriminator's accuracy beside the majority: the accuracy of calling every token an original.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.report.curves import LEARNING, LOSS, Rows, logged
+from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
+from megatron_ddrp.tasks.pages import require_packages
+
+LOSSES, SPEED = "losses.png", "speed.png"
+
+
+def read_metrics(folder: Path, flag: str = "--load") -> Rows:
+    """Return the rows of metrics.jsonl. Raises `UserError` where there is none."""
+    path = folder / METRICS
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {flag} takes the --save folder of a pre-training run")
+    rows = read_rows(folder)
+    if not rows:
+        raise UserError(f"{path} is empty: the run has logged nothing yet")
+    if ends_in_half_a_line(folder):
+        say(f"{path}: left out the half line at its end")
+    return rows
+
+
+def read_runs(load: Path, beside: Iterable[Path]) -> dict[Path, Rows]:
+    """Return folder → rows of the run and those beside it. Say which folders are left out, or have no curves."""
+    runs = {load: read_metrics(load)}
+    for folder in beside:
+        if any(folder.resolve() == other.resolve() for other in runs):
+            say(f"--beside {folder}: left out, it is in the report already")
+            continue
+        runs[folder] = read_metrics(folder, "--beside")
+    for folder, rows in runs.items():
+        if not logged([LOSS, *LEARNING], {"": rows}):
+            say(f"{folder / METRICS}: no losses in it; the figure has no curve of this run")
+    return runs
+
+
+def say(line: str) -> None:
+    """Print a notice on standard error."""
+    print(line, file=sys.stderr)
+
+
+def unigram_level(prefix: str) -> float:
+    """Return the entropy in nats of the pieces of a dataset, taken one by one."""
+    counts = np.zeros(0, dtype=np.int64)
+    for tokens in IndexedDataset(prefix).chunks():
+        found = np.bincount(tokens, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises `UserError` where it is empty or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8: damaged; make it again") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty: make it again")
+    return text
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save folder of a pre-training run")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="DIR", help="other runs to draw beside it"
+    )
+    parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
+    parser.add_argument(
+        *("--scores-dir", "--glue-dir"),
+        type=Path,
+        metavar="DIR",
+        help="--output-dir of megatron-ddrp finetune or megatron-ddrp glue (--glue-dir is the older name)",
+    )
+    parser.add_argument("--note", dest="remark", metavar="TEXT", help="a sentence above the scores, in Markdown")
+    parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figures")
+    arguments = parser.parse_args()
+    require_packages("plots", "matplotlib")
+    found = read_runs(arguments.load, arguments.beside)
+    unigram = unigram_level(arguments.data_path) if arguments.data_path else None
+    scores = read_text(arguments.scores_dir / "table.md") if arguments.scores_dir else None
+    commands = read_text(arguments.commands) if arguments.commands else None
+
+    from megatron_ddrp.report.facts import facts  # loads torch
+    from megatron_ddrp.report.figures import draw_losses, draw_speed
+    from megatron_ddrp.report.page import Extras, page
+
+    runs = {str(folder): rows for folder, rows in found.items()}
+    output: Path = arguments.output_dir
+    output.mkdir(parents=True, exist_ok=True)
+    draw_losses(runs, unigram, output / LOSSES)
+    figures = {"Losses and accuracies": LOSSES}
+    if draw_speed(runs, output / SPEED):
+        figures["Learning rate, gradient norm, speed and memory"] = SPEED
+    head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
+    with AtomicFile(output / "report.md") as stream:
+        stream.write(page(runs, head, figures, Extras(unigram, scores, arguments.remark, commands)).encode())
+    print(f"{output / 'report.md'} written")
