@@ -25,18 +25,21 @@ class LayerStates(NamedTuple):
     """`[batch, seq, hidden]`."""
     head_cosine: Tensor | None
     """Scalar, the mean pairwise cosine of the layer's attention logits, summed over the sentences; None for the
-    embeddings, for a model of one head, and where logits are not to be had."""
+    embeddings, for a model of one head, without `with_heads`, and where logits are not to be had."""
 
 
 @torch.no_grad()
-def layer_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
-    """Yield the states of layers 0 to L of an `Encoder`, or of an encoder of transformers."""
-    yield from _own_states(model, batch) if isinstance(model, Encoder) else _foreign_states(model, batch)
+def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[LayerStates]:
+    """Yield the states of layers 0 to L of an `Encoder`, or of an encoder of transformers.
+
+    Without `with_heads` the heads are not compared, which saves their logits.
+    """
+    yield from _own_states(model, batch, with_heads) if isinstance(model, Encoder) else _foreign_states(model, batch)
 
 
-def _own_states(model: Encoder, batch: Batch) -> Iterator[LayerStates]:
+def _own_states(model: Encoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
     num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
-    compared = num_heads if num_heads > 1 else 0
+    compared = num_heads if with_heads and num_heads > 1 else 0
     heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]
     nothing = Draws.none(len(batch.input_ids), num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs.of(batch, nothing._replace(heads=heads)))
