@@ -94,7 +94,8 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
 def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> str | None:
     """Write a fine-tuned model as the Hugging Face folder `folder`, complete or not at all; return its head's kind.
 
-    The kind is a key of `FINE_TUNED`, None where the head is left out. A model with our head on an encoder of transformers is written without the head, which no class of its family has.
+    The kind is a key of `FINE_TUNED`, None where the head is left out: a model with our head on an encoder of
+    transformers is written without the head, which no class of its family has.
     """
     kind = KINDS[task.kind].head
     if isinstance(model, FamilyModel):
