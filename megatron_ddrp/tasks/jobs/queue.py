@@ -12,11 +12,17 @@ WAIT = 0.5
 
 
 def drain(
-    jobs: Sequence[AnyJob], store: Store, perform: Callable[[AnyJob], Row], tell: Callable[[], None] = lambda: None
+    jobs: Sequence[AnyJob],
+    store: Store,
+    perform: Callable[[AnyJob], Row],
+    tell: Callable[[], None] = lambda: None,
+    wait: bool = True,
 ) -> None:
     """Return when the store holds all of `jobs`: do those whose lease is free, wait for those of other processes.
 
-    `perform` does a job and returns its row. `tell` is called whenever the store may hold new rows.
+    Without `wait`, return as soon as other processes hold all the jobs that are missing; the process that appends the
+    last row finds the store complete. `perform` does a job and returns its row. `tell` is called whenever the store may
+    hold new rows.
     """
     while True:
         store.refresh()
@@ -30,4 +36,7 @@ def drain(
                     store.append(perform(job))
                 break
         else:
+            if not wait:
+                store.refresh()  # the last of them may have ended since
+                return
             time.sleep(WAIT)

@@ -49,9 +49,10 @@ def share_out(
     """Start `count` workers and return when the store holds all `jobs`; call `tell` after each look at the store.
 
     Worker n does `work(n, *arguments)`. A worker that was killed does no harm where the others have done its jobs.
+    Jobs may be missing where no worker failed: they left them to other commands.
 
     Raises:
-        UserError: all workers have ended and jobs are missing. A worker's own message is above it.
+        UserError: all workers have ended, one of them failed, and jobs are missing. Its own message is above it.
     """
     plugins = set(PLUGINS.values())
     workers = [
@@ -73,8 +74,8 @@ def share_out(
             worker.join()
     store.refresh()
     tell()
-    if missing := len(store.missing(jobs)):
-        lost = next((worker for worker in workers if worker.exitcode), workers[0])
+    missing, lost = len(store.missing(jobs)), next((worker for worker in workers if worker.exitcode), None)
+    if missing and lost:
         raise UserError(
             f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(jobs)} jobs are "
             "missing; finished jobs are kept, the same command does the others"
