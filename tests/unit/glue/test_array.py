@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_ddrp.tasks.finetune.runs import RunStore
 from megatron_ddrp.tasks.glue.command import main
+from megatron_ddrp.tasks.jobs.queue import drain
+from tests.unit.glue.conftest import finished
 from tests.unit.glue.test_main import arguments, rows
+from tests.unit.glue.test_queue import RUNS
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,20 +68,12 @@ def result(row):
     return json.dumps({key: value for key, value in row.items() if key not in ("seconds", "crc32")}, sort_keys=True)
 
 
-def test_a_command_that_does_not_wait_leaves_what_others_hold(glue_dir, bert_folder, tmp_path, capsys):
-    from megatron_ddrp.tasks.finetune.runs import RunStore
-
-    out = tmp_path / "out"
-    main(arguments(glue_dir, bert_folder, out, "--epochs", "1"))
-    first, second = rows(out)
-    (out / "runs.jsonl").write_text(json.dumps(first) + "\n")
-    for path in out.glob("table.*"):
-        path.unlink()
-    lease = RunStore(out / "runs.jsonl").lease(Path(second["predictions"]).stem)
-    capsys.readouterr()
-    main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--no-wait"))
-    assert f"1 job is being done by other commands on {out}" in capsys.readouterr().out
-    assert rows(out) == [first] and not list(out.glob("table.*"))
+def test_a_command_that_does_not_wait_leaves_what_others_hold(tmp_path):
+    store, held = RunStore(tmp_path / "runs.jsonl"), RUNS[3]
+    lease = store.lease(held.name)
+    assert lease
+    drain(RUNS, store, finished, wait=False)
+    assert store.missing(RUNS) == [held] and len(store.rows) == len(RUNS) - 1
     lease.close()
-    main(arguments(glue_dir, bert_folder, out, "--epochs", "1", "--no-wait"))
-    assert len(rows(out)) == 2 and (out / "table.md").is_file()
+    drain(RUNS, store, finished, wait=False)
+    assert store.missing(RUNS) == []
