@@ -19,6 +19,7 @@ from typing import Any
 
 import megatron_ddrp
 from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
+from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, relative_path
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
@@ -215,6 +216,7 @@ class _Run:
             "skipped": self.result.skipped,
             "dtype": tokenizer.dtype.name,
             "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
+            PATH: relative_path(self._tokenize.path, self._config.prefixes[k]),
             "json_key": self._config.json_keys[k],
             "inputs": self._inputs,
         }

@@ -118,6 +118,8 @@ class ChunkTokenizer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        is_wordpiece = config.tokenizer_type.startswith("BertWordPiece")
+        self.path = str(config.vocab_file if is_wordpiece else config.tokenizer_model)
         self.splitter_name: str | None = None
         self._split: Splitter = lambda text: [text]
         if config.split_sentences:

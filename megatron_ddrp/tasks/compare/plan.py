@@ -90,7 +90,7 @@ class CorpusPlan:
     data_path: tuple[str, ...] = option((), "prefixes of indexed datasets")
     vocab_file: str | None = option(None, "vocabulary")
     vocab_size: int | None = option(None, "pieces of a vocabulary that is built", within="[100, 2147483648)")
-    tokenizer_type: str = option(TOKENIZER.default, "tokenizer", choices=TOKENIZER.rules["choices"])
+    tokenizer_type: str = option("BertWordPieceLowerCase", "tokenizer", choices=TOKENIZER.rules["choices"])
     workers: int = option(1, "processes of tools/preprocess_data.py", within=COUNT)
 
     def __post_init__(self) -> None:
