@@ -16,6 +16,7 @@ from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.parts import joined_inputs, order_of_parts
+from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, recorded_flags, relative_path
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
@@ -54,7 +55,10 @@ def merge(
         for dataset, manifest in zip(datasets, manifests, strict=True):
             _append(output, dataset, manifest or {}, advance)
         known = [manifest for manifest in manifests if manifest is not None]
-        output.publish([merged_manifest(known, datasets, dtype) if len(known) == len(datasets) else None])
+        merged = None
+        if len(known) == len(datasets):
+            merged = merged_manifest(known, datasets, dtype) | _vocabulary(datasets, output_prefix)
+        output.publish([merged])
     return IndexedDataset(output_prefix)
 
 
@@ -70,7 +74,7 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
         digest.update(tokens.data)
         advance(tokens.nbytes)
     for fault in wrong_sums(dataset.prefix, manifest, digest.hexdigest()):
-        raise UserError(f"{fault}; {MEND}, and see where by tools/dataset.py verify")
+        raise UserError(f"{fault}; {MEND}, and see where by megatron-ddrp dataset verify")
 
 
 def merged_manifest(
@@ -79,7 +83,8 @@ def merged_manifest(
     """Return the counts added up, inputs one after another, and every other entry on which all manifests agree."""
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-    merged.pop("partition", None)
+    for key in ("partition", PATH):
+        merged.pop(key, None)
     for key in COUNTS:
         if all(isinstance(manifest.get(key), int) for manifest in manifests):
             merged[key] = sum(manifest[key] for manifest in manifests)
@@ -97,6 +102,13 @@ def merged_manifest(
         "inputs": [file for files in inputs if isinstance(files, list) for file in files],
         "merged": [os.path.basename(dataset.prefix) for dataset in datasets],
     }
+
+
+def _vocabulary(datasets: Sequence[IndexedDataset], output_prefix: str) -> dict[str, str]:
+    """Return the manifest's entry of the vocabulary's path; empty where the datasets name several, or none."""
+    paths = {recorded_flags(dataset.prefix).path for dataset in datasets}
+    path = paths.pop()
+    return {} if paths or path is None else {PATH: relative_path(path, output_prefix)}
 
 
 def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:

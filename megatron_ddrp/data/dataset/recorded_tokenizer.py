@@ -7,9 +7,8 @@ as a whole, and equal runs give equal manifests.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
@@ -28,6 +27,21 @@ class TokenizerFlags(NamedTuple):
     vocab_file: str | None = None
     tokenizer_model: str | None = None
 
+    @property
+    def path_name(self) -> str:
+        """Name of the flag that gives the vocabulary of this type."""
+        is_wordpiece = (self.tokenizer_type or TOKENIZER_TYPES[0]).startswith("BertWordPiece")
+        return "vocab_file" if is_wordpiece else "tokenizer_model"
+
+    @property
+    def path(self) -> str | None:
+        """Vocabulary of this type."""
+        return getattr(self, self.path_name)
+
+    def with_path(self, path: str | None) -> TokenizerFlags:
+        """Return the same type with another vocabulary."""
+        return self._replace(**{self.path_name: path})
+
     def words(self) -> list[str]:
         """Return the flags as the words that one types."""
         return [word for name, value in self._asdict().items() if value for word in (_flag(name), value)]
@@ -38,12 +52,20 @@ def relative_path(path: AnyPath, prefix: AnyPath) -> str:
     return os.path.relpath(os.path.realpath(path), os.path.realpath(dataset_path(prefix, ".json").parent))
 
 
-def recorded_path(prefix: AnyPath, manifest: Mapping[str, Any]) -> Path | None:
-    """Return where the vocabulary of a dataset lay when it was made; None where the manifest does not say."""
-    recorded = manifest.get(PATH)
+def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
+    """Return the flags that the manifest of a dataset names, whether the vocabulary is still there or not.
+
+    Without a manifest, or with one of another writer, all are None.
+    """
+    manifest = read_manifest(prefix) or {}
+    kind, recorded = entry(manifest, "tokenizer").get("type"), manifest.get(PATH)
+    if kind not in TOKENIZER_TYPES:
+        return TokenizerFlags()
     if not isinstance(recorded, str):
-        return None
-    return Path(os.path.relpath(os.path.realpath(dataset_path(prefix, ".json").parent / recorded)))
+        return TokenizerFlags(kind)
+    path = os.path.realpath(dataset_path(prefix, ".json").parent / recorded)
+    here = os.path.relpath(path)
+    return TokenizerFlags(kind).with_path(path if here.startswith(os.pardir) else here)
 
 
 def completed(given: TokenizerFlags, prefixes: Iterable[AnyPath]) -> TokenizerFlags:
@@ -53,22 +75,17 @@ def completed(given: TokenizerFlags, prefixes: Iterable[AnyPath]) -> TokenizerFl
     does not lie where the manifest says.
     """
     for prefix in prefixes:
-        manifest = read_manifest(prefix) or {}
-        kind = entry(manifest, "tokenizer").get("type")
-        if kind in TOKENIZER_TYPES:
-            return _with_recorded(given, kind, recorded_path(prefix, manifest), prefix)
+        recorded = recorded_flags(prefix)
+        if recorded.tokenizer_type is None:
+            continue
+        chosen = given._replace(tokenizer_type=given.tokenizer_type or recorded.tokenizer_type)
+        if chosen.path or recorded.path is None or chosen.tokenizer_type != recorded.tokenizer_type:
+            return chosen
+        if not os.path.exists(recorded.path):
+            made_with = f"{os.fspath(prefix)} was made with {recorded.path}, which is not there any more"
+            raise UserError(f"{made_with}; give {_flag(recorded.path_name)} (a local path)", WRONG_ARGUMENTS)
+        return chosen.with_path(recorded.path)
     return given._replace(tokenizer_type=given.tokenizer_type or TOKENIZER_TYPES[0])
-
-
-def _with_recorded(given: TokenizerFlags, kind: str, path: Path | None, prefix: AnyPath) -> TokenizerFlags:
-    chosen = given._replace(tokenizer_type=given.tokenizer_type or kind)
-    name = "vocab_file" if str(chosen.tokenizer_type).startswith("BertWordPiece") else "tokenizer_model"
-    if path is None or chosen.tokenizer_type != kind or getattr(given, name) is not None:
-        return chosen
-    if not path.exists():
-        made_with = f"{os.fspath(prefix)} was made with {path}, which is not there any more"
-        raise UserError(f"{made_with}; give {_flag(name)} (a local path)", WRONG_ARGUMENTS)
-    return chosen._replace(**{name: os.fspath(path)})
 
 
 def _flag(name: str) -> str:

@@ -15,12 +15,12 @@ def suggest(index: Path) -> str:
     folder, name = index.parent, index.name.removesuffix(".idx")
     if not folder.is_dir():
         return f"there is no folder {folder}; check --data-path"
-    unfinished = [path for path in sorted(folder.glob("*.unfinished")) if name.startswith(path.stem)]
+    unfinished = [path for path in sorted(folder.glob("*.unfinished")) if f"{name}_".startswith(f"{path.stem}_")]
     if unfinished:
         return f"its preprocessing has not ended ({unfinished[0]}): run the same command again, which resumes"
     there = sorted(path.stem for path in folder.glob("*.idx"))
     longer = [other for other in there if other.startswith(f"{name}_")]
-    similar = longer or difflib.get_close_matches(name, there, n=3, cutoff=0.7)
+    similar = longer or difflib.get_close_matches(name, there, n=1, cutoff=0.85)
     if similar:
         return f"did you mean {' or '.join(_prefixes(folder, similar))}?"
     if there:
