@@ -31,6 +31,7 @@ NOT_GIVEN = {
     "absolute_embedding": "as --position-encoding has it",
     "deberta_emd": "as --position-encoding has it",
     "lr_wsd_decay_iters": "the last tenth",
+    "lr_decay_iters": "all of --train-iters",
     "lr_warmup_iters": "as --lr-warmup-fraction has it",
     "num_threads": "torch chooses",
     "index_cache_dir": "beside the data",

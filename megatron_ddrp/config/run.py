@@ -74,9 +74,13 @@ class Config:
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
             refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
-        if decay and warmup + decay > steps:
+        end = optimizer.decay_steps(steps)
+        if optimizer.lr_decay_iters is not None and warmup >= end:
+            refuse(f"--lr-decay-iters {end}: the warm-up alone has {warmup} steps, so give more than those")
+        if decay and warmup + decay > end:
+            limit = "train" if optimizer.lr_decay_iters is None else "lr-decay"
             refuse(
-                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --train-iters {steps}: give "
+                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --{limit}-iters {end}: give "
                 "fewer; for a branch from step N, --train-iters is N + the decay"
             )
 

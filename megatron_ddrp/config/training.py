@@ -85,6 +85,12 @@ class OptimizerConfig:
         "(arXiv:2412.13663) and Ettin (arXiv:2507.11412)",
         choices=("linear", "minus_sqrt"),
     )
+    lr_decay_iters: int | None = option(
+        None,
+        "step at which the decay reaches --min-lr, which later steps keep; --lr-warmup-fraction is a share of it "
+        "(default: --train-iters)",
+        within=COUNT,
+    )
     lr_warmup_fraction: float = option(
         0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
     )
@@ -110,11 +116,15 @@ class OptimizerConfig:
                     "--lr-decay-style wsd"
                 )
 
+    def decay_steps(self, total_steps: int) -> int:
+        """Return the step at which the decay of a run of `total_steps` reaches `min_lr`."""
+        return total_steps if self.lr_decay_iters is None else self.lr_decay_iters
+
     def warmup_steps(self, total_steps: int) -> int:
         """Return the steps of the warm-up of a run of `total_steps`."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
-        return math.ceil(self.lr_warmup_fraction * total_steps)
+        return math.ceil(self.lr_warmup_fraction * self.decay_steps(total_steps))
 
 
 @dataclass(frozen=True)
