@@ -160,7 +160,7 @@ class Config:
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
-    *("bf16", "fp16", "tf32", "compile"),
+    *("bf16", "fp16", "tf32", "compile", "decided_by_deepspeed_config"),
 }
 """Settings of the machine, and of the layout and precision, of which a resumed run has a line of its own."""
 

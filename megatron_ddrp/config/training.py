@@ -144,8 +144,13 @@ class ParallelConfig:
     )
     zero_stage: int = option(1, "what ZeRO shards: 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3))
     deepspeed_config: str | None = option(
-        None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
+        None,
+        "DeepSpeed's JSON; it decides stage, precision, batch sizes, Adam's numbers, clipping and offload where no "
+        "flag and no --config does",
+        metavar="FILE",
     )
+    decided_by_deepspeed_config: tuple[str, ...] = ()
+    """Settings that the file decided, by name: the record of who decided what in config.json."""
     offload_optimizer: str = option(
         "none",
         "where ZeRO keeps the optimizer's state: cpu moves it, and the step, to host memory, where a GPU is too small",
@@ -160,6 +165,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        object.__setattr__(self, "decided_by_deepspeed_config", tuple(self.decided_by_deepspeed_config))
         if self.offload_optimizer != "none" and self.zero_stage == 0:
             refuse("--offload-optimizer cpu with --zero-stage 0: ZeRO moves the state, so use --zero-stage 1 or higher")
         if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
