@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 import types
 import typing
@@ -41,6 +42,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """Name of a flag of other programs, with dashes → what to do instead."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("prog", os.path.basename(sys.argv[0]))
         kwargs.setdefault("formatter_class", HelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)

@@ -184,8 +184,8 @@ def test_what_means_something_else_is_refused(words: str, message: str, capsys: 
 
 def test_all_refused_flags_are_in_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal("--rampup-batch-size 16 8 300 --kv-channels 3 --swiglu --learning-rate 1 --numlayers 3", capsys)
-    assert error.startswith(
-        "pretrain_bert.py: error: unrecognized arguments: --rampup-batch-size 16 8 300 (the batch size is constant: "
+    assert error.partition(": ")[2].startswith(
+        "error: unrecognized arguments: --rampup-batch-size 16 8 300 (the batch size is constant: "
         "give --global-batch-size alone), --swiglu (the gated block here is --ffn geglu), --learning-rate 1 (use "
         "--lr), --numlayers 3 (did you mean --num-layers?), --kv-channels 3 (a head has"
     )
