@@ -202,7 +202,12 @@ def settings(config: Config) -> list[str]:
     for concern, values in config.to_dict().items():
         lines.append(f"{concern}:")
         flags = options_of(concerns()[concern])
-        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in values.items() if name in flags]
+        by_file = dict.fromkeys(config.parallel.decided_by_deepspeed_config, "   (by --deepspeed-config)")
+        lines += [
+            f"  {flag(name)} {setting(name, value, config)}{by_file.get(name, '')}"
+            for name, value in values.items()
+            if name in flags
+        ]
     return [*lines, *(f"--plugin {path}" for path in sorted(set(PLUGINS.values())))]
 
 

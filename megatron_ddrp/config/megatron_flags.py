@@ -229,7 +229,7 @@ REFUSED = {
 
 THEIR_DEFAULTS = {
     "position_encoding": "absolute",
-    "objective": "mlm, with next-sentence prediction beside it",
+    "objective": "mlm, and next-sentence prediction unless --bert-no-binary-head",
     "masking": "ngram",
     "layernorm_position": "pre",
     "layernorm_epsilon": 1e-5,

@@ -69,8 +69,8 @@ def test_a_script_of_79_flags_is_refused_for_one_of_them_with_the_reason(capsys:
         "--num-segments 0"
     )
     assert defaults == (
-        "defaults here that are not Megatron-LM's: --objective mth (there mlm, with next-sentence prediction beside "
-        "it), --masking whole-word (there ngram), --layernorm-position post (there pre)"
+        "defaults here that are not Megatron-LM's: --objective mth (there mlm, and next-sentence prediction unless "
+        "--bert-no-binary-head), --masking whole-word (there ngram), --layernorm-position post (there pre)"
     )
     config = arguments.config
     assert (config.model.position_encoding, config.model.num_segments, config.model.layernorm_epsilon) == (
