@@ -15,11 +15,12 @@ WITHOUT_EFFECT = {
         dataloader-defer-npy-index-mmap no-create-attention-mask-in-dataloader return-data-index
         mid-level-dataset-surplus=""",
     "`--attention-backend` and `--compile` choose the kernels, and none changes a formula": """
-        no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-bias-swiglu-fusion no-rope-fusion
-        no-persist-layer-norm disable-mem-efficient-ln no-gradient-accumulation-fusion gradient-accumulation-fusion
+        no-masked-softmax-fusion no-scaled-masked-softmax-fusion scaled-upper-triang-masked-softmax-fusion
+        no-bias-gelu-fusion no-bias-dropout-fusion no-bias-swiglu-fusion no-rope-fusion no-persist-layer-norm
+        disable-mem-efficient-ln no-gradient-accumulation-fusion gradient-accumulation-fusion
         cross-entropy-loss-fusion cross-entropy-fusion-impl= use-flash-attn use-flash-attn-v1 use-flash-attn-v2
-        use-flash-attn-triton use-flash-attn-builder transformer-impl= use-mcore-models use-legacy-models onnx-safe=
-        ds-fused-adam cpu-torch-adam""",
+        use-flash-attn-triton use-flash-attn-builder transformer-impl= use-mcore-models use-legacy-models
+        onnx-safe= ds-fused-adam cpu-torch-adam""",
     "softmax and loss are computed in fp32 in every precision": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
     "the division by the layer's number was taken back in the softmax": """
         no-query-key-layer-scaling apply-query-key-layer-scaling""",
@@ -33,15 +34,18 @@ WITHOUT_EFFECT = {
         ddp-average-in-collective tp-comm-overlap no-async-tensor-model-parallel-allreduce
         num-layers-per-virtual-pipeline-stage= num-virtual-stages-per-pipeline-rank=
         microbatch-group-size-per-virtual-pipeline-stage= use-tp-pp-dp-mapping nccl-communicator-config-path=
+        pipeline-model-parallel-split-rank= decoder-first-pipeline-num-layers= decoder-last-pipeline-num-layers=
+        enable-zbh1-pipeline enable-zbh1-exact-semantics overlap-p2p-communication-warmup-flush
+        no-clone-scatter-output-in-embedding wgrad-deferral-limit= train-sync-interval=
         num-distributed-optimizer-instances= defer-embedding-wgrad-compute disable-gloo-process-groups
         zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size= zero-allgather-bucket-size=""",
     "it moves memory; `--checkpoint-activations` is the switch here": """
         recompute-activations recompute-method= recompute-num-layers= recompute-modules=* checkpoint-num-layers=
         distribute-saved-activations distribute-checkpointed-activations deepspeed-activation-checkpointing
         partition-activations contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward
-        scattered-embeddings split-transformers memory-centric-tiled-linear tile-factor= empty-unused-memory-level=
-        use-pin-memory manual-gc manual-gc-interval= no-manual-gc-eval optimizer-offload-fraction=
-        overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload""",
+        scattered-embeddings split-transformers memory-centric-tiled-linear tile-factor=
+        empty-unused-memory-level= use-pin-memory manual-gc manual-gc-interval= no-manual-gc-eval
+        optimizer-offload-fraction= overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload""",
     "metrics.jsonl has fixed columns, and TensorBoard has the same": """
         log-params-norm log-num-zeros-in-grad log-throughput log-progress log-energy timing-log-level=
         timing-log-option= no-barrier-with-level-1-timing tensorboard-log-interval= tensorboard-queue-size=
@@ -49,26 +53,29 @@ WITHOUT_EFFECT = {
         log-memory-to-tensorboard log-world-size-to-tensorboard log-loss-scale-to-tensorboard
         no-log-loss-scale-to-tensorboard log-learning-rate-to-tensorboard no-log-learning-rate-to-tensorboard
         no-log-learnig-rate-to-tensorboard log-optimizer-states-to-tensorboard logging-level= enable-one-logger
-        no-one-logger one-logger-project= one-logger-run-name= one-logger-async""",
+        no-one-logger one-logger-project= one-logger-run-name= one-logger-async app-tag-run-name=
+        app-tag-run-version= config-logger-dir=""",
     "wandb reads `WANDB_NAME`, `WANDB_DIR` and `WANDB_ENTITY`": "wandb-exp-name= wandb-save-dir= wandb-entity=",
     "no profile is taken": """
-        profile profile-step-start= profile-step-end= profile-ranks=* use-pytorch-profiler record-memory-history
-        memory-snapshot-path=""",
+        profile profile-steps= profile-step-start= profile-step-end= profile-ranks=* use-pytorch-profiler
+        record-memory-history memory-snapshot-path=""",
     "every step is checked: `--max-skipped-steps`": """
-        no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads
-        check-weight-hash-across-dp-replicas-interval= rerun-mode=""",
+        no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-spiky-loss
+        check-for-large-grads check-weight-hash-across-dp-replicas-interval= rerun-mode=""",
     "checkpoints have one format, every layout reads it, and nothing random is stored": """
-        ckpt-format= use-dist-ckpt dist-ckpt-format= dist-ckpt-strictness= dist-ckpt-workers= auto-detect-ckpt-format
-        ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
+        ckpt-format= use-dist-ckpt dist-ckpt-format= dist-ckpt-strictness= dist-ckpt-workers=
+        auto-detect-ckpt-format ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load
+        ckpt-assume-constant-structure non-persistent-save-interval= non-persistent-ckpt-type=
+        non-persistent-global-ckpt-dir= non-persistent-local-ckpt-dir= non-persistent-local-ckpt-algo=
         async-save use-persistent-ckpt-worker universal-checkpoint no-load-rng no-save-rng""",
     "each rank draws all weights and keeps its part": "no-initialization use-cpu-initialization",
     "a signal saves and stops every run": "exit-signal-handler adlr-autoresume adlr-autoresume-interval=",
-    "the flags of a resumed run decide its schedule": "override-opt-param-scheduler",
+    "the flags of a resumed run decide its schedule": "override-opt-param-scheduler override-lr-scheduler",
     "the vocabulary is padded to a multiple of 128, and the padding is never predicted": """
         make-vocab-size-divisible-by=""",
     "it is for GPT, T5 or retrieval, also in Megatron-LM": """
-        reset-position-ids reset-attention-mask eod-mask-loss merge-file= decoder-num-layers= decoder-seq-length=
-        retriever-seq-length=""",
+        reset-position-ids reset-attention-mask eod-mask-loss merge-file= decoder-num-layers=
+        decoder-seq-length= retriever-seq-length=""",
     "only SGD reads it, which is refused": "sgd-momentum=",
     "there is no test run after the training": "test-data-path=*",
 }
@@ -165,6 +172,7 @@ ASKS_SETTINGS = (
     "max-position-embeddings=",
     "kv-channels=",
     "accumulate-allreduce-grads-in-fp32",
+    "fp32-allreduce",
     "train-samples=",
     "lr-decay-samples=",
     "lr-warmup-samples=",
@@ -184,6 +192,9 @@ REFUSED = {
     "decoupled-lr=": "all parameters share --lr",
     "decoupled-min-lr=": "all parameters share --min-lr",
     "use-checkpoint-opt-param-scheduler": "the flags of a resumed run decide its schedule: repeat those of the run",
+    "use-checkpoint-lr-scheduler": "the flags of a resumed run decide its schedule: repeat those of the run",
+    "no-load-lr-state": "the learning rate is a function of the step: give --lr and its kin",
+    "reset-iteration": "to begin from weights alone, export them and import them: megatron-ddrp convert",
     "use-checkpoint-args": "give --config DIR/config.json, which holds the settings of the run in DIR",
     "exit-on-missing-checkpoint": "a --load folder without a checkpoint starts afresh and says so: leave it out",
     "finetune": "to begin from weights alone, export them and import them: megatron-ddrp convert",
@@ -201,6 +212,8 @@ REFUSED = {
     "add-qkv-bias": "linear maps have biases unless --no-bias is given: leave it out",
     "apply-layernorm-1p": "norms multiply by their weight itself: leave it out, the training is the same",
     "untie-embeddings-and-output-weights": "the output layer shares the token embedding",
+    "rotary-seq-len-interpolation-factor=": "positions are not scaled; see --rope-theta",
+    "use-rope-scaling": "positions are not scaled; see --rope-theta",
     "init-method-xavier-uniform": "weights are drawn from a normal distribution: --init-method-std",
     "data-parallel-random-init": "all ranks begin with the same weights",
     "group-query-attention": "every head has its own keys and values",
@@ -213,6 +226,13 @@ REFUSED = {
     "use-torch-fsdp2": "use --zero-stage 3",
     "use-custom-fsdp": "use --zero-stage 3",
     "use-megatron-fsdp": "use --zero-stage 3",
+    "kd": "nothing is distilled",
+    "mos": "nothing is distilled",
+    "spec=*": "the model is that of --num-layers and its kin",
+    "train-idx-path=": "the order of the samples follows from --seed",
+    "train-doc-idx-path=": "the order of the samples follows from --seed",
+    "train-sample-idx-path=": "the order of the samples follows from --seed",
+    "train-shuffle-idx-path=": "the order of the samples follows from --seed",
     "random-ltd": "no token is dropped from layers",
     "curriculum-learning-legacy": "see --seq-length-phases",
     "data-efficiency-curriculum-learning": "see --seq-length-phases",

@@ -189,6 +189,7 @@ RULES: dict[str, Rule] = {
     "max-position-embeddings": _position_rows,
     "kv-channels": _head_channels,
     "accumulate-allreduce-grads-in-fp32": _fp32_sums,
+    "fp32-allreduce": _fp32_sums,
     "train-samples": _steps_of("--train-iters", math.floor),
     "lr-decay-samples": _steps_of("--lr-decay-iters", round),
     "lr-warmup-samples": _steps_of("--lr-warmup-iters", round),

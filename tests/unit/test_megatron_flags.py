@@ -12,7 +12,10 @@ from megatron_ddrp.arguments import Arguments, build_parser, parse_arguments
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.huggingface_flags import HINTS as HUGGING_FACE
 from megatron_ddrp.config.megatron_flags import ASKS_SETTINGS, BY_VALUE, REFUSED, RENAMED, THEIR_DEFAULTS
+from megatron_ddrp.config.reading import Place
 from megatron_ddrp.config.translation import KINDS, RULES, translate
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.flags import read_flags
 
 SCRIPT = """
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096 --kv-channels 64 --seq-length 512
@@ -228,8 +231,6 @@ def test_help_names_none_of_them() -> None:
 
 
 def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
-    from megatron_ddrp.errors import UserError
-
     path = tmp_path / "run.yaml"
     for text, hint in (
         ("num-workers: 2", "unknown setting 'num-workers'; it is Megatron-LM's and without effect here: leave it out"),
@@ -239,3 +240,5 @@ def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=re.escape(hint)):
             read(f"--config {path}")
+    with pytest.raises(UserError, match="plan.yaml: unknown setting 'learning_rate'; use --lr"):
+        read_flags({"learning_rate": 1}, Place("plan.yaml"))
