@@ -12,6 +12,7 @@
 # On other machines tensor x pipeline x data is the number of GPUs; DRY_RUN=1 says what does not fit. With more
 # memory take a larger --micro-batch-size, with less --checkpoint-activations.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 48 --hidden-size 2560 --num-attention-heads 40 --seq-length 512 --layernorm-position pre

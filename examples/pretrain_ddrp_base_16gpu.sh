@@ -12,6 +12,7 @@
 # The host file has a line `name slots=8` a machine. Started on the first of them; docs/launching.md has the rest.
 # LAUNCHER takes another command than DeepSpeed's to start pretrain_bert.py: pretrain_ddrp_base_slurm.sh sets it.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOSTFILE=${HOSTFILE:-examples/hostfile_2x8}

@@ -7,6 +7,7 @@
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_ddrp_small_cpu.sh [more flags]
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128

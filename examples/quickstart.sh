@@ -13,6 +13,7 @@
 # To go on after a kill, run the same command again: finished stages are not repeated. A stage is repeated, with all
 # that follow it, when its command line or your corpus has changed.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT=${OUT:-quickstart}

@@ -14,6 +14,7 @@
 # seconds, then twice as long, up to ten minutes; a new checkpoint sets both back. Ranks that outlive their launcher have
 # GRACE seconds to save.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 
 save='' load=''
 for ((i = 1; i <= $#; i++)); do

@@ -3,8 +3,8 @@
     python -m tests.endurance.docker_steps [--arg TORCH_INDEX= …]
 
 Runs every RUN line with the shell, on a copy of the files that .dockerignore lets through, with the values of ARG.
-Lines that need an image's root (`apt-get`, `useradd`) are named and left out. Then the entry point prints its version and
-preprocesses a text as a user would, in an empty folder.
+Lines that need an image's root (`apt-get`, `useradd`) are named and left out. Then the entry point prints its version
+and preprocesses a text as a user would, in an empty folder.
 """
 
 from __future__ import annotations

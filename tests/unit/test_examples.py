@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,21 @@ def test_a_recipe_says_what_it_needs_and_gives(path: Path) -> None:
     for word in ("hardware", "time", "result"):
         assert f"#   {word}" in head, f"{path.name} does not say its {word} on top"
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_help_shows_the_recipes_head_and_starts_nothing(path: Path, tmp_path: Path) -> None:
+    """`sed` is the only program that it finds."""
+    (tmp_path / "sed").symlink_to(shutil.which("sed") or "sed")
+    command = [shutil.which("bash") or "bash", str(path)]
+    shown = [
+        subprocess.run([*command, word], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+        for word in ("-h", "--help")
+    ]
+    assert shown[0].stdout == shown[1].stdout and shown[0].stderr == ""
+    head = path.read_text(encoding="utf-8").split("set -euo pipefail")[0].splitlines()
+    words = [line.removeprefix("#").removeprefix(" ") for line in head[1:] if not line.startswith("#SBATCH")]
+    assert shown[0].stdout.splitlines() == words
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
