@@ -75,8 +75,10 @@ def share_out(
     tell()
     if missing := len(store.missing(jobs)):
         lost = next((worker for worker in workers if worker.exitcode), workers[0])
+        killed = lost.exitcode == -signal.SIGKILL
+        why = ": the system kills for want of memory, which fewer --workers need less of" if killed else ""
         raise UserError(
-            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(jobs)} jobs are "
+            f"{lost.name} of {count} ended with exit code {lost.exitcode}{why} and {missing} of {len(jobs)} jobs are "
             "missing; finished jobs are kept, the same command does the others"
         )
 
