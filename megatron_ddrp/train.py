@@ -29,7 +29,7 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host
 from megatron_ddrp.run import stopping
-from megatron_ddrp.run.device import check_device, choices
+from megatron_ddrp.run.device import check_device, choices, unused_devices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
@@ -81,7 +81,7 @@ def train(config: Config) -> int:
         own = (*verified, *corpus.remarks, *(home.remarks if home else ()), *precision_remarks(config, ranks.device))
         remarks = remarks_of_ranks(own)
         first_lines = introduction(config, ranks, corpus, loader, sizes)
-        for line in (*remarks, first_lines, *about_optimizer, *about(notes, corpus)):
+        for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
         run = Run(config, ranks, engine, log, folder, home, notes)

@@ -8,6 +8,8 @@ from megatron_ddrp.memory import Memory, by_zero_stage
 from megatron_ddrp.model import on_meta_device
 
 GIB = 2**30
+WORTH_IT = 0.9
+"""Share of the memory below which another ZeRO stage is worth a word."""
 
 
 def need_less_memory(config: Config, world_size: int, device_type: str) -> str:
@@ -38,7 +40,7 @@ def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str
         found.append(_instead("micro_batch_size", training.micro_batch_size // 2, training.micro_batch_size))
     if not parallel.checkpoint_activations:
         found.append(flag("checkpoint_activations"))
-    lower = [stage for stage in needs if needs[stage].total < needs[parallel.zero_stage].total]
+    lower = [stage for stage in needs if needs[stage].total < WORTH_IT * needs[parallel.zero_stage].total]
     if lower:
         found.append(_instead("zero_stage", min(lower), parallel.zero_stage))
     if device_type == "cuda" and parallel.zero_stage > 0 and parallel.offload_optimizer == "none":
