@@ -17,17 +17,18 @@ from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import Place, load_yaml, options_of, read_settings
 
 DESCRIPTION = """\
-Pre-train a BERT-class encoder. Start it with `deepspeed pretrain_bert.py …` (one or many ranks), `torchrun` or plain
-`python` (one rank). The defaults are the base model and hyper-parameters of "Better Pre-Training by Reducing
-Representation Confusion" (appendix A)."""
+Pre-train a BERT-class encoder. `megatron-ddrp pretrain …` is one process; `deepspeed --module megatron_ddrp pretrain …`
+uses every GPU of this machine, or of the machines in a --hostfile. In a checkout `deepspeed pretrain_bert.py …` does
+the same. The defaults are the base model and hyper-parameters of "Better Pre-Training by Reducing Representation
+Confusion" (appendix A)."""
 
 EPILOG = """\
 example:
-  deepspeed pretrain_bert.py --data-path corpus_text_document --vocab-file vocab.txt --save run --load run \\
+  megatron-ddrp pretrain --data-path corpus_text_document --vocab-file vocab.txt --save run --load run \\
       --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 \\
       --train-iters 5000 --lr 1e-3
 
-The same command with --load run goes on where it stopped. --dry-run shows what a run would be and touches nothing."""
+The same command with --load run resumes where it stopped. --dry-run shows what a run would be and touches nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
 def build_parser() -> ArgumentParser:
     """Return the parser: one argument group per dataclass, one flag per field made by `option`."""
     parser = ArgumentParser(
-        prog="pretrain_bert.py",
-        usage="deepspeed pretrain_bert.py --data-path P --vocab-file FILE [flags]",
+        usage="megatron-ddrp pretrain --data-path P --vocab-file FILE [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
         argument_default=argparse.SUPPRESS,

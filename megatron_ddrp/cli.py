@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 import types
 import typing
@@ -37,6 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with one-line errors, no abbreviations, and `--a_b` read as `--a-b`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("prog", os.path.basename(sys.argv[0]))
         kwargs.setdefault("formatter_class", HelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)

@@ -59,7 +59,7 @@ class Corpus:
         data, lengths = config.data, [phase.seq_length for phase in config.phases]
         if data.data_path is data.train_data_path is data.valid_data_path is None:
             raise UserError(
-                "--data-path is missing: give the prefix that tools/preprocess_data.py wrote", WRONG_ARGUMENTS
+                "--data-path is missing: give the prefix that megatron-ddrp preprocess wrote", WRONG_ARGUMENTS
             )
         prefixes = dataset_prefixes(config)
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)

@@ -1,88 +1,12 @@
 #!/usr/bin/env python
-"""Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits.
-
-From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin) and tokenizer
-becomes a folder that pretrain_bert.py --load resumes from, with the command that this one prints. Families: BERT,
-RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT and our own exports. A
-name on the hub works if huggingface_hub is installed and there is a network. Code in a folder is never run.
-
-    python tools/convert_checkpoint.py --from-hf FacebookAI/roberta-base --output start
-    python tools/convert_checkpoint.py --from-hf electra-base-discriminator --generator electra-base-generator \\
-        --output start
-
-To Hugging Face (--load): a model that transformers has an equal for leaves as that one, by default as the family that
-it came from. Every other model brings its own small model files, which transformers runs only when asked to by
-trust_remote_code=True. DeBERTa's enhanced mask decoder goes into the masked-LM model alone.
-
-    python tools/convert_checkpoint.py --load checkpoints/base --output hf/base
-    python tools/convert_checkpoint.py --load checkpoints/base/iter_0100000 --output hf/base-100k
-
-Both say what was loaded, left out and initialised.
-"""
-
-from __future__ import annotations
+"""Run `megatron-ddrp convert` from a checkout."""
 
 import os
-import signal
 import sys
-from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError, run_command
-
-TERMINATED = 143
-
-
-def build_parser() -> ArgumentParser:
-    """Return the parser of the command's flags, grouped by concern."""
-    parser = ArgumentParser(description=__doc__)
-    source = parser.add_argument_group("input, one of").add_mutually_exclusive_group(required=True)
-    saved = "a folder that pretrain_bert.py --save wrote (its newest checkpoint), or one DIR/iter_N in it"
-    source.add_argument("--load", type=Path, metavar="DIR", help=saved)
-    foreign = "a Hugging Face folder, or a name on the hub: config.json, weights and tokenizer"
-    source.add_argument("--from-hf", type=Path, metavar="HF_DIR", help=foreign)
-    more = parser.add_argument_group("beside the input")
-    joined = "with --from-hf of an ELECTRA discriminator: the folder of its generator (default: a new one is drawn)"
-    more.add_argument("--generator", type=Path, metavar="HF_DIR", help=joined)
-    leaving = "with --load: the kind of folder, such as roberta, or megatron_ddrp, ours (default: as the model is)"
-    more.add_argument("--family", metavar="MODEL_TYPE", help=leaving)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder to write: weights, configuration and tokenizer, as a Hugging Face folder for --load and as a "
-        "checkpoint for --from-hf",
-    )
-    replaced = "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
-    output.add_argument("--overwrite", action="store_true", help=replaced)
-    add_plugin_flag(parser.add_argument_group("plug-ins"))
-    return parser
-
-
-def main() -> None:
-    arguments = build_parser().parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
-    for name, other in (("generator", "from_hf"), ("family", "load")):
-        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
-            message = f"--{name} needs --{other.replace('_', '-')}: leave it out"
-            raise UserError(message, WRONG_ARGUMENTS)
-    if arguments.from_hf:
-        from megatron_ddrp.conversion.from_huggingface import import_folder
-
-        imported = import_folder(arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator)
-        print(imported.summary(), flush=True)
-        if imported.warning:
-            print(f"convert_checkpoint.py: warning: {imported.warning}", file=sys.stderr)
-    else:
-        from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
-        exported = export_checkpoint(arguments.load, arguments.output, arguments.overwrite, arguments.family)
-        print(exported.summary())
-
+from megatron_ddrp.__main__ import run
 
 if __name__ == "__main__":
-    run_command(main)
+    run("convert")

@@ -1,4 +1,4 @@
-"""Subcommands of tools/analyze.py: each measures, prints a line per model, and writes the JSON and the figure."""
+"""Subcommands of megatron-ddrp analyze: each measures, prints a line per model, and writes the JSON and the figure."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class TextSentences(SentenceBatches):
 
 
 def draw_texts(name: str, count: int, seed: int) -> list[str]:
-    """Return up to `count` texts of a file, folder or pattern that tools/preprocess_data.py reads, drawn evenly.
+    """Return up to `count` texts of a file, folder or pattern that megatron-ddrp preprocess reads, drawn evenly.
 
     Holds no more than `count` of them at a time (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for a
     source of fewer than two texts.

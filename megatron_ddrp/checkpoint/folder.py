@@ -131,7 +131,7 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
     is_foreign = load and any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin"))
     if load and not candidates(load).paths and is_foreign:
         raise UserError(
-            f"--load {load} is a Hugging Face folder: import it, python tools/convert_checkpoint.py "
+            f"--load {load} is a Hugging Face folder: import it, megatron-ddrp convert "
             f"--from-hf {load} --output START, and give --load START"
         )
     if save and holds_run(save) and not (load and load.resolve() == save.resolve()):

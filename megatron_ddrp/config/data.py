@@ -13,7 +13,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = option(
         None,
-        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote; several are blended: all with a WEIGHT in "
+        "prefix of the .bin/.idx pair that megatron-ddrp preprocess wrote; several are blended: all with a WEIGHT in "
         "front (any number above 0), or none, which is all of them as one corpus",
         nargs="+",
         metavar="[WEIGHT] P",

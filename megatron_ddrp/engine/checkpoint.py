@@ -253,7 +253,7 @@ def _check_optimizer(path: Path, state: dict[str, Any], config: Config) -> None:
     if theirs != ours:
         raise UserError(
             f"--load {path}: its optimizer state is of --optimizer {theirs}, this is {ours}: give the same, or export "
-            "the weights alone by tools/convert_checkpoint.py and start from them"
+            "the weights alone by megatron-ddrp convert and start from them"
         )
 
 

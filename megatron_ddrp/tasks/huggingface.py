@@ -1,6 +1,6 @@
 """Encoders out of Hugging Face folders: as data. No code of a folder is run, whatever it asks for.
 
-Folders that tools/convert_checkpoint.py wrote are loaded by our own classes, others by those of transformers itself.
+Folders that megatron-ddrp convert wrote are loaded by our own classes, others by those of transformers itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`python -m tasks.compare`: do what a plan asks for, as far as it is not done, and write the page."""
+"""Run `megatron-ddrp compare` from a checkout: `python -m tasks.compare`."""
 
-from megatron_ddrp.errors import run_command
-from megatron_ddrp.tasks.compare.command import main
+from megatron_ddrp.__main__ import run
 
 if __name__ == "__main__":
-    run_command(main, "tasks.compare")
+    run("compare", "python -m tasks.compare")

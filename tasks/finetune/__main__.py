@@ -1,7 +1,6 @@
-"""`python -m tasks.finetune`: fine-tune encoders on tasks of your own, and label files with them."""
+"""Run `megatron-ddrp finetune` from a checkout: `python -m tasks.finetune`."""
 
-from megatron_ddrp.run.launch import run_rank
-from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.__main__ import run
 
 if __name__ == "__main__":
-    run_rank(main, "tasks.finetune")
+    run("finetune", "python -m tasks.finetune")

@@ -1,7 +1,6 @@
-"""`python -m tasks.glue`: fine-tune encoders on GLUE over a grid and seeds, and print the medians."""
+"""Run `megatron-ddrp glue` from a checkout: `python -m tasks.glue`."""
 
-from megatron_ddrp.run.launch import run_rank
-from megatron_ddrp.tasks.glue.command import main
+from megatron_ddrp.__main__ import run
 
 if __name__ == "__main__":
-    run_rank(main, "tasks.glue")
+    run("glue", "python -m tasks.glue")

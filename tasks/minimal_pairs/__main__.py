@@ -1,7 +1,6 @@
-"""`python -m tasks.minimal_pairs`: score encoders on minimal pairs, without fine-tuning, and print the accuracies."""
+"""Run `megatron-ddrp minimal-pairs` from a checkout: `python -m tasks.minimal_pairs`."""
 
-from megatron_ddrp.errors import run_command
-from megatron_ddrp.tasks.minimal_pairs.command import main
+from megatron_ddrp.__main__ import run
 
 if __name__ == "__main__":
-    run_command(main, "tasks.minimal_pairs")
+    run("minimal-pairs", "python -m tasks.minimal_pairs")

@@ -144,7 +144,8 @@ def test_a_missing_yaml_is_refused(tmp_path):
         (["stray"], "unrecognized arguments: stray"),
     ],
 )
-def test_mistakes_in_flags_end_in_one_line_and_exit_code_2(words, message, capsys):
+def test_mistakes_in_flags_end_in_one_line_and_exit_code_2(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_bert.py"])
     with pytest.raises(SystemExit) as end:
         parse_arguments(words)
     captured = capsys.readouterr()

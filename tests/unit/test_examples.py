@@ -154,13 +154,13 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     done = run_script(ROOT / "examples" / "compare.sh", environment, str(plan), *flags)
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
-    trainings = [line for line in commands if " pretrain_bert.py " in line]
+    trainings = [line for line in commands if " megatron-ddrp pretrain " in line or " megatron_ddrp pretrain " in line]
     assert len(trainings) == {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "measures": 20, "paper": 38}[plan.stem]
     assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
     assert not (tmp_path / "out").exists()
     for line in {re.sub(r"--(seed|save|load) \S+", "", line) for line in trainings}:
         words = shlex.split(line)
-        words = words[words.index("pretrain_bert.py") + 1 :]
+        words = words[words.index("pretrain") + 1 :]
         assert parse_arguments(words).config.training.train_iters > 1
 
 

@@ -207,7 +207,7 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
 def _damaged(dataset: IndexedDataset, document: int) -> UserError:
     return UserError(
         f"{dataset.prefix}.idx: damaged near document {document}: changed since the sample index was made; "
-        f"{MEND}, and see all of it by tools/dataset.py verify"
+        f"{MEND}, and see all of it by megatron-ddrp dataset verify"
     )
 
 

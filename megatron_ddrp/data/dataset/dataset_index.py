@@ -59,7 +59,7 @@ def file_size(path: Path) -> int:
         reason = "not a file"
     except OSError as error:
         reason = str(error.strerror)
-    hint = "expected PREFIX.bin and PREFIX.idx as tools/preprocess_data.py writes them; check --data-path"
+    hint = "expected PREFIX.bin and PREFIX.idx as megatron-ddrp preprocess writes them; check --data-path"
     raise UserError(f"{path}: {reason}; {hint}")
 
 

@@ -70,7 +70,7 @@ class IndexedDataset(DatasetIndex):
         if rest or not 0 <= begin <= begin + size or pointer + size * self.dtype.itemsize != end:
             raise UserError(
                 f"{self.prefix}.idx: sequence {index} has {size} tokens from byte {pointer} of a .bin with "
-                f"{len(self._tokens)} tokens: damaged; {MEND}, and see all of it by tools/dataset.py verify"
+                f"{len(self._tokens)} tokens: damaged; {MEND}, and see all of it by megatron-ddrp dataset verify"
             )
         return begin, begin + size
 
@@ -93,7 +93,7 @@ class IndexedDataset(DatasetIndex):
         """Read the whole index. Raises `UserError` for the first fault in it."""
         path = dataset_path(self.prefix, ".idx")
         for fault in index_faults(DatasetIndex(path)):  # a map of its own, whose pages are given back
-            raise UserError(f"{path}: {fault}: damaged; {MEND}, and see all of it by tools/dataset.py verify")
+            raise UserError(f"{path}: {fault}: damaged; {MEND}, and see all of it by megatron-ddrp dataset verify")
 
     def chunks(self) -> Iterator[np.ndarray]:
         """Yield copies of all tokens in file order, at most `CHUNK_TOKENS` at a time."""

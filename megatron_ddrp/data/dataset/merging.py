@@ -63,7 +63,7 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
         digest.update(tokens.data)
         advance(tokens.nbytes)
     for fault in wrong_sums(dataset.prefix, manifest, digest.hexdigest()):
-        raise UserError(f"{fault}; {MEND}, and see where by tools/dataset.py verify")
+        raise UserError(f"{fault}; {MEND}, and see where by megatron-ddrp dataset verify")
 
 
 def merged_manifest(

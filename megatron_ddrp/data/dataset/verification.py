@@ -99,7 +99,7 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
         if found != expected:
             raise UserError(
                 f"{path}: SHA-256 {found[:12]}…, but {manifest_path} says {str(expected)[:12]}…: damaged, or "
-                f"changed since preprocessing; {MEND}; tools/dataset.py verify tells more"
+                f"changed since preprocessing; {MEND}; megatron-ddrp dataset verify tells more"
             )
 
 

@@ -17,7 +17,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """Settings of `tools/preprocess_data.py`."""
+    """Settings of `megatron-ddrp preprocess`."""
 
     input: tuple[str, ...]
     """Files, folders and patterns of documents (see inputs.py and documents.py); `-` is standard input."""

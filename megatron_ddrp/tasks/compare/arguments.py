@@ -1,4 +1,4 @@
-"""The command line of `python -m tasks.compare`."""
+"""The command line of `megatron-ddrp compare`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ finished job, OUT/logs/ what each job printed, OUT/courses/ the checkpoints. Giv
 is missing: nothing finished is repeated, a half-trained run resumes from its checkpoint. Several commands may share
 one OUT, and a plan may be changed: what it shares with the old one is taken over.
 
-  what it costs  python -m tasks.compare PLAN.yaml --output-dir OUT --dry-run
-  do it          python -m tasks.compare PLAN.yaml --output-dir OUT
+  what it costs  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
+  do it          megatron-ddrp compare PLAN.yaml --output-dir OUT
   own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
 """
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of all flags, by concern."""
-    parser = ArgumentParser(prog="python -m tasks.compare", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="what is compared")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="for everything that is made")
     instead = parser.add_argument_group("instead of the plan's own")

@@ -1,4 +1,4 @@
-"""`python -m tasks.compare`: do what a plan asks for, as far as it is not done, and write the page."""
+"""`megatron-ddrp compare`: do what a plan asks for, as far as it is not done, and write the page."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
         vocab_file = str(folder / "vocab.txt")
         case = ("--cased",) if corpus.tokenizer_type == "BertWordPieceCase" else ()
         command = (
-            *("python", "tools/train_tokenizer.py", "--input", *corpus.input),
+            *("megatron-ddrp", "train-tokenizer", "--input", *corpus.input),
             *("--vocab-size", str(corpus.vocab_size), "--output", vocab_file, "--overwrite", *case),
         )
         title = f"vocabulary of {corpus.vocab_size:,} pieces"
         jobs.append(Job("vocabulary", f"vocabulary-{key}", title, command, Path(vocab_file)))
     prefix = folder / "corpus"
     command = (
-        *("python", "tools/preprocess_data.py", "--input", *corpus.input, "--output-prefix", str(prefix)),
+        *("megatron-ddrp", "preprocess", "--input", *corpus.input, "--output-prefix", str(prefix)),
         *("--vocab-file", vocab_file, "--tokenizer-type", corpus.tokenizer_type),
         *("--workers", str(corpus.workers), "--overwrite"),
     )

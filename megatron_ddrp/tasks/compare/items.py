@@ -93,7 +93,7 @@ class Items:
 
 
 def read_right(folder: Path) -> Paradigms:
-    """Return which pairs were right in an output folder of `tasks.minimal_pairs`, which holds one encoder."""
+    """Return which pairs were right in an output folder of `megatron-ddrp minimal-pairs`, which holds one encoder."""
     return {
         row["paradigm"]: cell_of_pairs(row, "strict").right.astype(float) for row in PairStore(folder / SCORES_FILE)
     }

@@ -32,7 +32,7 @@ class Job:
     name: str
     title: str
     command: tuple[str, ...]
-    """What to start, as one would type it in the repository's folder."""
+    """What to start, as one would type it."""
     output: Path
     """The file or folder that it makes."""
     needs: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ def digest(facts: Any) -> str:
 
 def open_store(folder: Path) -> Store:
     """Open the finished jobs of an output folder."""
-    return Store(folder / "jobs.jsonl", lambda row: row["job"], "a job finished by tasks.compare")
+    return Store(folder / "jobs.jsonl", lambda row: row["job"], "a job finished by megatron-ddrp compare")
 
 
 def log_file(folder: Path, job: Job) -> Path:

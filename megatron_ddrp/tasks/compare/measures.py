@@ -1,4 +1,4 @@
-"""Measures of the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by tools/analyze.py."""
+"""Measures of the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by megatron-ddrp analyze."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], fold
     title = f"{run.job.title}, step {step:,}"
     output = folder / f"{run.folder.name}-{step}-{digest(facts)}"
     command = (
-        *("python", "-m", "tasks.glue", "--tasks", *glue.tasks, "--data-dir", glue.data_dir),
+        *("megatron-ddrp", "glue", "--tasks", *glue.tasks, "--data-dir", glue.data_dir),
         *("--load", str(run.checkpoint(step)), "--output-dir", str(output), *words(glue.flags)),
     )
     name = job_name("glue", title, [facts, glue.tasks, data])
@@ -80,7 +80,7 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
         name = job_name("minimal-pairs", run.job.title, [run.job.name, run.steps, _flag_facts(pairs.flags), data])
         output = folder / "minimal-pairs" / name.removeprefix("minimal-pairs-")
         command = (
-            *("python", "-m", "tasks.minimal_pairs", "--data-dir", pairs.data_dir),
+            *("megatron-ddrp", "minimal-pairs", "--data-dir", pairs.data_dir),
             *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(pairs.flags), *share),
         )
         job = Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
@@ -108,7 +108,7 @@ def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Pat
     name = job_name("finetune", title, [run.job.name, run.steps, facts])
     output = folder / name.removeprefix("finetune-")
     command = (
-        *("python", "-m", "tasks.finetune", "--task-file", task.file, "--no-keep-models"),
+        *("megatron-ddrp", "finetune", "--task-file", task.file, "--no-keep-models"),
         *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(task.flags)),
     )
     return Job("finetune", name, title, command, output / "table.json", (run.job.name,), float(task.epochs))
@@ -134,7 +134,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
             name = job_name(kind, run.job.title, [run.job.name, sentences])
             output = folder / "analyses" / f"{name}{end}"
             command = (
-                *("python", "tools/analyze.py", kind, "--load", str(run.folder), "--data-path", *prefixes),
+                *("megatron-ddrp", "analyze", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
             )
             work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
@@ -154,7 +154,7 @@ def throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measur
     name = job_name("throughput", title, [needs, lengths])
     output = folder / "analyses" / f"{name}.json"
     command = (
-        *("python", "tools/analyze.py", "throughput", "--load", *(str(run.folder) for run in timed)),
+        *("megatron-ddrp", "analyze", "throughput", "--load", *(str(run.folder) for run in timed)),
         *("--lengths", *map(str, lengths), "--output", str(output)),
     )
     job = Job("throughput", name, title, command, output, needs, float(len(timed)))

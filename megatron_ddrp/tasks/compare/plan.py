@@ -91,7 +91,7 @@ class CorpusPlan:
     vocab_file: str | None = option(None, "vocabulary")
     vocab_size: int | None = option(None, "pieces of a vocabulary that is built", within="[100, 2147483648)")
     tokenizer_type: str = option(TOKENIZER.default, "tokenizer", choices=TOKENIZER.rules["choices"])
-    workers: int = option(1, "processes of tools/preprocess_data.py", within=COUNT)
+    workers: int = option(1, "processes of megatron-ddrp preprocess", within=COUNT)
 
     def __post_init__(self) -> None:
         if bool(self.input) == bool(self.data_path):
@@ -165,7 +165,7 @@ class Plan:
     half_budget: tuple[str, ...] = option((), "models that are also trained at half of the budget", distinct=True)
     alphas: Alphas = option(Alphas(), "the grid of MTH's weights")
     checkpoints: int = option(4, "checkpoints of each run", within=COUNT)
-    launcher: str = option("python", "what starts pretrain_bert.py")
+    launcher: str = option("python", "what starts the processes of pre-training")
     workers: int = option(1, "jobs at once", within=COUNT)
     expected: Expected = option(Expected(), "times, for the forecast")
     file: Path = Path()

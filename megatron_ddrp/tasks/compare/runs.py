@@ -155,9 +155,17 @@ def _plan_run(plan: Plan, corpus: CorpusFiles, folder: Path, arm: Arm, schedule:
     name = job_name(kind, f"{arm.label} {seed}", [_facts(config), corpus.key])
     output = folder / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
-    command = (*plan.launcher.split(), "pretrain_bert.py", *words((settings | places).items()))
+    command = (*_start(plan.launcher), *words((settings | places).items()))
     needs = tuple(job.name for job in corpus.jobs)
     return TrainingRun(arm, seed, config, Job(kind, name, f"{arm.label}, seed {seed}", command, output, needs, steps))
+
+
+def _start(launcher: str) -> tuple[str, ...]:
+    """Return the words that start pre-training under a launcher."""
+    program, *flags = launcher.split()
+    if program == "python":
+        return "megatron-ddrp", "pretrain"
+    return program, *flags, "--module" if program == "deepspeed" else "-m", "megatron_ddrp", "pretrain"
 
 
 def _facts(config: Config) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
 @dataclass(frozen=True)
 class GluePlan:
-    """Settings of `python -m tasks.glue` for every checkpoint."""
+    """Settings of `megatron-ddrp glue` for every checkpoint."""
 
     data_dir: str = option(MISSING, "GLUE's folder")
     tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
@@ -27,12 +27,12 @@ class GluePlan:
         (), "models of which every checkpoint is scored (figure 3b)", distinct=True
     )
     flags: Flags = ()
-    """Further flags of `tasks.glue`."""
+    """Further flags of `megatron-ddrp glue`."""
 
 
 @dataclass(frozen=True)
 class MinimalPairsPlan:
-    """Settings of `python -m tasks.minimal_pairs` for every checkpoint."""
+    """Settings of `megatron-ddrp minimal-pairs` for every checkpoint."""
 
     data_dir: str = option(MISSING, "folder of paradigms, one .jsonl each")
     max_pairs: int | None = option(None, "pairs of each paradigm (default: all)", within=COUNT)
@@ -40,18 +40,18 @@ class MinimalPairsPlan:
 
     @property
     def flags(self) -> Flags:
-        """Further flags of `tasks.minimal_pairs`."""
+        """Further flags of `megatron-ddrp minimal-pairs`."""
         given = (("max_pairs", self.max_pairs), ("score", self.score))
         return tuple((name, value) for name, value in given if value is not None)
 
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """Settings of `python -m tasks.finetune` for every checkpoint and one task."""
+    """Settings of `megatron-ddrp finetune` for every checkpoint and one task."""
 
     file: str = option(MISSING, "task file")
     flags: Flags = ()
-    """Further flags of `tasks.finetune`."""
+    """Further flags of `megatron-ddrp finetune`."""
     task: TaskFiles = TaskFiles()
     """The content of the task file."""
 
@@ -75,12 +75,12 @@ class TaskPlan:
 
 
 def read_glue(values: Any, place: Place) -> GluePlan:
-    """Read the section `glue`, whose further keys are flags of `tasks.glue`."""
+    """Read the section `glue`, whose further keys are flags of `megatron-ddrp glue`."""
     return _with_flags(GluePlan, values, place)
 
 
 def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
-    """Read the section `tasks`, a list whose entries hold a task file and flags of `tasks.finetune`."""
+    """Read the section `tasks`, a list whose entries hold a task file and flags of `megatron-ddrp finetune`."""
     entries = values if isinstance(values, list) else [values]
     found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
     for number, task in enumerate(found):

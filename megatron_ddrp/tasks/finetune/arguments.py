@@ -1,8 +1,9 @@
-"""The command lines of `python -m tasks.finetune` and of its `predict`."""
+"""The command lines of `megatron-ddrp finetune` and of its `predict`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -21,16 +22,16 @@ with the same names. Every task is run at every grid point with every seed. OUT/
 run; a restarted command does what is missing, and several commands may share one OUT. OUT/table.md holds the medians
 over the seeds, OUT/predictions/ what each run predicted, OUT/models/ the best model as a Hugging Face folder.
 
-  one task       python -m tasks.finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
+  one task       megatron-ddrp finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
   what is in it  … --dry-run                     columns, class counts, the majority's score, hours
-  several        python -m tasks.finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
+  several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
   baseline       … --random-init
-  use it         python -m tasks.finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
+  use it         megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
 """
 
-PREDICT = """Label a file with a model that tasks.finetune kept: the same rows in order, with a column `prediction`.
+PREDICT = """Label a file with a model that finetune kept: the same rows in order, with a column `prediction`.
 
-  python -m tasks.finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
+  megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
 """
 
 
@@ -84,7 +85,7 @@ class Prediction:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line; `points` are the grid's, `tasks` those of the files and flags."""
-    parser = ArgumentParser(prog="python -m tasks.finetune", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     options = parse_options(parser, (What, TaskFiles, OwnSearch, Training, Machine), _check, arguments)
     options.suite = OwnTasks()
     return options
@@ -103,7 +104,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def parse_prediction(arguments: Sequence[str]) -> Prediction:
     """Parse the command line of `predict`."""
-    parser = ArgumentParser(prog="python -m tasks.finetune predict", description=PREDICT)
+    parser = ArgumentParser(prog=f"{Path(sys.argv[0]).name} predict", description=PREDICT)
     add_flags(parser, Prediction)
     add_plugin_flag(parser)
     return given_options(Prediction, parser.parse_args(arguments))

@@ -1,4 +1,4 @@
-"""`python -m tasks.finetune`: fine-tune encoders on tasks of one's own, or label a file with a fine-tuned one."""
+"""`megatron-ddrp finetune`: fine-tune encoders on tasks of one's own, or label a file with a fine-tuned one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tasks.finetune` as a suite: tasks of one's own, whose best models are kept."""
+"""`megatron-ddrp finetune` as a suite: tasks of one's own, whose best models are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_KEPT = "its runs diverged, or were done with --no-keep-models (delete their 
 class OwnTasks(Suite):
     """The tasks of a command line, from their files."""
 
-    program = "tasks.finetune"
+    program = "megatron-ddrp finetune"
     title = "Fine-tuning scores"
     about = (
         "Median over seeds of the last epoch's score on the validation rows at the best grid point, x 100. A score "

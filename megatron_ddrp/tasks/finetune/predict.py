@@ -1,4 +1,4 @@
-"""`python -m tasks.finetune predict`: label a file with a fine-tuned model, in constant memory."""
+"""`megatron-ddrp finetune predict`: label a file with a fine-tuned model, in constant memory."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class FineTuned(NamedTuple):
 
 
 def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
-    """Load a folder that `tasks.finetune` wrote; `texts` replace the columns that it was trained on.
+    """Load a folder that `megatron-ddrp finetune` wrote; `texts` replace the columns that it was trained on.
 
     Raises:
-        UserError: `tasks.finetune` did not write the folder.
+        UserError: `megatron-ddrp finetune` did not write the folder.
     """
     facts = kept(folder)
     if facts is None or facts.get("columns") is None:
-        raise UserError(f"--load {folder}: no fine-tuned model of tasks.finetune; expected a folder OUT/models/TASK-…")
+        raise UserError(f"--load {folder}: not a model that finetune kept; expected a folder OUT/models/TASK-…")
     config = read_config_file(folder)
     trained = Columns(*facts["columns"])
     task, head = Task.of(facts["task"]), f"For{FINE_TUNED[KINDS[facts['task']['kind']].head]}"

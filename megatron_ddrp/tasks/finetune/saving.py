@@ -1,7 +1,7 @@
 """The fine-tuned model of a task's best run, kept as a Hugging Face folder.
 
-config.json says under "finetuned" what `tasks.finetune predict` needs to know: the task, its columns, the length of a
-row, and which run it was. Of the runs of one encoder on one task the best one so far has its model on the disk: the one
+config.json holds under "finetuned" what `megatron-ddrp finetune predict` needs: the task, its columns, the length of a
+row and the run. Of the runs of one encoder on one task the best one so far has its model on the disk: the one
 with the highest score, of equals the one whose name comes first.
 """
 

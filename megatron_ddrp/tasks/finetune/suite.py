@@ -1,4 +1,4 @@
-"""A suite of tasks, as `tasks.glue` and `tasks.finetune` are two: where its data come from and what its page shows."""
+"""A suite of tasks, such as those of `glue` and of `finetune`: the source of its data and the content of its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of `python -m tasks.glue`."""
+"""The command line of `megatron-ddrp glue`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Every task is run at every grid point with every seed. OUT/runs.jsonl holds one 
 command does what is missing, and several commands may share one OUT. OUT/table.md holds the medians over the
 seeds, OUT/table.json the same for programs, OUT/predictions/ what each run predicted.
 
-  first look     python -m tasks.glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
+  first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
   what it costs  … --grid paper --dry-run
   all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
-  one big run    torchrun --nproc-per-node 2 -m tasks.glue …     each run data-parallel, the same scores
-  compare        … --load runs/bert runs/ddrp    or python -m tasks.glue --report OUT1 OUT2 --output-dir BOTH
+  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, the same scores
+  compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH
 """
 
 
@@ -64,7 +64,7 @@ class What:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line; `points` are the grid's."""
-    parser = ArgumentParser(prog="python -m tasks.glue", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     options = parse_options(parser, (What, Search, Training, Machine), _check, arguments)
     options.suite = Glue()
     return options

@@ -1,4 +1,4 @@
-"""`python -m tasks.glue`: fine-tune encoders on GLUE over a grid and seeds, and print the medians."""
+"""`megatron-ddrp glue`: fine-tune encoders on GLUE over a grid and seeds, and print the medians."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Glue(Suite):
     the official one. Every encoder has the same head, so that encoders compare by what pre-training gave them.
     """
 
-    program = "tasks.glue"
+    program = "megatron-ddrp glue"
     title = "GLUE development scores"
     about = (
         "Median over seeds of the last epoch's score at the best grid point, x 100. Matthews' correlation for CoLA, "

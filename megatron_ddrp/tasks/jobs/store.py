@@ -2,9 +2,9 @@
 
 A line is on the disk before anybody counts it as done. Half a line, which a kill while writing leaves, counts as none.
 Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier versions have
-none. `tasks.glue` keeps its runs in such a file, `tasks.compare` its jobs. A job belongs to the process that holds its
-lease. Who takes a lease looks into the store once more, and writes the finished job there before letting go, so that
-no job is ever done twice.
+none. `megatron-ddrp glue` keeps its runs in such a file, `megatron-ddrp compare` its jobs. A job belongs to the process
+that holds its lease. The holder reads the store once more before it starts, and writes the finished job there before it
+releases the lease, so that no job is done twice.
 """
 
 from __future__ import annotations

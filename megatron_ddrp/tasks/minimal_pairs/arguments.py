@@ -1,4 +1,4 @@
-"""The command line of `python -m tasks.minimal_pairs`."""
+"""The command line of `megatron-ddrp minimal-pairs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ right where the good sentence scores higher. OUT/scores.jsonl holds one line per
 command does what is missing, and several commands may share one OUT. OUT/table.md and OUT/results.json hold
 accuracies, standard errors and paired differences, OUT/heatmap.png all paradigms.
 
-  what it costs  python -m tasks.minimal_pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
+  what it costs  megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
   a first look   … --max-pairs 100
   compare        … --load runs/bert runs/ddrp
   baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM
@@ -85,5 +85,5 @@ class Machine:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = ArgumentParser(prog="python -m tasks.minimal_pairs", description=DESCRIPTION)
+    parser = ArgumentParser(description=DESCRIPTION)
     return parse_sections(parser, (What, How, Machine), arguments)

@@ -1,4 +1,4 @@
-"""`python -m tasks.minimal_pairs`: score encoders on minimal pairs, without fine-tuning, and print the accuracies."""
+"""`megatron-ddrp minimal-pairs`: score encoders on minimal pairs, without fine-tuning, and print the accuracies."""
 
 from __future__ import annotations
 

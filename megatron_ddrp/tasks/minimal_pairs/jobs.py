@@ -49,7 +49,7 @@ class PairStore(Store):
 
     def __init__(self, path: Path):
         """Read the finished lines. Raises `UserError` for a damaged one."""
-        super().__init__(path, lambda row: PairJob.of_row(row).name, "written by tasks.minimal_pairs", _checked)
+        super().__init__(path, lambda row: PairJob.of_row(row).name, "written by megatron-ddrp minimal-pairs", _checked)
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:

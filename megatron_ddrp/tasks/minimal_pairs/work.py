@@ -130,7 +130,7 @@ def run_here(options: argparse.Namespace) -> None:
             bar.update(done.value - bar.n)
 
         if workers > 1:
-            share_out(work, given, workers, plan.jobs, store, tell, "tasks.minimal_pairs")
+            share_out(work, given, workers, plan.jobs, store, tell, "megatron-ddrp minimal-pairs")
         else:
             work(0, *given, bar)
     store.refresh()

@@ -41,15 +41,15 @@ NEWEST = f"run/iter_{SAVED:07d}"
 RUN_READERS = (
     "training",
     "convert --load",
-    "tasks.glue --load",
-    "analyze.py attention-maps",
-    "analyze.py self-similarity",
-    "analyze.py notes",
+    "glue --load",
+    "analyze attention-maps",
+    "analyze self-similarity",
+    "analyze notes",
 )
-EXPORT_READERS = ("tasks.glue --load, our export", "analyze.py, our export")
-BERT_READERS = ("convert --from-hf", "tasks.glue --load, a BERT", "analyze.py, a BERT")
-DATA_CHECKS = ("training --verify-data", "dataset.py verify")
-DATA_READERS = ("dataset.py inspect", "dataset.py merge", "analyze.py attention-maps", "training_report.py")
+EXPORT_READERS = ("glue --load, our export", "analyze, our export")
+BERT_READERS = ("convert --from-hf", "glue --load, a BERT", "analyze, a BERT")
+DATA_CHECKS = ("training --verify-data", "dataset verify")
+DATA_READERS = ("dataset inspect", "dataset merge", "analyze attention-maps", "report")
 
 
 class Kind(NamedTuple):
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
 SAVED_FILES = (
     ("checkpoint: weights", "weights-*", RUN_READERS),
     ("checkpoint: optimizer", "optimizer-*", ("training", "convert --load")),
-    ("checkpoint: notes", "beside-*", ("training", "convert --load", "analyze.py notes")),
+    ("checkpoint: notes", "beside-*", ("training", "convert --load", "analyze notes")),
 )
 KINDS = (
     Kind("dataset: .bin", "data/corpus*.bin", BYTES, DATA_CHECKS, other="data/other_text_document.bin"),
@@ -108,33 +108,33 @@ KINDS = (
         RUN_READERS,
         (Path(NEWEST).name,),
     ),
-    Kind("run: config.json", "run/config.json", ANY_JSON, ("training", "convert --load", "tasks.glue --load")),
+    Kind("run: config.json", "run/config.json", ANY_JSON, ("training", "convert --load", "glue --load")),
     Kind(
         "run: tokenizer",
         "run/tokenizer/*",
         BYTES | TEXT,
-        (*RUN_READERS[:4], "analyze.py notes"),
+        (*RUN_READERS[:4], "analyze notes"),
         ("tokenizer",),
     ),
     Kind(
         "run: metrics.jsonl",
         "run/metrics.jsonl",
         VALID_OR_NOT | {"truncated": cut_row, "wrong type": wrong_row},
-        ("training", "training_report.py"),
+        ("training", "report"),
         loses=True,
     ),
     Kind(
         "GLUE: runs.jsonl",
         "glue/runs.jsonl",
         ANY_JSON,
-        ("tasks.glue, resumed", "tasks.glue --report"),
+        ("glue, resumed", "glue --report"),
         loses=True,
     ),
     Kind(
         "GLUE: predictions",
         "glue/predictions/*",
         BYTES | TEXT,
-        ("tasks.glue --report",),
+        ("glue --report",),
         other="glue/predictions/*",
         loses=True,
     ),
@@ -142,7 +142,7 @@ KINDS = (
         "GLUE: table.md",
         "glue/table.md",
         TEXT | {name: STRUCTURE[name] for name in ("deleted", "empty", "a folder instead")},
-        ("training_report.py",),
+        ("report",),
     ),
     Kind("our export: weights", "export/*.safetensors", BYTES, EXPORT_READERS, other="other_export/*.safetensors"),
     Kind("our export: weights", "plain/*.safetensors", BYTES, ("convert --from-hf, our export",)),
@@ -178,13 +178,13 @@ KINDS = (
         VALID_OR_NOT | {"wrong type": wrong_type},
         BERT_READERS,
     ),
-    Kind("unfinished dataset", "again.unfinished/job.json", ANY_JSON, ("preprocess_data.py, resumed",), ("again.un",)),
-    Kind("unfinished dataset", "again.unfinished/0.*", BYTES, ("preprocess_data.py, resumed",), ("again.un",)),
+    Kind("unfinished dataset", "again.unfinished/job.json", ANY_JSON, ("preprocess, resumed",), ("again.un",)),
+    Kind("unfinished dataset", "again.unfinished/0.*", BYTES, ("preprocess, resumed",), ("again.un",)),
     Kind(
         "vocabulary",
         "vocab.txt",
         BYTES | TEXT,
-        ("training", "dataset.py inspect", "dataset.py verify"),
+        ("training", "dataset inspect", "dataset verify"),
         ("tokenizer",),
         other="bert/tokenizer_config.json",
     ),

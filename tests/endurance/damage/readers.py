@@ -53,7 +53,7 @@ class Reader(NamedTuple):
     @property
     def checks(self) -> bool:
         """Whether it is there to find damage: silence about it is wrong even if nothing else is."""
-        return self.name == "dataset.py verify"
+        return self.name == "dataset verify"
 
 
 def _analysis(name: str, command: str, folder: str) -> Reader:
@@ -82,37 +82,37 @@ READERS = {
         Reader("convert --load", ("tools/convert_checkpoint.py", "--load", "run", "--output", "out"), ("out/**/*",)),
         _import("convert --from-hf", "bert"),
         _import("convert --from-hf, our export", "plain"),
-        _glue("tasks.glue --load", "run"),
-        _glue("tasks.glue --load, our export", "export"),
-        _glue("tasks.glue --load, a BERT", "bert"),
-        Reader("tasks.glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/table.*",)),
+        _glue("glue --load", "run"),
+        _glue("glue --load, our export", "export"),
+        _glue("glue --load, a BERT", "bert"),
+        Reader("glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/table.*",)),
         Reader(
-            "tasks.glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)
+            "glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)
         ),
-        _analysis("analyze.py attention-maps", "attention-maps", "run"),
-        _analysis("analyze.py self-similarity", "self-similarity", "run"),
-        _analysis("analyze.py, our export", "attention-maps", "export"),
-        _analysis("analyze.py, a BERT", "self-similarity", "bert"),
+        _analysis("analyze attention-maps", "attention-maps", "run"),
+        _analysis("analyze self-similarity", "self-similarity", "run"),
+        _analysis("analyze, our export", "attention-maps", "export"),
+        _analysis("analyze, a BERT", "self-similarity", "bert"),
         Reader(
-            "analyze.py notes",
+            "analyze notes",
             ("tools/analyze.py", "notes", "--load", "run", "--data-path", DATASET, "--output", "out.json"),
             ("out.json",),
         ),
         Reader(
-            "training_report.py",
+            "report",
             ("tools/training_report.py", "--load", "run", "--data-path", DATASET)
             + ("--scores-dir", "glue", "--output-dir", "out"),
             ("out/report.md",),
         ),
-        Reader("dataset.py inspect", ("tools/dataset.py", "inspect", DATASET, "--vocab-file", "vocab.txt"), ()),
-        Reader("dataset.py verify", ("tools/dataset.py", "verify", DATASET, "--vocab-file", "vocab.txt"), ()),
+        Reader("dataset inspect", ("tools/dataset.py", "inspect", DATASET, "--vocab-file", "vocab.txt"), ()),
+        Reader("dataset verify", ("tools/dataset.py", "verify", DATASET, "--vocab-file", "vocab.txt"), ()),
         Reader(
-            "dataset.py merge",
+            "dataset merge",
             ("tools/dataset.py", "merge", "--output-prefix", "out/all", "data/other_text_document", DATASET),
             ("out/all.bin", "out/all.idx"),
         ),
         Reader(
-            "preprocess_data.py, resumed",
+            "preprocess, resumed",
             ("tools/preprocess_data.py", "--input", "{home}/texts.jsonl", *PREPROCESS),
             ("again_text_document.*",),
         ),

@@ -47,9 +47,9 @@ def make_sample(folder: Path) -> Path:
         _run(folder, "tools/convert_checkpoint.py", "--load", run, "--output", export)
     shutil.rmtree(folder / "absolute")
     _run(folder, "-m", "tests.endurance.damage.foreign_bert", "vocab.txt", "bert")
-    _run(folder, *READERS["tasks.glue, resumed"].words)
+    _run(folder, *READERS["glue, resumed"].words)
     _stop_clocks(folder)
-    preprocess = [word.format(home=folder) for word in READERS["preprocess_data.py, resumed"].words]
+    preprocess = [word.format(home=folder) for word in READERS["preprocess, resumed"].words]
     _run(folder, *preprocess, stop_after=3, exit_code=143)
     return folder
 

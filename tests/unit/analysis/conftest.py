@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.commands import analyze
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.model import build_model
-from tools import analyze
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 24, "init_method_std": 0.3}
 

@@ -162,5 +162,5 @@ def test_other_outputs_and_folders_are_refused(run_folder, analyze_main, tmp_pat
 
 
 def test_help_needs_no_torch():
-    code = "import sys\nfrom tools import analyze\nanalyze.build_parser()\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom megatron_ddrp.commands.analyze import *\nbuild_parser()\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

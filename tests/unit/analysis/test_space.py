@@ -10,13 +10,13 @@ from megatron_ddrp.analysis.models import Snapshot
 from megatron_ddrp.analysis.sentences import TextSentences, draw_texts
 from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.space import effective_rank, isoscore, measure_space
+from megatron_ddrp.commands import analyze
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
 from tests.reference import space
 from tests.unit.model.tiny import encode, tiny_batch, tiny_model
-from tools import analyze
 
 CLS, SEP = 9, 10
 BATCHES = ((7, 4, 5), (6, 3))

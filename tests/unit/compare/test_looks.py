@@ -53,7 +53,7 @@ def test_space_looks_into_every_run_of_the_full_budget(work):
     full = [run for run in work.runs if not run.arm.half]
     assert [measure.run for measure in jobs(work, "space")] == full
     command = jobs(work, "space")[0].job.command
-    assert command[:5] == ("python", "tools/analyze.py", "space", "--load", str(full[0].folder))
+    assert command[:5] == ("megatron-ddrp", "analyze", "space", "--load", str(full[0].folder))
     assert command[command.index("--sentences") + 1] == "10"
 
 

@@ -111,7 +111,7 @@ def test_names_tell_facts_apart():
 def test_a_foreign_line_in_the_store_is_named(folder):
     folder.mkdir()
     (folder / "jobs.jsonl").write_text('{"run": 1}\n')
-    with pytest.raises(UserError, match=r"jobs\.jsonl, line 1: not a job finished by tasks\.compare"):
+    with pytest.raises(UserError, match=r"jobs\.jsonl, line 1: not a job finished by megatron-ddrp compare"):
         open_store(folder)
 
 

@@ -165,7 +165,7 @@ def test_local_layers_and_the_thetas_of_rotations_travel(tmp_path, tokenizer, of
 
 
 def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, monkeypatch, capsys):
-    from tools.convert_checkpoint import main
+    from megatron_ddrp.commands.convert import main
 
     path = plugin(PLUGIN)
     load = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="slopes")

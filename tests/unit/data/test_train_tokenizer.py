@@ -107,9 +107,15 @@ def test_the_command_that_it_prints_makes_a_dataset_without_a_warning(corpus, tm
     words = ("--input", tmp_path / "in put.jsonl", "--json-keys", "body", "--vocab-size", 120)
     done = run(*words, "--output", tmp_path / "v.txt", *flags)
     assert done.returncode == 0, done.stderr
-    python, *command = shlex.split(done.stdout.split("next: ")[1])
-    assert python == "python" and command[command.index("--tokenizer-type") + 1] == kind
-    made = subprocess.run([sys.executable, *command], cwd=TOOL.parents[1], capture_output=True, text=True, timeout=60)
+    program, *command = shlex.split(done.stdout.split("next: ")[1])
+    assert program == "megatron-ddrp" and command[command.index("--tokenizer-type") + 1] == kind
+    made = subprocess.run(
+        [sys.executable, "-m", "megatron_ddrp", *command],
+        cwd=TOOL.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (made.returncode, made.stderr) == (0, "") and (tmp_path / "corpus_body_document.idx").exists()
 
 

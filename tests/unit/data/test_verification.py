@@ -112,7 +112,7 @@ def test_sums_are_compared_with_the_manifest(tmp_path):
         whole = path.read_bytes()
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(
-            UserError, match=rf"^{path}: SHA-256 .* {prefix}.json says .* tools/dataset.py verify tells more$"
+            UserError, match=rf"^{path}: SHA-256 .* {prefix}.json says .* megatron-ddrp dataset verify tells more$"
         ) as caught:
             check_sums(prefix)
         assert caught.value.exit_code == 1

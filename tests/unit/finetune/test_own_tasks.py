@@ -190,7 +190,7 @@ def test_wrong_arguments_exit_with_2(line, message, tmp_path, capsys):
 
 def test_predict_refuses_what_it_cannot_do(topics, bert_folder, tmp_path):
     base = ["predict", "--input", str(topics / "new.jsonl")]
-    with pytest.raises(UserError, match=r"no fine-tuned model of tasks\.finetune"):
+    with pytest.raises(UserError, match=r"not a model that finetune kept"):
         main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.jsonl")])
     with pytest.raises(UserError, match=r"expected a name that ends in \.jsonl, \.csv, \.tsv"):
         main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.txt")])

@@ -75,8 +75,8 @@ def test_a_change_that_keeps_the_score_is_noticed_by_the_sum(out, capsys):
         ("dev\t3\t0\t1\n", "", "holds 3 rows of dev, runs.jsonl says 4|gives dev a matthews"),
         ("dev\t2", "other\t0", "holds predictions for dev, other|stands where"),
         ("\tprediction\t", "\tguess\t", "its first line is"),
-        ("dev\t0\t0\t0", "dev\t0\tx\t0", "no predictions of tasks.glue"),
-        ("dev\t0\t0\t0", "dev\t0", "no predictions of tasks.glue"),
+        ("dev\t0\t0\t0", "dev\t0\tx\t0", "no predictions of megatron-ddrp glue"),
+        ("dev\t0\t0\t0", "dev\t0", "no predictions of megatron-ddrp glue"),
     ],
 )
 def test_damaged_predictions_are_named(out, old, new, reason):

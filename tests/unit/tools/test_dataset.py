@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.commands import dataset as tool
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import run_command
-from tools import dataset as tool
 
 TOOL = Path(tool.__file__)
 SHARED_ASSETS = Path(__file__).parents[4] / "shared" / "data" / "small_assets.tar.xz"

@@ -5,9 +5,18 @@ import math
 
 import pytest
 
+from megatron_ddrp.commands.report import (
+    draw_losses,
+    main,
+    panels,
+    read_metrics,
+    read_text,
+    report,
+    series,
+    unigram_level,
+)
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
-from tools.training_report import draw_losses, main, panels, read_metrics, read_text, report, series, unigram_level
 
 ROWS = [
     {"iteration": 1, "loss": 9.5, "lm_loss": 9.0, "tcd_loss": 0.5, "hcd_loss": 0.1, "step_time": 0.2},

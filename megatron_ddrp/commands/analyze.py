@@ -1,11 +1,11 @@
 """Look inside pre-trained models: what the paper's figures 2, 3a and 4 and its Algorithm 1 show, for your runs.
 
-    python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
-    python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png
-    python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
-    python tools/analyze.py space --load runs/mlm runs/mth some_encoder --text sentences.txt --output space.png
-    python tools/analyze.py throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
-    python tools/analyze.py notes --load run --data-path corpus_text_document
+    megatron-ddrp analyze self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
+    megatron-ddrp analyze attention-maps --load run --data-path corpus_text_document --output maps.png
+    megatron-ddrp analyze triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
+    megatron-ddrp analyze space --load runs/mlm runs/mth some_encoder --text sentences.txt --output space.png
+    megatron-ddrp analyze throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
+    megatron-ddrp analyze notes --load run --data-path corpus_text_document
 
 Figures have the numbers beside them as JSON; `analyze.py COMMAND --help` tells more.
 """
@@ -80,7 +80,7 @@ def _similarity(parser: argparse.ArgumentParser) -> None:
     cosine of the last hidden states of a sentence, and of the attention logits of a layer's heads. In closed form, over
     all tokens and heads.
 
-        python tools/analyze.py self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
+        megatron-ddrp analyze self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
     """
     _add_common(parser, SENTENCES, None, "cut sentences to so many tokens (default: the models' --seq-length)")
 
@@ -89,8 +89,8 @@ def _maps(parser: argparse.ArgumentParser) -> None:
     """Draw the mean attention of one layer over validation sentences, its heads divided by where they look, or single
     heads.
 
-        python tools/analyze.py attention-maps --load run --data-path corpus_text_document --output maps.png
-        python tools/analyze.py attention-maps … --layer 3 --head 1 2 5 --output heads.png
+        megatron-ddrp analyze attention-maps --load run --data-path corpus_text_document --output maps.png
+        megatron-ddrp analyze attention-maps … --layer 3 --head 1 2 5 --output heads.png
     """
     longest = "cut sentences to so many tokens; of those drawn, the ones as long as the longest count"
     _add_common(parser, MAP_SENTENCES, LENGTH, longest, several=False)
@@ -106,7 +106,7 @@ def _triangle(parser: argparse.ArgumentParser) -> None:
     which the right-looking half of a layer's heads has 70 % of its attention above the diagonal and the left-looking
     half as much below it. The headline is the last layer; the JSON has all.
 
-        python tools/analyze.py triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output t.png
+        megatron-ddrp analyze triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output t.png
     """
     _add_common(parser, SENTENCES, LENGTH, "cut sentences to so many tokens")
     measure = parser.add_argument_group("measure")
@@ -120,8 +120,8 @@ def _space(parser: argparse.ArgumentParser) -> None:
     effective rank; of models of ours f(H) as well. Any encoder that transformers loads is welcome; no code of its
     folder is run. With --text each model cuts up the same texts with its own tokenizer.
 
-        python tools/analyze.py space --load runs/mlm runs/mth --data-path corpus_text_document --output space.png
-        python tools/analyze.py space --load runs/mlm albert mpnet --text sentences.txt --random-init --output s.png
+        megatron-ddrp analyze space --load runs/mlm runs/mth --data-path corpus_text_document --output space.png
+        megatron-ddrp analyze space --load runs/mlm albert mpnet --text sentences.txt --random-init --output s.png
     """
     longest = "cut sentences to so many tokens, and to as many as a model has positions for"
     given = _add_common(parser, SPACE_SENTENCES, SPACE_LENGTH, longest, any_encoder=True)
@@ -130,7 +130,7 @@ def _space(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--text",
         metavar="FILE",
-        help="texts instead of a dataset, in any form that tools/preprocess_data.py reads (.jsonl: the key text; .txt: "
+        help="texts instead of a dataset, in any form that megatron-ddrp preprocess reads (.jsonl: the key text; .txt: "
         "a blank line ends a text); needed for encoders of different vocabularies",
     )
     given.add_argument(
@@ -145,7 +145,7 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
     pass above the loaded encoder; on a CPU it is measured in a fresh process for each encoder and length.
     Checkpoints run in this project's code, Hugging Face folders in that of transformers.
 
-        python tools/analyze.py throughput --load runs/mlm runs/ddrp albert --lengths 64 128 512 --output speed.png
+        megatron-ddrp analyze throughput --load runs/mlm runs/ddrp albert --lengths 64 128 512 --output speed.png
     """
     given = parser.add_argument_group("input and output")
     folder = "what pretrain_bert.py --save wrote, one DIR/iter_N in it, or any Hugging Face folder with an encoder"
@@ -169,8 +169,8 @@ def _notes(parser: argparse.ArgumentParser) -> None:
     """Show how many rare words a run knows, how many of them it has a note of, the share of sentences that hold one,
     and the words whose notes lie nearest to a word's, by the cosine of notes taken from their mean.
 
-        python tools/analyze.py notes --load run --data-path corpus_text_document
-        python tools/analyze.py notes --load run --words perth syntax --neighbours 5 --output notes.json
+        megatron-ddrp analyze notes --load run --data-path corpus_text_document
+        megatron-ddrp analyze notes --load run --words perth syntax --neighbours 5 --output notes.json
     """
     source = parser.add_argument_group("input")
     folder = "a --save folder, or one DIR/iter_N in it"
@@ -229,7 +229,7 @@ def _add_common(
 
 
 def _add_data_path(parser: argparse._ActionsContainer, required: bool) -> None:
-    prefixes = "prefixes that tools/preprocess_data.py wrote"
+    prefixes = "prefixes that megatron-ddrp preprocess wrote"
     parser.add_argument("--data-path", nargs="+", required=required, metavar="P", help=prefixes)
 
 

@@ -1,0 +1,169 @@
+"""Look into indexed datasets (PREFIX.bin and .idx, ours or Megatron-LM's), check them, and join them.
+
+megatron-ddrp dataset inspect data/wiki_text_document --vocab-file vocab.txt
+megatron-ddrp dataset verify data/wiki_text_document --vocab-file vocab.txt
+megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
+from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
+from megatron_ddrp.data.dataset.manifest import entry, read_manifest
+from megatron_ddrp.data.dataset.merging import merge
+from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
+from megatron_ddrp.data.preprocess.flags import add_tokenizer
+from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
+from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+
+INSPECT = """Show a dataset: counts, lengths of its documents, and its first documents as text.
+
+    megatron-ddrp dataset inspect data/wiki_text_document
+    megatron-ddrp dataset inspect data/wiki_text_document --vocab-file vocab.txt --documents 10
+    megatron-ddrp dataset inspect data/wiki_text_document --output lengths.png
+"""
+VERIFY = """Check a dataset and print one line per fault with its place; exit code 1 if there is any.
+
+Checked are the header, every sequence's and document's place, the size of the .bin, every id against the vocabulary (of
+the tokenizer given, else as the manifest says), and against the manifest: counts, tokenizer, SHA-256 of both files.
+
+    megatron-ddrp dataset verify data/wiki_text_document
+    megatron-ddrp dataset verify data/wiki_text_document --vocab-file vocab.txt --tokenizer-type BertWordPieceCase
+"""
+MERGE = """Join datasets: the documents of the inputs one after another, as one dataset.
+
+The inputs may differ in type (uint16 and int32 give int32), and are refused if their manifests name different
+tokenizers. The output appears under its name when it is complete. Its manifest adds theirs up; it has none where an
+input has none.
+
+    megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
+    megatron-ddrp dataset merge --output-prefix data/all shards/*.idx
+"""
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the three commands."""
+    parser = ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    inspect = commands.add_parser("inspect", help="counts, lengths, first documents", description=INSPECT)
+    check = commands.add_parser("verify", help="say exactly what is wrong where", description=VERIFY)
+    for command, purpose in ((inspect, "show documents as text instead of ids"), (check, "check ids and fingerprint")):
+        command.add_argument("prefix", metavar="P", help="prefix of the dataset; P.bin and P.idx name it too")
+        kind = f"kind of vocabulary (default: as the manifest says, else {TOKENIZER_TYPES[0]})"
+        add_tokenizer(command, f"tokenizer, to {purpose} (local files only)", None, kind)
+    shown = inspect.add_argument_group("what is shown")
+    shown.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
+    shown.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
+    shown.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the counts as .json, or the lengths as a figure, .png"
+    )
+    join = commands.add_parser("merge", help="several datasets → one", description=MERGE)
+    join.add_argument("input", nargs="+", metavar="IN", help="prefix of a dataset; IN.bin and IN.idx name it too")
+    join.add_argument("--output-prefix", required=True, metavar="P", help="path and name of the result, without .bin")
+    join.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
+    return parser
+
+
+def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+    """Return the tokenizer that the flags name, or None where they name none."""
+    kind, files = arguments.tokenizer_type, (arguments.vocab_file, arguments.tokenizer_model)
+    if kind is None and files == (None, None):
+        return None
+    if kind is None:
+        with contextlib.suppress(UserError):  # verify says it better
+            kind = entry(read_manifest(arguments.prefix), "tokenizer").get("type")
+    return build_tokenizer(kind if kind in TOKENIZER_TYPES else TOKENIZER_TYPES[0], *files)
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Print the contents of a dataset."""
+    output = arguments.output
+    if output is not None and output.suffix not in (".json", ".png"):
+        raise UserError(f"--output {output}: expected a name that ends in .json or .png", WRONG_ARGUMENTS)
+    for name in ("documents", "tokens"):
+        if getattr(arguments, name) < 0:
+            raise UserError(f"--{name} {getattr(arguments, name)}: expected 0 or more", WRONG_ARGUMENTS)
+    dataset, tokenizer = IndexedDataset(arguments.prefix), given_tokenizer(arguments)
+    if tokenizer is not None:
+        check_tokenizer(dataset.prefix, tokenizer)
+    summary = summarize(dataset)
+    print(dataset.prefix)
+    for line in summary.lines():
+        print(line)
+    for document, size, text in first_documents(dataset, arguments.documents, arguments.tokens, tokenizer):
+        print(f"\ndocument {document}, {size:,} tokens: {text}")
+    if output is None:
+        return
+    if output.suffix == ".json":
+        with AtomicFile(output) as stream:
+            stream.write((json.dumps(asdict(summary), indent=2) + "\n").encode())
+    else:
+        draw_lengths(summary, dataset.prefix, output)
+    print(f"\n{output} written")
+
+
+def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
+    """Draw the histogram of document lengths."""
+    from megatron_ddrp.analysis.figures import COLORS, pyplot, save_figure  # loads torch
+
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
+    axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
+    axes.tick_params(axis="x", rotation=45)
+    axes.set(title=title, xlabel="tokens per document", ylabel="documents")
+    save_figure(plt, figure, path)
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print the faults of a dataset; return 1 if there are any."""
+    prefix = os.fspath(dataset_path(arguments.prefix, ""))
+    file_size(dataset_path(prefix, ".idx"))
+    tokenizer = given_tokenizer(arguments)
+    bin_path = dataset_path(prefix, ".bin")
+    findings = 0
+    with reading_progress([os.fspath(bin_path)] if bin_path.is_file() else []) as progress:
+        for finding in verify(prefix, tokenizer, progress.update):
+            findings += 1
+            (progress.write if sys.stderr.isatty() else print)(finding)
+    if findings:
+        print(f"{prefix}: {findings} finding{'s' if findings > 1 else ''}")
+        return FAILURE
+    manifest, dataset = read_manifest(prefix) or {}, IndexedDataset(prefix)
+    pieces = tokenizer.vocab_size if tokenizer else (manifest.get("tokenizer") or {}).get("vocab_size")
+    vocabulary = "vocabulary unknown, no id negative" if pieces is None else f"ids below {pieces:,}"
+    hashes = "SHA-256 as in the manifest" if manifest.get("files") else "no SHA-256 recorded"
+    counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens as {dataset.dtype.name}"
+    print(f"{prefix}: sound; {counts}, {vocabulary}, {hashes}")
+    return 0
+
+
+def run_merge(arguments: argparse.Namespace) -> None:
+    """Join datasets and print the counts of the result."""
+    exit_on_sigterm()  # so that unfinished files are removed
+    paths = [dataset_path(prefix, ".bin") for prefix in arguments.input]
+    for path in paths:
+        file_size(path)
+    with reading_progress([os.fspath(path) for path in paths]) as progress:
+        merged = merge(arguments.output_prefix, arguments.input, arguments.overwrite, progress.update)
+    counts = f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens as {merged.dtype.name}"
+    manifest = ", without a manifest, as an input has none" if merged.manifest is None else ""
+    print(f"{len(paths)} datasets, {counts}{manifest} → {merged.prefix}.{{bin,idx}}")
+
+
+def main() -> int | None:
+    arguments = build_parser().parse_args()
+    return {"inspect": run_inspect, "verify": run_verify, "merge": run_merge}[arguments.command](arguments)

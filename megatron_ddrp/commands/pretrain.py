@@ -1,0 +1,23 @@
+"""Pre-train a BERT-class encoder: parse → build → train. `megatron-ddrp pretrain --help` tells more."""
+
+from __future__ import annotations
+
+from megatron_ddrp.arguments import parse_arguments
+from megatron_ddrp.errors import allocations_as_user_errors
+from megatron_ddrp.run.launch import first_rank_speaks
+
+
+def main() -> int:
+    with first_rank_speaks():
+        arguments = parse_arguments()
+    if arguments.dry_run:
+        from megatron_ddrp.dry_run import dry_run
+
+        with allocations_as_user_errors():
+            dry_run(arguments.config, arguments.world_size, arguments.device_memory)
+        return 0
+    from megatron_ddrp.parallel.process_group import agreed_errors_told_once, lost_rank_in_one_line
+    from megatron_ddrp.train import train
+
+    with agreed_errors_told_once(), lost_rank_in_one_line(), allocations_as_user_errors():
+        return train(arguments.config)

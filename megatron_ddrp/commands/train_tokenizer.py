@@ -1,0 +1,81 @@
+"""Text → a WordPiece vocabulary (vocab.txt) or a SentencePiece model (.model).
+
+The same text and flags always give the same file. [PAD] [UNK] [CLS] [SEP] [MASK] have the ids 0 to 4.
+
+    megatron-ddrp train-tokenizer --input wiki.jsonl --vocab-size 30522 --output vocab.txt
+    megatron-ddrp train-tokenizer --input wiki.jsonl --vocab-size 32000 --type sentencepiece --output tokenizer.model
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+
+from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.preprocess.documents import iter_documents
+from megatron_ddrp.data.preprocess.flags import add_input
+from megatron_ddrp.data.preprocess.inputs import find_inputs
+from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of the command's flags, grouped by concern."""
+    parser = ArgumentParser(description=__doc__)
+    add_input(parser, "to learn from")
+    vocabulary = parser.add_argument_group("vocabulary")
+    vocabulary.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
+    vocabulary.add_argument(
+        "--type", choices=("wordpiece", "sentencepiece"), default="wordpiece", help="kind of pieces"
+    )
+    case = vocabulary.add_mutually_exclusive_group()
+    case.add_argument("--lower", action="store_true", help="fold case and, for wordpiece, strip accents; the default")
+    case.add_argument("--cased", action="store_true", help="keep case and accents; for BertWordPieceCase")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", required=True, metavar="FILE", help="vocab.txt, or the .model file")
+    output.add_argument("--overwrite", action="store_true", help="replace a file that exists")
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
+    if os.path.exists(arguments.output) and not arguments.overwrite:
+        raise UserError(f"{arguments.output}: exists already; give --overwrite to replace it, or another --output")
+    if arguments.vocab_size <= len(SPECIALS):
+        least = f"more than the {len(SPECIALS)} special pieces"
+        raise UserError(f"--vocab-size {arguments.vocab_size}: expected {least}", WRONG_ARGUMENTS)
+    files = find_inputs(arguments.input)
+    skipped: list[str] = []
+    with AtomicFile(arguments.output) as stream, reading_progress([file.path for file in files]) as progress:
+        documents = iter_documents(
+            arguments.input, arguments.json_keys, arguments.on_error, skipped.append, progress.update
+        )
+        texts = (text for document in documents for text in document)
+        if arguments.type == "wordpiece":
+            pieces = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
+            stream.write("".join(f"{piece}\n" for piece in pieces).encode())
+            size = len(pieces)
+        else:
+            model, size = train_sentencepiece(texts, arguments.vocab_size, not arguments.cased)
+            stream.write(model)
+    fewer = f" (the text gives no more; {arguments.vocab_size:,} were asked for)" if size < arguments.vocab_size else ""
+    left_out = f", {len(skipped):,} unreadable records skipped (first: {skipped[0]})" if skipped else ""
+    print(f"{size:,} pieces{fewer}{left_out} → {arguments.output}")
+    print(f"next: {next_command(arguments)}")
+
+
+def next_command(arguments: argparse.Namespace) -> str:
+    """Return the command that preprocesses the same input with the new vocabulary."""
+    words = ["megatron-ddrp", "preprocess", "--input", *arguments.input]
+    if arguments.json_keys != ["text"]:
+        words += ["--json-keys", *arguments.json_keys]
+    words += ["--output-prefix", os.path.join(os.path.dirname(arguments.output), "corpus")]
+    if arguments.type == "sentencepiece":
+        words += ["--tokenizer-type", "SentencePiece", "--tokenizer-model", arguments.output]
+    else:
+        kind = "BertWordPieceCase" if arguments.cased else "BertWordPieceLowerCase"
+        words += ["--tokenizer-type", kind, "--vocab-file", arguments.output]
+    return shlex.join(words)
