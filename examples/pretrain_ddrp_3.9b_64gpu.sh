@@ -30,4 +30,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 64 --device-memory 80
 fi
-exec deepspeed --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"

@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOSTFILE=${HOSTFILE:-examples/hostfile_2x8}
-LAUNCHER=${LAUNCHER:-deepspeed --hostfile $HOSTFILE}
+LAUNCHER=${LAUNCHER:-deepspeed --quiet --hostfile $HOSTFILE}
 MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
     --position-encoding ddrp --relative-distance 64)
 OBJECTIVE_ARGS=(--objective mth --tcd-weight 1.0 --hcd-weight 0.01 --tcd-tokens 50 --hcd-heads 2)

@@ -23,4 +23,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 1 --device-memory 2
 fi
-exec deepspeed --num_gpus 1 pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --num_gpus 1 pretrain_bert.py "${ARGS[@]}"

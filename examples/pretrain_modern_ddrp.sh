@@ -28,4 +28,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 8 --device-memory 32
 fi
-exec deepspeed --num_gpus 8 pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --num_gpus 8 pretrain_bert.py "${ARGS[@]}"

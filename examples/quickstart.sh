@@ -94,7 +94,7 @@ stage "Preprocessing" "" \
     --vocab-file "$OUT/vocab.txt" --tokenizer-type BertWordPieceLowerCase --workers 2
 
 stage "Pre-training: DDRP positions, MTH objective" "$OUT/checkpoint" \
-    deepspeed --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
+    deepspeed --quiet --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
     --split 949,50,1 --save "$OUT/checkpoint" --load "$OUT/checkpoint" \
     "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}"
 

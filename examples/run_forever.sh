@@ -8,7 +8,7 @@
 #              2 for wrong arguments; 1 when it failed MAX_FAILURES times without a new checkpoint
 #
 #   [MAX_FAILURES=5] [BACKOFF=10] [GRACE=120] \
-#       bash examples/run_forever.sh deepspeed --num_gpus 8 pretrain_bert.py … --save D --load D
+#       bash examples/run_forever.sh deepspeed --quiet --num_gpus 8 pretrain_bert.py … --save D --load D
 #
 # SIGTERM and SIGUSR1 sent to this script let the step in hand finish and be saved. Between failures it waits BACKOFF
 # seconds, then twice as long, up to ten minutes; a new checkpoint sets both back. Ranks that outlive their launcher have

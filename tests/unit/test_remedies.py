@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ddrp.analysis import commands
+from megatron_ddrp.commands import analyze as commands
 from megatron_ddrp.config import Config
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.remedies import estimated_needs, need_less_memory
