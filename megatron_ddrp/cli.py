@@ -83,6 +83,14 @@ class ArgumentParser(argparse.ArgumentParser):
             listed = ", ".join(words + (f" ({hint})" if hint else "") for words, hint in unknown)
         self.error(f"unrecognized arguments: {listed}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            close = difflib.get_close_matches(str(value), list(map(str, action.choices or ())), n=1)
+            error.message += f"; did you mean {close[0]}?" if close else ""
+            raise
+
     def error(self, message: str) -> NoReturn:
         may_be_brought = ("argument --objective:", "argument --position-encoding:")
         if "invalid choice" in message and message.startswith(may_be_brought):

@@ -76,8 +76,10 @@ def share_out(
     tell()
     missing, lost = len(store.missing(jobs)), next((worker for worker in workers if worker.exitcode), None)
     if missing and lost:
+        killed = lost.exitcode == -signal.SIGKILL
+        why = " (the system does this when memory runs out; fewer --workers need less)" if killed else ""
         raise UserError(
-            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(jobs)} jobs are "
+            f"{lost.name} of {count} ended with exit code {lost.exitcode}{why} and {missing} of {len(jobs)} jobs are "
             "missing; finished jobs are kept, run the same command to do the others"
         )
 
