@@ -1,4 +1,4 @@
-"""Figures that a page can show at half size: labelled axes, and colours, markers and lines that all tell runs apart."""
+"""Figures of the analyses. They stay readable at half size; colour, marker and line style each distinguish runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ddrp.analysis.attention_maps import AttentionMap
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 
-# Okabe and Ito's colours, told apart by readers of every colour vision.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
@@ -23,11 +23,11 @@ Curve = Sequence[tuple[float | None, float]]
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, drawing into files. Raises `UserError` where it is not installed."""
+    """Return matplotlib's pyplot, set up to draw into files. Raises `UserError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or give a .json") from None
+        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or name a .json") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
@@ -36,14 +36,14 @@ def pyplot() -> Any:
 
 
 def save_figure(plt: Any, figure: Any, path: Path) -> None:
-    """Write a figure, whole or not at all."""
+    """Write a figure as PNG and close it. A failure leaves no partial file."""
     with AtomicFile(path) as stream:
         figure.savefig(stream.stream, format="png", dpi=150)
     plt.close(figure)
 
 
 def run_style(number: int) -> dict[str, Any]:
-    """Return colour, marker and line of the `number`-th run."""
+    """Return the colour, marker and line style of run `number`, counted from 0."""
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -54,7 +54,7 @@ def run_style(number: int) -> dict[str, Any]:
 
 
 def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
-    """Draw f(S) and f(H) of runs over their steps, side by side; a model of unknown step is a line across."""
+    """Draw f(S) and f(H) of runs over their steps, side by side. A model of unknown step becomes a horizontal line."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     panels = ((axes[0], "f(S): tokens", tokens), (axes[1], "f(H): heads of a layer", heads))
@@ -72,7 +72,7 @@ def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], pat
 
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
-    """Draw the share of sentences with the up-down triangle effect, by layer, of one model or several."""
+    """Draw each model's share of sentences with the up-down triangle effect over its layers."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (run, values) in enumerate(shares.items()):
@@ -88,7 +88,7 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
 
 
 def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw tokens per second, with their quartiles, and memory over the length: a line per encoder."""
+    """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for number, row in enumerate(rows):
@@ -103,7 +103,7 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes[0].set(title="Inference", ylabel="tokens per second")
     axes[1].set(title="Peak above the loaded encoder", ylabel="memory [MiB]")
     ticks = sorted({speed["length"] for row in rows for speed in row["lengths"]})
-    for axis in (axis for axis in axes if axis.lines):  # no memory where it could not be measured
+    for axis in (axis for axis in axes if axis.lines):  # the memory panel is empty if memory could not be measured
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
@@ -118,7 +118,7 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
-    """Draw mean attention maps side by side, on one logarithmic scale."""
+    """Draw mean attention maps side by side on one logarithmic colour scale."""
     plt = pyplot()
     from matplotlib.colors import LogNorm
 
@@ -131,7 +131,7 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     positive = values[values > 0]
     lowest, highest = np.quantile(positive, (0.02, 0.998))  # a few cells, such as [SEP]'s column, exceed all others
     even = np.sqrt(lowest * highest)
-    lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # so that noise around an even map stays pale
+    lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # noise in a nearly even map stays pale
     scale = LogNorm(lowest, highest)
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()

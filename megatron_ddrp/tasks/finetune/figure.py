@@ -1,4 +1,4 @@
-"""table.png: every seed's score and the median, task by task, encoders side by side."""
+"""Figure table.png: scores of all seeds and their median, by task, with encoders side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ddrp.tasks.finetune.cells import Cells
 
 
 def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -> None:
-    """Draw `best_cells`' result, the tasks in this order."""
+    """Draw the result of `best_cells`, with the tasks in this order."""
     figure, axes = plt.subplots(figsize=(max(4.8, 1.2 * len(tasks) + 1), 3.6), layout="constrained")
     for number, (name, cells) in enumerate(encoders.items()):
         shift = (number - (len(encoders) - 1) / 2) * 0.8 / len(encoders)
