@@ -44,7 +44,7 @@ class Import(ReadFolder):
         )
 
     def summary(self) -> str:
-        """Return a few lines: what was loaded, left out and initialised, and the command to resume with."""
+        """Return a few lines about weights loaded, left out and initialised, and the command to resume with."""
         model, tokenizer, loaded = self.config, self.tokenizer, self.weights.ours.values()
         groups = Counter(name.rpartition(".")[0] or name for name in self.weights.left_out)
         left_out = [f"{group} ({count})" for group, count in groups.items()]

@@ -47,7 +47,7 @@ class Export:
     check_line: str
 
     def summary(self) -> str:
-        """Return a few lines: what was loaded, written, left out and missing."""
+        """Return a few lines about weights loaded, exported, left out and initialised, and about the other files."""
         model, family, loader = self.config, self.family, self.family.classes(self.head)[1]
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
