@@ -65,7 +65,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         may_be_brought = ("argument --objective:", "argument --position-encoding:")
         if "invalid choice" in message and message.startswith(may_be_brought):
-            message += ", or a name that --plugin FILE.py brings"
+            message += ", or a name that --plugin FILE.py adds"
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _spelling(self, word: str) -> str:

@@ -214,6 +214,16 @@ def test_a_state_without_a_sum_has_its_keys_and_types_checked(changes, reason, r
     assert reason in (fault(path) or "")
 
 
+def test_sums_since_the_last_row_are_finite_numbers(run):
+    path = run / "iter_0000006"
+    for totals in ({"lm_loss": 1.5, "tokens": 3}, {}):
+        write_state(path, read_state(path) | {checkpoint.SINCE_LOGGED: totals})
+        assert read_state(path)[checkpoint.SINCE_LOGGED] == totals
+    for totals in ({"lm_loss": float("nan")}, {"lm_loss": "1"}, [1.5]):
+        write_state(path, read_state(run / "iter_0000004") | {"iteration": 6, checkpoint.SINCE_LOGGED: totals})
+        assert "since_logged: expected" in fault(path)
+
+
 def test_no_flipped_bit_of_a_state_is_taken(run):
     path = run / "iter_0000006"
     file, before = path / checkpoint.STATE, read_state(path)
