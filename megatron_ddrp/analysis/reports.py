@@ -1,4 +1,4 @@
-"""Subcommands of `analyze`. Each measures, prints one line per model, and writes the JSON and the figure."""
+"""Subcommands of `megatron-ddrp analyze`. Each measures, prints a line per model, and writes a JSON and a figure."""
 
 from __future__ import annotations
 

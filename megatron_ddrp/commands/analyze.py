@@ -7,8 +7,8 @@
     megatron-ddrp analyze throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
     megatron-ddrp analyze notes --load run --data-path corpus_text_document
 
-Each command also writes the figure's numbers as JSON. `analyze.py COMMAND --help` explains a command. "The paper" is
-Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
+Each command also writes the figure's numbers as JSON. `megatron-ddrp analyze COMMAND --help` explains a command.
+"The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
 """
 
 from __future__ import annotations

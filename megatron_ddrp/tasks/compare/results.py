@@ -30,7 +30,7 @@ SPACE = {
     "IsoScore": "isoscore",
     "effective rank": "effective_rank",
 }
-"""Measure of the last layer → key in the JSON of `analyze.py space`."""
+"""Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
 MINIMAL_PAIRS = "minimal pairs"
 
 Curve = list[tuple[float, float]]
@@ -49,7 +49,7 @@ class Results:
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
         self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
-        """Arm → row length → result of `analyze.py throughput`."""
+        """Arm → row length → result of `megatron-ddrp analyze throughput`."""
         self.items = Items()
         self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
         """Arm → seed → field of minimal pairs → accuracy; paradigm instead of field if the pairs have no fields."""

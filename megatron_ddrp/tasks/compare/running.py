@@ -180,11 +180,9 @@ class Runner:
 
 
 def full_command(command: Sequence[str]) -> list[str]:
-    """Return a command with this Python and with full paths of the repository's scripts."""
-    words = [str(ROOT / word) if word.endswith(".py") and (ROOT / word).is_file() else word for word in command]
-    if words[0] == "python":
-        words[0] = sys.executable
-    return words
+    """Return a command with this Python and this package in place of `megatron-ddrp`."""
+    own = [sys.executable, "-m", "megatron_ddrp"]
+    return [*own, *command[1:]] if command[0] == "megatron-ddrp" else list(command)
 
 
 def last_line(log: Path) -> str:

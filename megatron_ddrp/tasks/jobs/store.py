@@ -2,9 +2,9 @@
 
 A line is on the disk before a process counts its job as done. A partial line, left by a process killed while writing,
 does not count. Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier
-versions carry none. `glue` keeps its runs in such a file, `compare` its jobs. A job belongs to the process
-with its lease. That process checks the store again after it takes the lease, and stores the finished job before it
-gives the lease back, so that no job is done twice.
+versions carry none. `megatron-ddrp glue` keeps its runs in such a file, `megatron-ddrp compare` its jobs. A job belongs
+to the process with its lease. That process checks the store again after it takes the lease, and stores the finished job
+before it gives the lease back, so that no job is done twice.
 """
 
 from __future__ import annotations
