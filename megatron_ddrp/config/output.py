@@ -42,7 +42,9 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging"""
 
-    log_interval: int = option(100, "steps between rows of metrics.jsonl and progress lines", within=COUNT)
+    log_interval: int = option(
+        100, "steps between rows of metrics.jsonl and progress lines; losses are means over them", within=COUNT
+    )
     eval_interval: int = option(
         1000, "steps between validations on the held-out split; 0 = never", within="[0, 2147483648)"
     )

@@ -1,6 +1,6 @@
-"""Sums of the files of our own exports: a Hugging Face folder of ours that was damaged since is refused, not believed.
+"""Sums of the files of this project's exports: a folder that was damaged after its export is refused.
 
-The folder of another program carries none, and transformers does not look at ours.
+Folders of other programs have no sums, and transformers ignores ours.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
 SUMS = "export_sums.json"
+CARD = "README.md"
+"""The model card, which people edit."""
 
 
 def write_sums(folder: Path) -> None:
-    """Write size and CRC-32 of every file of a complete export but its model code, which we never read."""
-    files = {path.name: facts(path) for path in sorted(folder.iterdir()) if path.suffix != ".py"}
+    """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card."""
+    read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
+    files = {path.name: facts(path) for path in read}
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def check_sums(folder: Path) -> None:
-    """Raise `UserError` where an export of ours is not as it was written. Folders without sums pass."""
+    """Raise `UserError` if an export has changed since it was written. Folders without sums are accepted."""
     if not (folder / SUMS).exists():
         return
     files = read_object(folder / SUMS).get("files")

@@ -1,26 +1,25 @@
-"""Hugging Face folder → a folder that `pretrain_bert.py --load` resumes from, and the command that does.
+"""Import of a Hugging Face folder as a folder for `--load` in pre-training, and the command that resumes from it.
 
-Such folders have no optimizer state: the checkpoint holds weights alone, at iteration 0.
+Such folders have no optimizer state, so the checkpoint holds weights only, at iteration 0.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, save_config
+from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.hub import local_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
+from megatron_ddrp.conversion.run_flags import model_flags, objective_flags
 from megatron_ddrp.errors import UserError
 
 NO_TOKENIZER = (
-    "none, for lack of vocab.txt and tokenizer.json: give the model's own to pretrain_bert.py (transformers writes it: "
+    "none: the folder has no vocab.txt or tokenizer.json; give the model's own to pretrain_bert.py (to write it: "
     "AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR))"
 )
 
@@ -33,7 +32,7 @@ class Import(ReadFolder):
 
     @property
     def warning(self) -> str | None:
-        """One sentence where the tokenizer is hardly the model's own, else None."""
+        """One sentence if the tokenizer is probably not the model's own, else None."""
         spare = self.embedded_pieces - self.config.vocab_size
         if self.tokenizer is None or spare <= PADDED_ROWS:
             return None
@@ -44,7 +43,7 @@ class Import(ReadFolder):
         )
 
     def summary(self) -> str:
-        """Return a few lines: what was loaded, left out and initialised, and the flags to resume with."""
+        """Return a few lines about weights loaded, left out and initialised, and the command to resume with."""
         model, tokenizer, loaded = self.config, self.tokenizer, self.weights.ours.values()
         groups = Counter(name.rpartition(".")[0] or name for name in self.weights.left_out)
         left_out = [f"{group} ({count})" for group, count in groups.items()]
@@ -59,7 +58,7 @@ class Import(ReadFolder):
             "initialised": "; ".join(self.weights.initialised) or "nothing",
             "tokenizer": f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size:,} pieces" if tokenizer else NO_TOKENIZER,
             "wrote": f"{self.output}: weights without optimizer state",
-            "go on": shlex.join(command),
+            "resume": shlex.join(command),
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
@@ -77,13 +76,13 @@ class Import(ReadFolder):
 def import_folder(source: Path, output: Path, overwrite: bool = False, generator: Path | None = None) -> Import:
     """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
 
-    `generator` is the folder of the generator of an ELECTRA whose discriminator's is `source`; without it one is drawn.
+    For an ELECTRA discriminator `source`, `generator` is the folder of its generator; without it a new one is drawn.
     Both may be names on the hub.
 
-    `output` appears whole or not at all. Raises `UserError` where the model is of no family in the registry, where a
-    weight is missing or does not fit, or where `output` exists and may not be replaced.
+    `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
+    is missing or does not fit, or if `output` exists and may not be replaced.
     """
-    refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
+    refuse_output(output, overwrite, _is_import, "untrained import")
     read = read_folder(local_folder(source), None if generator is None else local_folder(generator))
     with whole_folder(output) as folder:
         whole = Config(model=read.config, objective=read.objective)
@@ -96,35 +95,8 @@ def import_folder(source: Path, output: Path, overwrite: bool = False, generator
     return Import(**vars(read), output=output)
 
 
-def model_flags(config: ModelConfig) -> list[str]:
-    """Return the flags by which `pretrain_bert.py` builds this model: those that differ from their defaults."""
-    default = ModelConfig(position_encoding=config.position_encoding)
-    usual = ModelConfig().position_encoding == config.position_encoding
-    named = [] if usual else [flag("position_encoding"), config.position_encoding]
-    return [*named, *_changed_flags(config, default)]
-
-
-def objective_flags(config: ObjectiveConfig) -> list[str]:
-    """Return `--objective`, always, and the objective's flags that differ from its defaults."""
-    return [flag("objective"), config.objective, *_changed_flags(config, ObjectiveConfig(config.objective))]
-
-
-def _changed_flags(section: Any, default: Any) -> list[str]:
-    """Return the flags of a concern's settings that differ from those of another one."""
-    flags = []
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if "help" not in field.metadata or value == getattr(default, field.name):
-            continue
-        if isinstance(value, bool):
-            flags.append(flag(field.name) if value else flag("no_" + field.name))
-        else:
-            flags += [flag(field.name), *map(str, value if isinstance(value, tuple) else (value,))]
-    return flags
-
-
 def _is_import(folder: Path) -> bool:
-    """Return whether a folder holds an import and nothing that training added."""
+    """Return whether a folder holds an import and nothing from training."""
     try:
         newest = checkpoint.newest(folder)
         return newest is not None and bool(checkpoint.read_state(newest).get(checkpoint.WEIGHTS_ONLY))

@@ -1,13 +1,14 @@
-"""Training checkpoint → Hugging Face folder with equal hidden states and logits.
+"""Export of a training checkpoint as a Hugging Face folder with equal hidden states and logits.
 
-A model that transformers has an equal for leaves as that one (families/). Any other one travels with its own model code
-(model_code.py), under the names that it was trained with. The vocabulary's padding is cut; a generator and the notes of
-rare words stay behind; the output matrix is the token embedding and is written once.
+If transformers has an equal model, the export uses it (families/). Any other model is exported with its own model code
+(model_code.py), under the names of training. The vocabulary's padding is cut, a generator and the notes of rare words
+are left out, and the output matrix, which is the token embedding, is written once.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +20,9 @@ from torch import Tensor
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
 from megatron_ddrp.conversion.export_check import Scores, check_export
-from megatron_ddrp.conversion.export_sums import write_sums
+from megatron_ddrp.conversion.export_sums import CARD, write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
+from megatron_ddrp.conversion.model_card import Described, Publishing, write_card
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
@@ -31,29 +33,30 @@ from megatron_ddrp.model.bert import decodes_masks
 
 @dataclass(frozen=True)
 class Export:
-    """What an export read and wrote."""
+    """Source, contents and summary lines of an export."""
 
     source: Path
     output: Path
     config: ModelConfig
-    """With `deberta_emd` resolved."""
+    """Configuration of the model, with `deberta_emd` resolved."""
     weights: dict[str, Tensor]
     head: str
     """Key of `HEADS`."""
     family: Family
     left_out: tuple[str, ...]
-    """Beginnings of names of weights that stayed behind."""
+    """Prefixes of the names of weights that were left out."""
     tokenizer_line: str
     check_line: str
 
     def summary(self) -> str:
-        """Return a few lines: what was loaded, written, left out and not there."""
+        """Return a few lines about weights loaded, exported, left out and initialised, and about the other files."""
         model, family, loader = self.config, self.family, self.family.classes(self.head)[1]
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
         table = "" if model.position_encoding == "absolute" else f", {model.relative_table} table"
         decoder = "; the mask decoder is in the masked-LM model alone" if model.deberta_emd else ""
         padding = model.padded_vocab_size - model.vocab_size
+        upload = shlex.join(["hf", "upload", "USER/NAME", str(self.output)])
         trust, kind = "", f"a plain {family.class_name}"
         if family.has_code:
             trust, kind = ", trust_remote_code=True", "with its own modeling_ddrp.py"
@@ -61,28 +64,35 @@ class Export:
             "loaded": f"{self.source}: {model.position_encoding} positions{table}, "
             f"{model.layernorm_position}-LayerNorm, {model.num_layers} layers x {model.hidden_size}, "
             f"{model.vocab_size:,} pieces",
-            "exported": f"{sum(w.numel() for w in self.weights.values()):,} parameters, fp32; tensors: {names}"
-            f"{decoder}",
+            "exported": f"{_count(self.weights):,} parameters, fp32; tensors: {names}{decoder}",
             "left out": f"{padding} rows of vocabulary padding; optimizer state"
             + "".join(f"; the {name.rstrip('.')}" for name in self.left_out),
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
             "checked": self.check_line,
             "wrote": f'{self.output}, {kind}: {loader}.from_pretrained("{self.output}"{trust})',
+            "publish": f"complete {self.output / CARD}, then {upload}",
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
 
-def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_name: str | None = None) -> Export:
+def export_checkpoint(
+    load: Path,
+    output: Path,
+    overwrite: bool = False,
+    family_name: str | None = None,
+    publishing: Publishing | None = None,
+) -> Export:
     """Write the newest checkpoint of `load` (or the one it names) as the Hugging Face folder `output`.
 
-    `family_name` is a key of `FAMILIES`; without one the model and its tokenizer decide. `output` appears whole or not
-    at all. Raises `UserError` where there is no checkpoint, where its encoding cannot be exported, where the model is
-    none of the family, or where `output` exists and may not be replaced.
+    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the model
+    card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding cannot be
+    exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = checkpoint.choose_checkpoint(load)
-    encoding = checkpoint.read_config(source).model.position_encoding
+    run = checkpoint.read_config(source)
+    encoding = run.model.position_encoding
     if encoding not in ENCODINGS:
         raise UserError(
             f"{source} has {encoding!r} positions, which are not known: expected one of {', '.join(ENCODINGS)}, or a "
@@ -110,12 +120,19 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
         family.write_code(folder, config)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)
         check_line = check_export(folder, settings["architectures"][0], model, tokenizer, _scores(model))
+        described = Described(output.resolve().name, source, run, tokenizer, family, head, _count(weights))
+        write_card(folder, described, publishing or Publishing())
         write_sums(folder)
     return Export(source, output, config, weights, head, family, left_out, tokenizer_line, check_line)
 
 
+def _count(weights: Mapping[str, Tensor]) -> int:
+    """Return the number of parameters."""
+    return sum(tensor.numel() for tensor in weights.values())
+
+
 def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size: int) -> dict[str, Tensor]:
-    """Return tensors of ours under a family's names, without the vocabulary's padding; `head` is a key of `HEADS`."""
+    """Return our tensors under a family's names, without the vocabulary's padding; `head` is a key of `HEADS`."""
     padded = ("embeddings.token.weight", "head.decoder.bias")
     return {
         family.their_name(name, head): tensor.detach()[:vocab_size] if name in padded else tensor.detach()
@@ -124,7 +141,7 @@ def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size
 
 
 def _scores(model: Encoder) -> Scores:
-    """Return the function of the model's head. A mask decoder's needs more than the last hidden states: no scores."""
+    """Return the function of the model's head; with a mask decoder, which needs more inputs, it returns no scores."""
     head: Any = model.head
 
     def scores(hidden: Tensor) -> dict[str, Tensor]:

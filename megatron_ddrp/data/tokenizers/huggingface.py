@@ -80,6 +80,18 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._only_text(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Return ids with masks. The library's own rules decide about the spaces around a mask."""
+        if self.mask_id not in self._backend.get_added_tokens_decoder():
+            return super().encode_with_masks(text)
+        self._backend.encode_special_tokens = False
+        try:
+            found = self._backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self._read_specials_as_text()
+        hidden = self._never_from_text - {self.mask_id}
+        return [self.unk_id if i in hidden else i for i in found]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 

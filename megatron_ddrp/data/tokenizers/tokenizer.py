@@ -107,6 +107,14 @@ class Tokenizer(ABC):
         """Encode each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Return a text's ids as `encode` does, but with [MASK] where the text names the vocabulary's mask piece.
+
+        The parts between the masks are encoded one by one, as transformers does.
+        """
+        first, *others = (self.encode(part) for part in text.split(self.pieces[self.mask_id]))
+        return first + [i for part in others for i in (self.mask_id, *part)]
+
     @property
     def dtype(self) -> np.dtype:
         """Type of these ids in a dataset, little-endian."""
