@@ -101,10 +101,11 @@ def add_renamed(parser: ArgumentParser, given: dict[str, Any], found: Found, our
         given[name] = value
 
 
-def decide_by_deepspeed(settings: Settings, world_size: int) -> str:
+def decide_by_deepspeed(settings: Settings, world_size: int | None) -> str:
     """Add what a file of `--deepspeed_config` decides to the settings; return a line that names it.
 
-    Raises `UserError` where the file contradicts a setting that was given.
+    `world_size` is the number of ranks, None where it is not known. Raises `UserError` where the file
+    contradicts a setting that was given.
     """
     path = settings.get("deepspeed_config")
     if not path:
@@ -114,7 +115,7 @@ def decide_by_deepspeed(settings: Settings, world_size: int) -> str:
     check_against(path, decided, settings)
     new = {name: decision.value for name, decision in decided.items() if name not in settings}
     settings.update(new)
-    new |= {name: decision.value for name, decision in global_batch_of(content, settings, world_size).items()}
+    new |= {name: decision.value for name, decision in global_batch_of(path, content, settings, world_size).items()}
     settings.update(new)
     if not new:
         return ""
