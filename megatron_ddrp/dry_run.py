@@ -31,6 +31,7 @@ NOT_GIVEN = {
     "absolute_embedding": "as --position-encoding has it",
     "deberta_emd": "as --position-encoding has it",
     "lr_wsd_decay_iters": "the last tenth",
+    "lr_decay_iters": "all of --train-iters",
     "lr_warmup_iters": "as --lr-warmup-fraction has it",
     "num_threads": "torch chooses",
     "index_cache_dir": "beside the data",
@@ -202,7 +203,12 @@ def settings(config: Config) -> list[str]:
     for concern, values in config.to_dict().items():
         lines.append(f"{concern}:")
         flags = options_of(concerns()[concern])
-        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in values.items() if name in flags]
+        by_file = dict.fromkeys(config.parallel.decided_by_deepspeed_config, "   (by --deepspeed-config)")
+        lines += [
+            f"  {flag(name)} {setting(name, value, config)}{by_file.get(name, '')}"
+            for name, value in values.items()
+            if name in flags
+        ]
     return [*lines, *(f"--plugin {path}" for path in sorted(set(PLUGINS.values())))]
 
 

@@ -137,20 +137,23 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         with AtomicFile(output) as stream:
             stream.write((json.dumps(asdict(summary), indent=2) + "\n").encode())
     else:
-        draw_lengths(summary, dataset.prefix, output)
+        draw_lengths(summary, Path(dataset.prefix).name, output)
     print(f"\n{output} written")
 
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.analysis.figures import COLORS, pyplot, save_figure  # loads torch
+    from megatron_ddrp.analysis.plotting import COLORS, pyplot, save_figure, thousands, wrapped
 
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
-    axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
-    axes.tick_params(axis="x", rotation=45)
-    axes.set(title=title, xlabel="tokens per document", ylabel="documents")
+    bars = axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
+    axes.bar_label(bars, fmt="{:,.0f}", fontsize="small")
+    axes.margins(y=0.12)
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+    axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.set(title=wrapped(title, 8), xlabel="tokens per document", ylabel="documents")
     save_figure(plt, figure, path)
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from megatron_ddrp.data.atomic import AnyPath
 
 Advance = Callable[[int], object]
-"""Called with the bytes (or tokens) that were read since the last call, such as the `update` of a progress bar."""
+"""Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
 
 
 def silent(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Several indexed datasets → one, in a stream: documents in the order of the inputs, the type as wide as the widest."""
+"""Merging of indexed datasets into one, as a stream: documents in the order of the inputs, the widest id type."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens")
-"""Manifest entries that add up and that the datasets themselves do not show; left out where a manifest lacks one."""
+"""Manifest entries that are summed and that the datasets themselves do not show; dropped if a manifest lacks one."""
 
 
 def merge(
     output_prefix: AnyPath, prefixes: Sequence[str], overwrite: bool = False, advance: Advance = silent
 ) -> IndexedDataset:
-    """Write the documents of all inputs, one input after another, as one dataset; it appears when it is complete.
+    """Write the documents of all inputs, one input after another, as one dataset, which gets its name when complete.
 
     The parts of a partitioned run are put in order and give the bytes of one run over the whole input.
     Where every input has a manifest the output has one too. Calls `advance` with the bytes of .bin read since the last
@@ -50,7 +50,7 @@ def merge(
     for dataset in datasets:
         dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
-    job = {"merge": list(prefixes), "process": [os.getpid(), time.time()]}  # never the same again: it starts over
+    job = {"merge": list(prefixes), "process": [os.getpid(), time.time()]}  # unique, so that a new merge starts over
     with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dtype, job) as output:
         for dataset, manifest in zip(datasets, manifests, strict=True):
             _append(output, dataset, manifest or {}, advance)
@@ -63,7 +63,7 @@ def merge(
 
 
 def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
-    """Append a dataset. Raises `UserError` where it is not what its manifest says: the sum would bless the damage."""
+    """Append a dataset. Raises `UserError` if it differs from its manifest: a new checksum would hide the damage."""
     for begin in range(0, dataset.num_documents, CHUNK):
         output.append(0, documents=np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
     for begin in range(0, len(dataset), CHUNK):
@@ -80,7 +80,7 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
 def merged_manifest(
     manifests: Sequence[dict[str, Any]], datasets: Sequence[IndexedDataset], dtype: np.dtype
 ) -> dict[str, Any]:
-    """Return the counts added up, inputs one after another, and every other entry on which all manifests agree."""
+    """Return the merged manifest: summed counts, all inputs, and the other entries on which all manifests agree."""
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     for key in ("partition", PATH):

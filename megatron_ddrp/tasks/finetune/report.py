@@ -10,11 +10,13 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
+from megatron_ddrp.tasks.finetune.figure import draw
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.markdown import Table
@@ -128,9 +130,7 @@ def write_report(
     text = table(encoders, suite, damage)
     (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "table.json").write_text(json.dumps(summary(encoders, suite), indent=2) + "\n", encoding="utf-8")
-    try:
-        from megatron_ddrp.tasks.finetune.figure import draw
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return f"\n{text}\nwritten to {folder / 'table.md'}; the figure needs matplotlib"
     draw(encoders, task_order(encoders, suite.order), suite.title, folder / "table.png")
     return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png"

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,10 @@ def write_report(report: Report, folder: Path) -> str:
     (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(summary(report, differences), indent=2) + "\n", encoding="utf-8")
     shown = text.split("\n## By paradigm")[0].strip()
-    try:
-        from megatron_ddrp.tasks.minimal_pairs.figure import draw
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return f"\n{shown}\n\nwritten to {folder / 'table.md'} and results.json; the heat map needs matplotlib"
+    from megatron_ddrp.tasks.minimal_pairs.figure import draw  # it shows a Report
+
     draw(report, folder / "heatmap.png")
     return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json and heatmap.png"
 
