@@ -3,7 +3,7 @@
 #
 #   hardware   one machine with 8 GPUs of at least 32 GB; on V100s replace --bf16 by --fp16
 #   time       not measured by us; step 1's progress line prints an estimate
-#   result     not measured by us; the TNF authors' slides give a GLUE average of 83.9 for theirs, 83.1 without notes
+#   result     not measured by us; TNF's authors (arXiv:2008.01466) report a GLUE average of 83.9, and 83.1 without notes
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_bert_tnf.sh [more flags]
 set -euo pipefail

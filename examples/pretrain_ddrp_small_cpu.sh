@@ -3,7 +3,7 @@
 #
 #   hardware   2 CPU cores with bf16 instructions (drop --bf16 elsewhere), 2 GB of memory
 #   time       about half an hour
-#   result     validation masked-LM loss more than 0.5 nat below the unigram level; see docs/results.md
+#   result     validation masked-LM loss more than 0.5 nats below the unigram level; see docs/results.md
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_ddrp_small_cpu.sh [more flags]
 set -euo pipefail

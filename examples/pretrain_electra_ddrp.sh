@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# ELECTRA with DDRP positions: a generator of a third of the heads, 12 layers x 768, batch 256, 1M steps.
+# ELECTRA with DDRP positions: a generator with a third of the heads, 12 layers x 768, batch 256, 1M steps.
 #
 #   hardware   one machine with 8 GPUs of at least 32 GB; on V100s replace --bf16 by --fp16
 #   time       not measured by us; step 1's progress line prints an estimate
-#   result     not measured by us; the TNF authors' slides give their own ELECTRA base, with absolute positions, 86.0
+#   result     not measured by us; TNF's authors (arXiv:2008.01466) report 86.0 for ELECTRA base with absolute positions
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_electra_ddrp.sh [more flags]
 set -euo pipefail

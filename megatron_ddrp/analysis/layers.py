@@ -1,7 +1,7 @@
-"""Hidden states of every layer, of a model of ours or of one that transformers runs.
+"""Hidden states of every layer, for models of this project and for models that transformers runs.
 
-Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model); the layers
-between are as the next layer reads them.
+Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model). A layer between
+gives the states that the next layer reads.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ class LayerStates(NamedTuple):
     hidden: Tensor
     """`[batch, seq, hidden]`."""
     head_cosine: Tensor | None
-    """Scalar, the mean pairwise cosine of the layer's attention logits, summed over the sentences; None for the
-    embeddings, for a model of one head, and where logits are not to be had."""
+    """Mean pairwise cosine of the heads' attention logits, summed over the sentences (scalar). None for the embeddings,
+    for a model with one head, for a model that transformers runs, and without `with_heads`."""
 
 
 @torch.no_grad()
-def layer_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
-    """Yield the states of layers 0 to L of an `Encoder`, or of an encoder of transformers."""
-    yield from _own_states(model, batch) if isinstance(model, Encoder) else _foreign_states(model, batch)
+def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[LayerStates]:
+    """Yield the states of layers 0 to L. `model` is an `Encoder` or an encoder of transformers.
+
+    Without `with_heads` the heads are not compared, which saves their logits. Raises `UserError` for an encoder whose
+    layers have fewer states than tokens.
+    """
+    yield from _own_states(model, batch, with_heads) if isinstance(model, Encoder) else _foreign_states(model, batch)
 
 
-def _own_states(model: Encoder, batch: Batch) -> Iterator[LayerStates]:
+def _own_states(model: Encoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
     num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
-    compared = num_heads if num_heads > 1 else 0
+    compared = num_heads if with_heads and num_heads > 1 else 0
     heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]
     nothing = Draws.none(len(batch.input_ids), num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs.of(batch, nothing._replace(heads=heads)))
@@ -55,6 +59,6 @@ def _foreign_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
     states = (*output.hidden_states[:-1], output.last_hidden_state)
     if any(hidden.shape[:2] != batch.input_ids.shape for hidden in states):
         kind = model.config.model_type
-        raise UserError(f"layers of a {kind} shorten their rows: give an encoder with one state per token and layer")
+        raise UserError(f"layers of a {kind} shorten their rows: use an encoder with one state per token and layer")
     for hidden in states:
         yield LayerStates(hidden, None)

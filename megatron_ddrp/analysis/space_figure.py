@@ -1,4 +1,4 @@
-"""Figure of the geometry of hidden states: panels by layer, and panels over the checkpoints."""
+"""Figure of the geometry of hidden states: one set of panels over layers, one over checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
+from megatron_ddrp.analysis.plotting import legend_below, pyplot, run_style, save_figure
 
 SPACE = {
     "token_similarity": "f(S)",
@@ -16,25 +16,22 @@ SPACE = {
     "isoscore": "IsoScore",
     "effective_rank": "effective rank",
 }
-"""Key of a layer in the JSON → name in the figure and in lines."""
+"""Key of a measure in the JSON → its name in the figure and in printed lines."""
 
 COLUMNS = 3
-LEGEND_WIDTH = 100
-"""Characters that fit side by side under the panels."""
 
 
 def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the rows of the JSON: each measure by layer at a run's last checkpoint, and, where a run has several
-    checkpoints, the last layer's over steps. A model of one checkpoint is a line across.
+    """Draw each measure over the layers of a run's last checkpoint and, if any run has several checkpoints, the last
+    layer's measure over training steps. `rows` are those of the JSON. A model with one checkpoint becomes a horizontal
+    line over the steps.
     """
     plt = pyplot()
     runs = {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
     has_steps = any(len(of_run) > 1 for of_run in runs.values())
     height = -(-len(SPACE) // COLUMNS)
-    columns = max(1, LEGEND_WIDTH // (max(map(len, runs)) + 8))  # 8: the line before a name
     panels = height * (1 + has_steps)
-    inches = 3.3 * panels + 0.5 + 0.28 * -(-len(runs) // columns)
-    figure, axes = plt.subplots(panels, COLUMNS, figsize=(12, inches), layout="constrained")
+    figure, axes = plt.subplots(panels, COLUMNS, figsize=(12, 3.3 * panels), layout="constrained")
     for axis, (key, title) in zip(axes[:height].flat, SPACE.items(), strict=True):
         for number, of_run in enumerate(runs.values()):
             _draw_layers(axis, of_run[-1]["layers"], key, run_style(number))
@@ -46,8 +43,7 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set(title=title, xlabel="training step (last layer)")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    handles = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]
-    figure.legend(handles, list(runs), loc="outside lower center", ncols=min(len(runs), columns))
+    legend_below(figure, {run: plt.Line2D([], [], **run_style(number)) for number, run in enumerate(runs)})
     save_figure(plt, figure, path)
 
 

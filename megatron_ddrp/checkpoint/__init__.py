@@ -1,18 +1,20 @@
-"""What a `--save` folder holds, and how to read it: on one device, without DeepSpeed, running nothing that is in it.
+"""Contents of a `--save` folder, read on one device, without DeepSpeed and without running code from the folder.
 
-    DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row a log or evaluation
+    DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row per log or evaluation
     DIR/tokenizer/           the tokenizer of the run        DIR/latest          name of the newest checkpoint
     DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
     DIR/iter_0001000/
-        state.json                          step, counts, optimizer step, loss scale, configuration, the layout that
-                                            wrote it, of each file its size and CRC-32, and its own CRC-32
+        state.json                          step, counts, sums since the last row of metrics.jsonl, optimizer step,
+                                            loss scale, configuration, the layout that wrote it, of each file its
+                                            size and CRC-32, and its own CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
-        beside-00-of-01.safetensors         what training keeps beside the model, such as the notes on rare words
+        beside-00-of-01.safetensors         other training state, such as the notes of rare words
 
-Pipelines write one pair of files a stage; their union is the model. No trace of ranks, ZeRO or tensor parallelism is
-left, so every layout reads what any other wrote. A checkpoint is written under a temporary name and renamed when
-complete; `latest` is replaced last. One that was imported is iter_0000000 with weights alone (`WEIGHTS_ONLY`).
+A pipeline writes one pair of files per stage; their union is the model. Nothing in the tensors depends on ranks, ZeRO
+or tensor parallelism, so every layout reads the checkpoints of every other. A checkpoint is written under a temporary
+name and renamed when complete; `latest` is replaced last. An imported checkpoint is iter_0000000 with weights only
+(`WEIGHTS_ONLY`).
 """
 
 from megatron_ddrp.checkpoint.choice import (
@@ -40,7 +42,7 @@ from megatron_ddrp.checkpoint.folder import (
     refuse_folders,
     tag,
 )
-from megatron_ddrp.checkpoint.state import STATE, WEIGHTS_ONLY, read_state, write_state
+from megatron_ddrp.checkpoint.state import SINCE_LOGGED, STATE, WEIGHTS_ONLY, read_state, write_state
 from megatron_ddrp.checkpoint.weights import (
     StoredTensors,
     load_model,

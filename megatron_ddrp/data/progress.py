@@ -14,7 +14,7 @@ from megatron_ddrp.data.atomic import AnyPath
 T = TypeVar("T")
 
 Advance = Callable[[int], object]
-"""Called with the bytes (or tokens) that were read since the last call, such as the `update` of a progress bar."""
+"""Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
 
 
 def silent(count: int) -> None:
@@ -26,8 +26,8 @@ def progress(
 ) -> tqdm:
     """Return a progress bar on stderr, with the time left where `total` is known.
 
-    In a log file it appears for long runs only, and seldom. `doing` stands in front of it; without `show` it is silent;
-    with `scale` large numbers are shortened.
+    In a log file it appears for long runs only, and updates every 10 seconds. `doing` stands in front of it; without
+    `show` it is silent; with `scale` large numbers are shortened.
     """
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "disable": not show, **seldom}
@@ -35,8 +35,13 @@ def progress(
 
 
 def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
-    """Return a progress bar over the bytes of the files as they lie on the disk."""
+    """Return a progress bar over the bytes of the files on disk."""
     total = sum(map(os.path.getsize, paths)) if all(map(os.path.isfile, paths)) else None  # unknown for pipes
+    return byte_progress(total, doing, show)
+
+
+def byte_progress(total: int | None, doing: str | None = None, show: bool = True) -> tqdm:
+    """Return a progress bar over `total` bytes."""
     return progress("B", total, doing, show, scale=True)
 
 

@@ -95,7 +95,7 @@ def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint(damage, run)
     checkpoint.refuse_folders(run, run)
     flip(run / "iter_0000006" / FILE)
     name, told = chosen(run)
-    assert name == "iter_0000004" and len(told) == 2 and "passed over" in told[1]
+    assert name == "iter_0000004" and len(told) == 2 and "skipped" in told[1]
 
 
 @pytest.mark.parametrize("damage", LATEST_DAMAGES.values(), ids=LATEST_DAMAGES)
@@ -105,6 +105,14 @@ def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
     for save, load in ((tmp_path, tmp_path), (None, tmp_path), (tmp_path, None)):
         with pytest.raises(UserError, match=r"holds no checkpoint, and latest|holds a run already"):
             checkpoint.refuse_folders(save, load)
+
+
+def test_a_folder_of_megatron_lm_is_refused(tmp_path):
+    (tmp_path / "iter_0005000" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5000")
+    for flag, folders in (("--load", (None, tmp_path)), ("--save", (tmp_path, None))):
+        with pytest.raises(UserError, match=f"{flag} {tmp_path} holds checkpoints of Megatron-LM, which are not read"):
+            checkpoint.refuse_folders(*folders)
 
 
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
@@ -175,7 +183,7 @@ def test_a_damaged_state_is_passed_over(damage, run):
     damage(run / "iter_0000006")
     name, (line,) = chosen(run)
     assert name == "iter_0000004"
-    assert line.startswith(f"passed over {run / 'iter_0000006'}: state.json is ")
+    assert line.startswith(f"skipped {run / 'iter_0000006'}: state.json is ")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +222,16 @@ def test_a_state_without_a_sum_has_its_keys_and_types_checked(changes, reason, r
     assert reason in (fault(path) or "")
 
 
+def test_sums_since_the_last_row_are_finite_numbers(run):
+    path = run / "iter_0000006"
+    for totals in ({"lm_loss": 1.5, "tokens": 3}, {}):
+        write_state(path, read_state(path) | {checkpoint.SINCE_LOGGED: totals})
+        assert read_state(path)[checkpoint.SINCE_LOGGED] == totals
+    for totals in ({"lm_loss": float("nan")}, {"lm_loss": "1"}, [1.5]):
+        write_state(path, read_state(run / "iter_0000004") | {"iteration": 6, checkpoint.SINCE_LOGGED: totals})
+        assert "since_logged: expected" in fault(path)
+
+
 def test_no_flipped_bit_of_a_state_is_taken(run):
     path = run / "iter_0000006"
     file, before = path / checkpoint.STATE, read_state(path)
@@ -247,7 +265,7 @@ READERS = {
 def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys):
     flip(run / "iter_0000006" / FILE)
     told = reader(run) + capsys.readouterr().err
-    assert told.count(f"passed over {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
+    assert told.count(f"skipped {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)

@@ -65,6 +65,18 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     assert_fits(facts, machine_of(path), path)
 
 
+def test_the_settings_in_yaml_are_those_of_the_recipe_and_run_dry(tmp_path: Path) -> None:
+    recipe = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
+    program, *words = words_for_python(recipe, tmp_path)
+    settings = ROOT / "examples" / "pretrain_base.yaml"
+    data = words[: words.index("--split")]
+    flags = ["--config", str(settings), *data, *words[words.index("--save") : words.index("--load") + 2]]
+    assert parse_arguments(flags).config == parse_arguments(words).config
+    facts = json.loads(start_ranks([*flags, "--dry-run", "--world-size", "8"], None).check().stdout[0].splitlines()[-1])
+    assert facts["train_iters"] == 1_000_000
+    assert_fits(facts, machine_of(settings), recipe)
+
+
 class Machine(NamedTuple):
     """What a recipe names on top."""
 

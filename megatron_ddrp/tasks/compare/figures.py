@@ -1,4 +1,4 @@
-"""The page's figures: curves with a band from the lowest to the highest seed, differences, and minimal pairs."""
+"""Figures of the page: curves with a band from the lowest to the highest seed, differences, and minimal pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.figures import COLORS, pyplot, run_style, save_figure
+from megatron_ddrp.analysis.plotting import COLORS, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
@@ -28,19 +28,19 @@ STEPS = "training step"
 
 
 def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folder: Path) -> dict[str, Path]:
-    """Draw the figures that there are data for; return name → file. `compared` by measure."""
+    """Draw the figures that have data; return name → file. `compared` maps each measure to its models."""
     loss = "validation masked-LM loss [nats]"
     wanted = {
         "loss-steps": (_curves(results, LOSS), STEPS, loss),
         "loss-seconds": (_curves(results, LOSS, over_seconds=True), "training time [s]", loss),
         "token-similarity": (_curves(results, TOKEN_SIMILARITY), STEPS, "f(S), mean cosine of tokens"),
         "head-similarity": (_curves(results, HEAD_SIMILARITY), STEPS, "f(H), mean cosine of heads"),
-        "glue-curve": (_curves(results, GLUE, factor=100.0), STEPS, "GLUE average x 100"),
+        "glue-curve": (_curves(results, GLUE, factor=100.0), STEPS, "GLUE average × 100"),
     }
     drawn = {}
     for name, (curves, x_label, y_label) in wanted.items():
         path = folder / f"{name}.png"
-        path.unlink(missing_ok=True)  # an old one may be of data that are not there any more
+        path.unlink(missing_ok=True)  # an old figure may show data that no longer exist
         if any(curves.values()):
             draw_bands(curves, x_label, y_label, path)
             drawn[name] = path
@@ -50,7 +50,7 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
 
 
 def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str, Path]:
-    """Draw a figure if there are data for it; return its name → file."""
+    """Draw a figure if it has data; return its name → file."""
     path.unlink(missing_ok=True)
     if not data:
         return {}
@@ -59,14 +59,14 @@ def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str
 
 
 def compared_panels(results: Results, compared: Mapping[str, Sequence[Compared]]) -> dict[str, list[Compared]]:
-    """Return measure → models with a difference to the baseline; empty where nothing has an interval over items."""
+    """Return measure → models with a difference to the baseline; empty if no model has an interval over items."""
     panels = {measure: [row for row in compared[measure] if row.difference] for measure in measures(results)}
     has_items = any(row.over_items for rows in panels.values() for row in rows)
     return {measure: rows for measure, rows in panels.items() if rows} if has_items else {}
 
 
 def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> None:
-    """Draw one panel per measure: differences to the baseline, and their intervals over seeds and over items."""
+    """Draw one panel per measure with the differences to the baseline and their intervals over seeds and items."""
     plt = pyplot()
     arms = list(dict.fromkeys(row.arm for rows in panels.values() for row in rows))
     columns = min(len(panels), 2 if len(panels) == 4 else 3)
@@ -103,7 +103,7 @@ def _draw_difference(axis: Any, row: Compared, place: int, factor: int) -> None:
 
 
 def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
-    """Return arm → field of minimal pairs → accuracy, mean over the seeds."""
+    """Return arm → field of minimal pairs → mean accuracy over the seeds."""
     return {
         arm: {
             field: statistics.fmean(found[field] for found in by_seed.values())
@@ -115,7 +115,7 @@ def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
 
 
 def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> None:
-    """Draw fields × models as a heat map with the numbers in it; 50 % is a guess."""
+    """Draw a heat map of fields × models with numbers in its cells; guessing gives 50 %."""
     plt = pyplot()
     fields = list(dict.fromkeys(field for by_field in accuracies.values() for field in by_field))
     values = np.array([[100 * by_field[field] for by_field in accuracies.values()] for field in fields])
@@ -133,7 +133,7 @@ def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> No
 
 
 def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
-    """Draw one line per arm."""
+    """Draw one line per arm, the mean over seeds, with a band from the lowest to the highest seed."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.4), layout="constrained")
     for arm, style in styles(list(curves)).items():
@@ -145,27 +145,29 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
         axis.fill_between(x, lowest, highest, color=style["color"], alpha=0.18, linewidth=0)
     axis.set(xlabel=x_label, ylabel=y_label)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", handlelength=3)
     save_figure(plt, figure, path)
 
 
 def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
-    """Return a colour and marker per encoding and a line per objective; one of each per arm where these are alike."""
+    """Return a colour and marker per encoding, a line per objective; one of each per arm if two are alike."""
     kinds = [(arm.model.encoding, arm.model.objective) for arm in arms]
     if len(set(kinds)) < len(kinds):
         return {arm: run_style(number) for number, arm in enumerate(arms)}
     encodings = list(dict.fromkeys(encoding for encoding, _ in kinds))
     lines = {"mlm": "-", "mth": "--", "electra": ":"}
+    fills = {"mlm": "full", "mth": "none", "electra": "bottom"}
     return {
-        arm: run_style(encodings.index(arm.model.encoding)) | {"linestyle": lines.get(arm.model.objective, "-.")}
+        arm: run_style(encodings.index(arm.model.encoding))
+        | {"linestyle": lines.get(arm.model.objective, "-."), "fillstyle": fills.get(arm.model.objective, "full")}
         for arm in arms
     }
 
 
 def _curves(results: Results, measure: str, factor: float = 1.0, over_seconds: bool = False) -> Curves:
-    """Return the curves of a measure times `factor`, without the arms at half of the budget, which end elsewhere.
+    """Return the curves of a measure times `factor`, without the arms at half the budget, which end earlier.
 
-    With `over_seconds` steps become seconds of training: steps times the median step of their run.
+    With `over_seconds` x is the training time, the step times the median seconds per step of the run.
     """
     found: dict[Arm, list[Curve]] = {}
     for arm, by_seed in results.curves.get(measure, {}).items():

@@ -1,8 +1,8 @@
-"""Examples as rows of pieces, ready to be padded, and the order in which batches take them.
+"""Examples as rows of pieces, their order in batches, and padding.
 
-The pieces of all rows stand one after the other in a file that only this process sees, so that ten million rows need
-little memory. Batches hold rows of similar length, so that little of them is padding; their order is a pure function of
-(seed, epoch), and in evaluation every row comes exactly once.
+A temporary file of this process holds the pieces of all rows, so that ten million rows need little memory. Batches hold
+rows of similar length, so that they contain little padding. Their order is a pure function of (seed, epoch); evaluation
+takes every row exactly once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 _ROWS_TO_SORT = 64
-"""Batches' worth of shuffled rows that are sorted by length together before they are cut into batches."""
+"""Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
 
 
 @dataclass(frozen=True)
@@ -26,41 +27,41 @@ class Encoded:
     """Rows of pieces with their targets, in the file's order."""
 
     pieces: np.ndarray
-    """`[all pieces]`, int32: the rows one after the other."""
+    """Pieces of all rows in sequence, int32 `[all pieces]`."""
     ends: np.ndarray
-    """`[rows]`: where each row ends in `pieces`."""
+    """End of each row in `pieces`, exclusive, `[rows]`."""
     seconds: np.ndarray
-    """`[rows]`: pieces before the second text, which is segment 1; the row's length where there is one text."""
+    """Number of pieces before the second text, which is segment 1, `[rows]`; the row's length for a single text."""
     targets: np.ndarray
     """Targets of the loss: `[rows, …]`, or `[all pieces]` if each piece has one."""
     pad_id: int
     gold: Any = None
     """Labels in the form that the metric takes; None if they equal `targets`."""
     warning: str = ""
-    """A sentence about examples that the rows cannot hold."""
+    """Sentence about examples that do not fit into the rows."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Pieces of each row, `[rows]`."""
+        """Number of pieces per row, `[rows]`."""
         return np.diff(self.ends, prepend=0)
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """Return where the pieces of some rows stand in `pieces`, row after row."""
+        """Return the indices in `pieces` of the pieces of some rows, row after row."""
         lengths = self.lengths[rows]
         begins = self.ends[rows] - lengths
         return np.arange(lengths.sum()) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
 
     @property
     def answers(self) -> Any:
-        """Return the labels in the form that the metric takes."""
+        """Labels in the form that the metric takes."""
         return self.targets if self.gold is None else self.gold
 
 
 class RowWriter:
-    """Collects rows of pieces; memory does not grow with them."""
+    """Collector of rows. Their pieces go to a temporary file; memory holds a few bytes per row."""
 
     def __init__(self, pad_id: int):
         self._pad_id = pad_id
@@ -69,29 +70,45 @@ class RowWriter:
         self._written = 0
 
     def add(self, pieces: Sequence[int], second: int | None = None) -> None:
-        """Add a row; its pieces from `second` on are segment 1."""
+        """Add a row. Its pieces from index `second` are segment 1."""
         self._file.write(np.asarray(pieces, dtype=np.int32).tobytes())
         self._written += len(pieces)
         self._ends.append(self._written)
         self._seconds.append(len(pieces) if second is None else second)
 
     def rows(self, targets: np.ndarray, gold: Any = None) -> Encoded:
-        """Return the rows with their targets."""
+        """Return the rows with their targets; no more rows can be added."""
         self._file.flush()
         pieces = np.memmap(self._file, dtype=np.int32, mode="r") if self._written else np.empty(0, np.int32)
+        self._file.close()  # the map stays
         ends, seconds = np.frombuffer(self._ends, np.int64), np.frombuffer(self._seconds, np.int32)
         return Encoded(pieces, ends, seconds, targets, self._pad_id, gold)
 
 
+def text_row(
+    sides: Sequence[Sequence[int]], tokenizer: Tokenizer, max_length: int, pair_separators: int
+) -> tuple[list[int], int]:
+    """Return the row of one text or of a pair, cut to `max_length` pieces, and where its segment 1 begins.
+
+    `sides` are the pieces of the texts. [CLS] and [SEP] stand around them, `pair_separators` times [SEP] between two.
+    """
+    kept = [list(side) for side in sides]
+    between = pair_separators if len(kept) > 1 else 1
+    truncate(kept, max_length - len(kept) - between)
+    first = [tokenizer.cls_id, *kept[0], *[tokenizer.sep_id] * between]
+    second = [*kept[1], tokenizer.sep_id] if len(kept) > 1 else []
+    return first + second, len(first)
+
+
 def truncate(sides: list[list[int]], budget: int) -> None:
-    """Drop last pieces of the longer side (the later one of equals), in place, until `budget` pieces are left."""
+    """Drop pieces from the end of the longer side, in place, until `budget` are left; of equal sides, the later one."""
     while sum(map(len, sides)) > budget:
         longest = max(reversed(sides), key=len)
         longest.pop()
 
 
 def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Return batches of row numbers for one epoch: all rows once, shuffled, rows of similar length together."""
+    """Return batches of row numbers for one epoch: every row once, shuffled, rows of similar length together."""
     random = np.random.default_rng([seed, epoch])
     lengths = encoded.lengths
     shuffled = random.permutation(len(encoded))
@@ -103,13 +120,13 @@ def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> lis
 
 
 def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
-    """Return batches of row numbers, every row exactly once, by length."""
+    """Return batches of row numbers, sorted by length, with every row exactly once."""
     rows = np.argsort(encoded.lengths, kind="stable")
     return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
 
 def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
-    """Return the named rows as one Batch `[batch, longest row]`; nothing in it is masked."""
+    """Return the rows with these numbers as one unmasked Batch `[batch, longest row]`."""
     lengths = encoded.lengths[rows]
     positions = np.arange(lengths.max())
     valid = positions < lengths[:, None]  # [batch, seq]

@@ -1,8 +1,8 @@
-"""The fine-tuned model of a task's best run, kept as a Hugging Face folder.
+"""Fine-tuned model of a task's best run, kept as a Hugging Face folder.
 
-config.json holds under "finetuned" what `megatron-ddrp finetune predict` needs: the task, its columns, the length of a
-row and the run. Of the runs of one encoder on one task the best one so far has its model on the disk: the one
-with the highest score, of equals the one whose name comes first.
+config.json has the key "finetuned" with the facts that `finetune predict` needs: the task, its columns, the
+length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with the
+highest score; among equal scores, the run whose name comes first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatron_ddrp.conversion.export_sums import CARD
 from megatron_ddrp.conversion.families import FINE_TUNED
 from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.output_folder import whole_folder
+from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.model_card import finetuned_card
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 FINETUNED = "finetuned"
-"""Key of config.json."""
+"""Key in config.json of the facts about task and run."""
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 
 
@@ -42,7 +45,7 @@ def model_folder(output: Path, task: Task, encoder: Encoder) -> Path:
 
 
 def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) -> None:
-    """Write a run's model unless the folder holds a better one of the same data; other processes wait meanwhile.
+    """Write a run's model unless the folder has a better one for the same data. A lock makes other processes wait.
 
     A model that diverged is not written.
     """
@@ -50,7 +53,7 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
     folder = model_folder(sweep.options.output_dir, data.task, encoder)
-    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* shall match nothing but the folder
+    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* must match only the folder
     for place in (folder.parent, locks):
         place.mkdir(parents=True, exist_ok=True)
     with (locks / f"{folder.name}.lock").open("w") as lock:
@@ -59,18 +62,20 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         before = kept(folder)
         if before and before["data"] == run.data and _rank(before) >= _rank(facts):
             return
-        write_model(encoder, model, data.task, facts, folder)
+        head = write_model(encoder, model, data.task, facts, folder)
+        with AtomicFile(folder / CARD) as stream:
+            stream.write(finetuned_card(folder, encoder, data.task, head, run, row).encode())
 
 
 def kept(folder: Path) -> dict[str, Any] | None:
-    """Return the facts on task and run in config.json of a fine-tuned folder; None for any other folder."""
+    """Return the facts about task and run in a fine-tuned folder's config.json; None for any other folder."""
     path = folder / "config.json"
     facts = read_object(path).get(FINETUNED) if path.is_file() else None
     return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
 
 
 def finetuned_facts(encoder: Encoder, data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts on task and run that config.json will hold."""
+    """Return the facts about task and run for config.json."""
     return {
         "task": data.task.facts,
         "columns": list(data.columns) if data.columns else None,
@@ -86,24 +91,27 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
     return facts["score"], [-ord(letter) for letter in facts["run"]]
 
 
-def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> None:
-    """Write a fine-tuned model as the Hugging Face folder `folder`, complete or not at all.
+def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> str | None:
+    """Write a fine-tuned model as a Hugging Face folder, and return the kind of its head, a key of `FINE_TUNED`.
 
-    A model with our head on an encoder of transformers is written without the head, which no class of its family has.
+    If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head. The
+    kind is None then. A failure leaves no partial folder.
     """
+    kind = KINDS[task.kind].head
     if isinstance(model, FamilyModel):
-        _write_family_model(encoder, model.model, KINDS[task.kind].head, facts, folder)
-    elif isinstance(model.encoder, HuggingFaceEncoder):
+        _write_family_model(encoder, model.model, kind, facts, folder)
+        return kind
+    if isinstance(model.encoder, HuggingFaceEncoder):
         _write_family_model(encoder, model.encoder.model, None, facts, folder)
-    else:
-        assert isinstance(model.encoder, TrainedEncoder)
-        kind = KINDS[task.kind].head
-        layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
-        if kind == "sequence":
-            layers["pooler.dense"] = model.pooler
-        weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}
-        head = TaskHead(kind, weights, task.labels, PROBLEM_TYPES.get(task.kind), DROPOUT)
-        write_finetuned(model.encoder.model, encoder.tokenizer, head, folder, {FINETUNED: facts})
+        return None
+    assert isinstance(model.encoder, TrainedEncoder)
+    layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
+    if kind == "sequence":
+        layers["pooler.dense"] = model.pooler
+    weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}
+    head = TaskHead(kind, weights, task.labels, PROBLEM_TYPES.get(task.kind), DROPOUT)
+    write_finetuned(model.encoder.model, encoder.tokenizer, head, folder, {FINETUNED: facts})
+    return kind
 
 
 def _write_family_model(encoder: Encoder, model: Any, head: str | None, facts: dict[str, Any], folder: Path) -> None:

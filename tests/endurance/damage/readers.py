@@ -86,9 +86,7 @@ READERS = {
         _glue("glue --load, our export", "export"),
         _glue("glue --load, a BERT", "bert"),
         Reader("glue, resumed", ("-m", "tasks.glue", *SWEEP), ("glue/table.*",)),
-        Reader(
-            "glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)
-        ),
+        Reader("glue --report", ("-m", "tasks.glue", "--report", "glue", "--output-dir", "out"), ("out/table.*",)),
         _analysis("analyze attention-maps", "attention-maps", "run"),
         _analysis("analyze self-similarity", "self-similarity", "run"),
         _analysis("analyze, our export", "attention-maps", "export"),

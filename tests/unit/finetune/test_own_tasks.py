@@ -52,6 +52,10 @@ def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, 
     assert "(always the most frequent label)" in (out / "table.md").read_text()
     folder = model_of(out)
     best = max((first, second), key=lambda row: row["score"])
+    card = (folder / "README.md").read_text()
+    assert f"| score (accuracy) | {best['score']:.4f} on 21 development examples |" in card
+    assert f"{bert_folder.name}, fine-tuned on topics" in card and "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card and str(tmp_path) not in card
     kept = json.loads((folder / "config.json").read_text())
     assert kept["finetuned"]["score"] == best["score"] and kept["id2label"] == {
         "0": "animal",
@@ -275,7 +279,7 @@ def test_the_most_frequent_tag_is_that_of_most_words(tmp_path):
 def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folder, tmp_path, capsys):
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
-    assert "left out, its weights are those of" in capsys.readouterr().out
+    assert "left out, it has the same weights as" in capsys.readouterr().out
 
 
 def test_the_training_file_as_valid_file_is_told(topics):
