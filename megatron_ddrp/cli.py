@@ -72,8 +72,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if hint := self.hints.get(name[2:].replace("_", "-")):
             return hint
         known = [*self._option_string_actions, *(f"--{other}" for other in self.hints)]
-        close = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-        return f"did you mean {close[0]}?" if close else ""
+        return did_you_mean(name.replace("_", "-"), known)
 
     def refuse(self, unknown: Sequence[tuple[str, str]]) -> NoReturn:
         """End the command for its unknown arguments, each with its hint, all in one line."""
@@ -87,8 +86,8 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            close = difflib.get_close_matches(str(value), list(map(str, action.choices or ())), n=1)
-            error.message += f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
+            error.message += f"; {hint}" if hint else ""
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -118,6 +117,12 @@ def flags_of(words: Sequence[str]) -> list[str]:
         else:
             flags.append(word)
     return flags
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return a question that names the known word nearest to `word`; "" if none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def add_plugin_flag(parser: Any) -> None:

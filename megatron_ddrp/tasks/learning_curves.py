@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
-
 FIGURE = "learning_curves.png"
 PANELS_PER_ROW = 3
 
@@ -47,6 +45,8 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
     if not drawn:
         return None
+    from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure  # here, because it imports torch
+
     plt = pyplot()
     columns = min(len(drawn), PANELS_PER_ROW)
     rows = -(-len(drawn) // columns)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.analysis import figures
-from megatron_ddrp.tasks import learning_curves
 from megatron_ddrp.tasks.learning_curves import FIGURE, Score, curves_of, draw_learning_curves
 
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
@@ -27,11 +26,13 @@ def test_encoders_that_are_no_checkpoints_of_one_run_draw_nothing(tmp_path: Path
 def test_a_panel_shows_each_run_with_its_error_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
 
+    save = figures.save_figure
+
     def keep(plt: object, figure: object, path: Path) -> None:
         drawn.append(figure)
-        figures.save_figure(plt, figure, path)
+        save(plt, figure, path)
 
-    monkeypatch.setattr(learning_curves, "save_figure", keep)
+    monkeypatch.setattr(figures, "save_figure", keep)
     scores = {"a/iter_0000001": LOW, "a/iter_0000002": HIGH, "b/iter_0000001": HIGH, "b/iter_0000003": LOW}
     without_b = {name: score for name, score in scores.items() if name[0] == "a"}
     panels = [("CoLA", scores), ("RTE", without_b), ("QQP", {}), ("MNLI", scores), ("WNLI", scores)]

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.data.progress import tracked
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.items import Items, read_right
 from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
@@ -63,7 +64,7 @@ class Results:
         self.facts: dict[str, dict[str, Any]] = {}
         """Task → one of its lines in runs.jsonl, which has the sizes of the data."""
         scores: dict[TrainingRun, dict[int, Scores]] = defaultdict(dict)
-        for score in work.scores:
+        for score in tracked(work.scores, "run", "reading scores"):
             if score.job.name in work.store and (found := self._read_scores(score)):
                 scores[score.run][score.step] = found
         self.averaged = self._average_last(scores)
