@@ -1,5 +1,7 @@
-"""What checkpoints show: the paper's figures 2, 3a and 4, its Algorithm 1, notes on rare words, the space of hidden
-states, and throughput (megatron-ddrp analyze).
+"""Analyses of trained encoders (tools/analyze.py): similarity of tokens and heads, attention maps, the triangle effect,
+the geometry of hidden states, notes on rare words, and throughput.
 
-`commands` has the flags, `reports` what each subcommand does; a module that measures knows nothing of flags and files.
+`commands` defines the flags and `reports` runs the subcommands. The modules that measure know no flags and no files.
+"The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion"; its figures 2, 3a and 4 and its
+Algorithm 1 are here.
 """

@@ -1,7 +1,7 @@
-"""Mean attention maps of one layer: the heads that look to the right, those that look to the left, all (figure 4).
+"""Mean attention maps of one layer: of heads that look right, that look left, and of all (figure 4 of the paper).
 
-Heads are divided anew for each sentence, as in Algorithm 1 (see `direction`). The sentences are all of one length, so
-that a map's rows sum to 1 and no pattern comes from lengths.
+Each sentence has its own division of the heads, as in Algorithm 1 (see `direction`). All sentences have one length, so
+that the rows of a map sum to 1 and no pattern comes from lengths.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ GROUPS = ("heads looking right", "heads looking left", "all heads")
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """A mean map and how much of it looks where."""
+    """A mean attention map and its shares to the right and to the left."""
 
     name: str
     map: NDArray[np.float64]
-    """`[seq, seq]`: query i, key j."""
+    """Mean probabilities `[seq, seq]`: query i, key j."""
     up: float
-    """Mean over sentences of the attention above the diagonal (÷ the sentence's length)."""
+    """Share of the attention above the diagonal, the mean over sentences."""
     down: float
-    """The same below it."""
+    """Share of the attention below the diagonal, the mean over sentences."""
 
 
 def measure_maps(model: Encoder, batches: Iterable[Batch], layer: int, heads: Sequence[int] = ()) -> list[AttentionMap]:
-    """Return the maps of `layer` (counted from 1) of a model: of the groups, or of each of `heads` (from 1).
+    """Return the mean maps of `layer`: one per group of heads, or one per head if `heads` names some.
 
-    `batches` are on the model's device and hold sentences of one length.
+    Layers and heads are counted from 1. `batches` are on the model's device and hold sentences of one length.
     """
     names = [f"head {head}" for head in heads] or list(GROUPS)
     totals, sums, count = np.zeros(()), np.zeros((len(names), 2)), 0
@@ -51,9 +51,9 @@ def measure_maps(model: Encoder, batches: Iterable[Batch], layer: int, heads: Se
 
 
 def choose_panels(maps: Tensor, lengths: Tensor, heads: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one map per sentence and panel, and the attention above and below the diagonal.
+    """Return one map per sentence and panel, and its attention above and below the diagonal.
 
-    From the maps `[batch, heads, seq, seq]` of a layer to `[batch, panels, seq, seq]`, `[batch, panels]`,
+    `maps` are a layer's, `[batch, heads, seq, seq]`; the result is `[batch, panels, seq, seq]`, `[batch, panels]` and
     `[batch, panels]`.
     """
     up, down = sides(maps, lengths)

@@ -1,8 +1,8 @@
-"""Where heads look: attention probabilities above the diagonal (to the right) and below it (to the left).
+"""Direction of attention: probabilities above the diagonal (to the right) and below it (to the left).
 
-Heads are divided evenly (section 5.3, appendix C): for each sentence and layer, the half that looks most to the right
-is group 1, the half that looks most to the left group 2. Of an odd number of heads the middle one is in neither.
-Triangles are strict, and [CLS] and [SEP] are tokens like others.
+The heads are divided evenly (section 5.3 and appendix C of the paper): for each sentence and layer, the half that looks
+most to the right is group 1, the half that looks most to the left group 2. With an odd number of heads, the middle one
+belongs to neither. The triangles exclude the diagonal; [CLS] and [SEP] count like other tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_ddrp.model.stages import Draws, Inputs
 
 @torch.no_grad()
 def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
-    """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`; padding's rows and columns are 0.
+    """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`.
 
-    So is in a local layer all outside of its window.
+    They are 0 in the rows and columns of padding, and outside the window of a local layer.
     """
     nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs.of(batch, nothing))
@@ -37,18 +37,21 @@ def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
 
 
 def sides(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of the strict upper and lower triangles ÷ the sentence's own length, `[batch, heads]` each.
+    """Return the sums above and below the diagonal, divided by the sentence's length, `[batch, heads]` each.
 
-    `maps` `[batch, heads, seq, seq]` with padding 0, `lengths` `[batch]`.
+    `maps` is `[batch, heads, seq, seq]` with 0 for padding, `lengths` `[batch]`.
     """
     n = lengths[:, None].to(maps.dtype)
     return maps.triu(1).sum((-2, -1)) / n, maps.tril(-1).sum((-2, -1)) / n
 
 
 def divide_heads(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the heads that look most to the right, and most to the left, int64 `[batch, heads // 2]` each."""
+    """Return the numbers of the heads of group 1 and of group 2, int64 `[batch, heads // 2]` each.
+
+    `up` and `down` are those of `sides`. Raises `UserError` for a model with one head.
+    """
     num_heads = up.shape[-1]
     if num_heads < 2:
-        raise UserError("the heads are divided into two groups, and this model has one: give a model with two or more")
+        raise UserError("heads are divided into two groups, but this model has one head: use a model with two or more")
     order = (up - down).argsort(dim=-1, descending=True, stable=True)
     return order[:, : num_heads // 2], order[:, num_heads - num_heads // 2 :]

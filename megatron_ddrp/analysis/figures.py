@@ -16,7 +16,7 @@ Curve = Sequence[tuple[float | None, float]]
 
 
 def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
-    """Draw f(S) and f(H) of runs over their steps, side by side; a model of unknown step is a line across."""
+    """Draw f(S) and f(H) of runs over their steps, side by side. A model of unknown step becomes a horizontal line."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     steps = {step for curve in (*tokens.values(), *heads.values()) for step, _ in curve if step is not None}
@@ -37,7 +37,7 @@ def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], pat
 
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
-    """Draw the share of sentences with the up-down triangle effect, by layer, of one model or several."""
+    """Draw each model's share of sentences with the up-down triangle effect over its layers."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (run, values) in enumerate(shares.items()):
@@ -53,7 +53,7 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
 
 
 def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw tokens per second, with their quartiles, and memory over the length: a line per encoder."""
+    """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for number, row in enumerate(rows):
@@ -68,7 +68,7 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes[0].set(title="Inference", ylabel="tokens per second")
     axes[1].set(title="Peak above the loaded encoder", ylabel="memory [MiB]")
     ticks = sorted({speed["length"] for row in rows for speed in row["lengths"]})
-    for axis in (axis for axis in axes if axis.lines):  # no memory where it could not be measured
+    for axis in (axis for axis in axes if axis.lines):  # the memory panel is empty if memory could not be measured
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
@@ -90,7 +90,7 @@ def _by_label(axis: Any) -> dict[str, Any]:
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
-    """Draw mean attention maps side by side, on one logarithmic scale."""
+    """Draw mean attention maps side by side on one logarithmic colour scale."""
     plt = pyplot()
     from matplotlib.colors import LogNorm
 
@@ -103,7 +103,7 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     positive = values[values > 0]
     lowest, highest = np.quantile(positive, (0.02, 0.998))  # a few cells, such as [SEP]'s column, exceed all others
     even = np.sqrt(lowest * highest)
-    lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # so that noise around an even map stays pale
+    lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # noise in a nearly even map stays pale
     scale = LogNorm(lowest, highest)
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()

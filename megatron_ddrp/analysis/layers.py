@@ -1,7 +1,7 @@
-"""Hidden states of every layer, of a model of ours or of one that transformers runs.
+"""Hidden states of every layer, for models of this project and for models that transformers runs.
 
-Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model); the layers
-between are as the next layer reads them.
+Layer 0 is the embeddings, layer L the last hidden states (after the final LayerNorm of a pre-LN model). A layer between
+gives the states that the next layer reads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ class LayerStates(NamedTuple):
     hidden: Tensor
     """`[batch, seq, hidden]`."""
     head_cosine: Tensor | None
-    """Scalar, the mean pairwise cosine of the layer's attention logits, summed over the sentences; None for the
-    embeddings, for a model of one head, and where logits are not to be had."""
+    """Mean pairwise cosine of the heads' attention logits, summed over the sentences (scalar). None for the embeddings,
+    for a model with one head, and for a model that transformers runs."""
 
 
 @torch.no_grad()
 def layer_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
-    """Yield the states of layers 0 to L of an `Encoder`, or of an encoder of transformers."""
+    """Yield the states of layers 0 to L. `model` is an `Encoder` or an encoder of transformers.
+
+    Raises `UserError` for an encoder whose layers have fewer states than tokens.
+    """
     yield from _own_states(model, batch) if isinstance(model, Encoder) else _foreign_states(model, batch)
 
 
@@ -55,6 +58,6 @@ def _foreign_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
     states = (*output.hidden_states[:-1], output.last_hidden_state)
     if any(hidden.shape[:2] != batch.input_ids.shape for hidden in states):
         kind = model.config.model_type
-        raise UserError(f"layers of a {kind} shorten their rows: give an encoder with one state per token and layer")
+        raise UserError(f"layers of a {kind} shorten their rows: use an encoder with one state per token and layer")
     for hidden in states:
         yield LayerStates(hidden, None)

@@ -1,4 +1,4 @@
-"""The models to look at: every checkpoint of a run, or a Hugging Face folder, by the same `--load`."""
+"""Models of `--load`: every checkpoint of a run, the newest one, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Loaded:
     """A model in memory, in fp32 and eval mode on the CPU."""
 
     model: Any
-    """An `Encoder`, or an encoder of transformers, which `load_any` alone returns."""
+    """`Encoder`, or from `load_any` an encoder of transformers."""
     tokenizer: Tokenizer
     seq_length: int
-    """Longest sequence that it knows positions for."""
+    """Longest sequence that the model has positions for, in tokens."""
     position_encoding: str | None
     """None for an encoder that transformers runs."""
 
@@ -46,17 +46,17 @@ class Snapshot:
     """One model on disk."""
 
     run: str
-    """Name of its `--load` folder in figures and lines."""
+    """Name of the `--load` folder in figures and printed lines."""
     path: Path
     iteration: int | None = None
-    """Steps it was trained for; None where nothing says so, as in a Hugging Face folder."""
+    """Number of training steps; None if unknown, as for a Hugging Face folder."""
     consumed_tokens: int | None = None
 
     random_seed: int | None = None
-    """Seed of new random weights that take the place of the stored ones, or None."""
+    """Seed of random weights that replace the stored ones, or None."""
 
     def load(self) -> Loaded:
-        """Return a model of ours. Raises `UserError` for a folder of another family."""
+        """Load a checkpoint or a folder of a supported family. Raises `UserError` for another family."""
         if (self.path / STATE).is_file():
             model, tokenizer, config = read_model(self.path)
             sizes = config.model
@@ -65,9 +65,9 @@ class Snapshot:
         return Loaded(model, tokenizer, sizes.seq_length, sizes.position_encoding)
 
     def load_any(self) -> Loaded:
-        """Return a model of ours, or the encoder that transformers makes of a folder which is none of ours.
+        """Load the model with this project's code, or else with transformers.
 
-        Raises `UserError` where neither reads the folder.
+        Raises `UserError` if neither can read the folder.
         """
         if self.random_seed is None and (self.path / STATE).is_file():
             return self.load()
@@ -87,11 +87,11 @@ class Snapshot:
 
 
 def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
-    """Return the models of `--load` folders, each folder's oldest first: all of its checkpoints, or the newest alone.
+    """Return the models of `--load` folders: with `every` all checkpoints, oldest first, otherwise the newest.
 
-    Weights are checked by their sums, and damaged checkpoints are named on standard error. A folder's name is the last
-    part of its path, or the whole path where two folders would have the same name. Raises `UserError` for a folder
-    without a whole model.
+    Checksums verify the weights; damaged checkpoints are skipped and named on standard error. A folder's name is the
+    last part of its path, or the whole path if two folders would have the same name. Raises `UserError` for a folder
+    without an intact model.
     """
     names = [folder.resolve().name for folder in folders]
     return [
@@ -102,7 +102,7 @@ def find_snapshots(folders: Sequence[Path], every: bool) -> list[Snapshot]:
 
 
 def with_random_weights(snapshots: Sequence[Snapshot], seed: int) -> list[Snapshot]:
-    """Return the models and, behind the last one of each run, the same with new random weights."""
+    """Return the models and, after the last one of each run, that model with random weights."""
     last = {snapshot.run: snapshot for snapshot in snapshots}
     return [
         added

@@ -1,6 +1,6 @@
-"""What a run's note dictionary holds (Wu et al., arXiv:2008.01466): how many words, how often met, which are alike.
+"""Contents of a run's note dictionary (Wu et al., arXiv:2008.01466): rare words, their frequency, similar words.
 
-The paper finds a rare word in about 20 % of sentences.
+Wu et al. find a rare word in about 20 % of sentences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ SENTENCE_ENDS = (".", "!", "?")
 
 
 def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neighbours: int, documents: int) -> dict:
-    """Return the numbers of a checkpoint's dictionary, and of the sentences of `data_path` where one is given."""
+    """Return facts about a checkpoint's dictionary, and about the sentences of the dataset `data_path` if given.
+
+    Raises `UserError` for one of `words` without a note.
+    """
     path = choose_checkpoint(load, (BESIDE,))
     rare, met, vectors = read_notes(path)
     tokenizer = load_tokenizer(path.resolve().parent / TOKENIZER)
@@ -47,7 +50,7 @@ def analyze_notes(load: Path, data_path: str | None, words: Sequence[str], neigh
 def share_of_sentences(
     dataset: IndexedDataset, rare: RareWords, tokenizer: Tokenizer, documents: int
 ) -> dict[str, Any]:
-    """Count sentences, and those with a rare word, in the first so many documents; . ! or ? ends a sentence."""
+    """Count sentences, and those with a rare word, in the first `documents` documents. A ., ! or ? ends a sentence."""
     finder = WordFinder(tokenizer.word_starts, tokenizer.special_ids)
     ends = np.array([piece.lstrip("▁") in SENTENCE_ENDS for piece in tokenizer.pieces])
     sentences = with_one = 0
@@ -65,7 +68,7 @@ def share_of_sentences(
 
 
 def most_frequent(rare: RareWords, met: list[int], tokenizer: Tokenizer, count: int = 5) -> list[str]:
-    """Return the alphabetic words with a note that the training text holds most often, as examples."""
+    """Return the `count` most frequent alphabetic words with a note, by their counts in the training text."""
     by_count = sorted(met, key=lambda number: (-int(rare.counts[number - 1]), number))
     texts = (tokenizer.decode(rare.word(number)) for number in by_count)
     return list(itertools.islice((text for text in texts if re.fullmatch(r"[^\W\d_]{4,}", text)), count))
@@ -74,15 +77,16 @@ def most_frequent(rare: RareWords, met: list[int], tokenizer: Tokenizer, count: 
 def nearest_notes(
     word: str, rare: RareWords, met: list[int], vectors: torch.Tensor, tokenizer: Tokenizer, count: int
 ) -> list[dict[str, Any]]:
-    """Return the words whose notes have the largest cosine with that of `word`, all notes taken from their mean.
+    """Return the words whose notes have the largest cosine with the note of `word`.
 
-    Every note is an average of contexts and so holds their common part; without it cosines would all be near 1.
+    The mean of all notes is removed first: every note is an average of contexts, so with the part that all contexts
+    share every cosine would be near 1. Raises `UserError` if `word` has no note.
     """
     numbers = {tuple(rare.word(number)): row for row, number in enumerate(met)}
     row = numbers.get(tuple(tokenizer.encode(word)))
     if row is None:
         some = ", ".join(most_frequent(rare, met, tokenizer))
-        raise UserError(f"--words {word}: no note of it was taken; rare words with a note are {some}", WRONG_ARGUMENTS)
+        raise UserError(f"--words {word}: no note of this word; rare words with a note are {some}", WRONG_ARGUMENTS)
     vectors = vectors.float()
     directions = torch.nn.functional.normalize(vectors - vectors.mean(0), dim=-1)
     cosines = directions @ directions[row]
@@ -95,7 +99,7 @@ def nearest_notes(
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Return the numbers of `analyze_notes` as lines for people."""
+    """Return the result of `analyze_notes` as lines of text."""
     low, high = result["count_range"]
     lines = [
         f"{result['rare_words']:,} rare words ({low:,} to {high:,} times in the training text), "
@@ -103,7 +107,8 @@ def summary(result: dict[str, Any]) -> str:
     ]
     if "sentences" in result:
         lines.append(
-            f"{result['share_of_sentences']:.1%} of {result['sentences']:,} sentences hold one (the paper: about 20 %)"
+            f"{result['share_of_sentences']:.1%} of {result['sentences']:,} sentences contain one "
+            "(Wu et al., arXiv:2008.01466: about 20 %)"
         )
     for word, near in result["nearest"].items():
         lines.append(f"{word}: " + ", ".join(f"{other['word']} {other['cosine']:.2f}" for other in near))

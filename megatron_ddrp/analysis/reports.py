@@ -1,4 +1,4 @@
-"""Subcommands of megatron-ddrp analyze: each measures, prints a line per model, and writes the JSON and the figure."""
+"""Subcommands of `analyze`. Each measures, prints one line per model, and writes the JSON and the figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks import machine
 
 GPU_TOKENS, CPU_TOKENS = 16384, 2048
-"""Tokens per batch that throughput is measured with."""
+"""Tokens per batch of a throughput measurement."""
 DIGITS = 6
 """Decimal places of a map's cells in the JSON."""
 
@@ -57,7 +57,7 @@ def report_similarity(arguments: argparse.Namespace) -> None:
 
 
 def report_space(arguments: argparse.Namespace) -> None:
-    """Report what the hidden states of every layer look like, at every checkpoint."""
+    """Report the geometry of every layer's hidden states at every checkpoint."""
     session = Session(arguments, every_checkpoint=True, load=Snapshot.load_any, passes=PASSES)
     rows = []
     for view in session.views():
@@ -79,7 +79,7 @@ def _shown(value: float | None) -> str:
 def report_maps(arguments: argparse.Namespace) -> None:
     """Report the mean attention maps of one layer of one model."""
     session = Session(arguments, every_checkpoint=False)
-    for view in session.views():  # one: --load takes one folder
+    for view in session.views():  # one view: --load takes one folder
         sizes = view.model.config
         layer = sizes.num_layers if arguments.layer is None else arguments.layer
         _check_number("--layer", layer, sizes.num_layers)
@@ -119,7 +119,7 @@ def report_triangles(arguments: argparse.Namespace) -> None:
 
 
 def report_throughput(arguments: argparse.Namespace) -> None:
-    """Report tokens per second and memory of encoders at inference, by length."""
+    """Report tokens per second and memory of encoders at inference, per row length."""
     output = Output(arguments.output)
     for name, least in (("rounds", 1), ("tokens", 1)):
         check_least(name, getattr(arguments, name), least)
@@ -172,7 +172,7 @@ def _throughput_lines(row: dict[str, Any]) -> list[str]:
 
 
 def report_notes(arguments: argparse.Namespace) -> None:
-    """Report what the note dictionary of a run holds."""
+    """Report the contents of a run's note dictionary."""
     result = analyze_notes(
         arguments.load, arguments.data_path, arguments.words, arguments.neighbours, arguments.documents
     )

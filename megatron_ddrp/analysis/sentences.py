@@ -1,7 +1,7 @@
-"""The sentences that an analysis looks at: validation sequences as in training, but unmasked, or texts of a file.
+"""Sentences for the analyses: unmasked validation sequences of a dataset, or texts of a file.
 
-A sentence here is a sequence `[CLS] tokens [SEP]`, cut to `max_length` tokens. Which of them is a function of the seed,
-so that every checkpoint and every run is shown the same.
+A sentence is a sequence `[CLS] tokens [SEP]`, cut to `max_length` tokens. The seed alone decides which sentences are
+drawn, so that every checkpoint and every run sees the same ones.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from megatron_ddrp.errors import UserError
 
 
 class SentenceBatches(ABC):
-    """Base of the sources of sentences: rows of tokens by number, the longest first."""
+    """Base class of the sources of sentences: numbered rows of tokens, the longest first."""
 
     tokenizer: Tokenizer
     max_length: int
     lengths: NDArray[np.int64]
-    """`[sentences]`, [CLS] and [SEP] included."""
+    """Tokens per sentence including [CLS] and [SEP], `[sentences]`."""
 
     def _sort(self, tokenizer: Tokenizer, max_length: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Keep what all sources have, and return the order of the rows: what takes most memory and time comes early."""
+        """Set the attributes; return the order of the rows: long ones first, so that a lack of memory shows early."""
         order = np.argsort(-lengths, kind="stable")
         self.tokenizer, self.max_length, self.lengths = tokenizer, max_length, lengths[order]
         return order
 
     @abstractmethod
     def tokens(self, rows: slice) -> Sequence[Sequence[int] | NDArray]:
-        """Return the ids of some sentences, without specials and maybe longer than `max_length`."""
+        """Return the ids of the sentences `rows`, without special tokens and not yet cut to `max_length`."""
 
     def __len__(self) -> int:
         """Return the number of sentences."""
         return len(self.lengths)
 
     def keep_longest(self) -> None:
-        """Drop all sentences that are shorter than the longest."""
+        """Drop the sentences that are shorter than the longest."""
         self.lengths = self.lengths[self.lengths == self.lengths[0]]
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield numpy batches `[sentences, seq]`, cut to their longest row; nothing is masked or predicted."""
+        """Yield numpy batches `[sentences, seq]`, cut to their longest row, without masks and labels."""
         for begin in range(0, len(self), batch_size):
             yield self._batch(slice(begin, min(begin + batch_size, len(self))))
 
@@ -68,10 +68,10 @@ class SentenceBatches(ABC):
 
 
 class Sentences(SentenceBatches):
-    """Up to `count` sequences of the validation part of some datasets, drawn without replacement.
+    """Up to `count` sequences of the validation split of some datasets, drawn without replacement.
 
-    `seq_length` is that of the sample index, so that sequences begin where they do in training; `max_length` cuts them.
-    Raises `UserError` where a dataset is of another tokenizer, or its validation part is empty.
+    `seq_length` is the one of training, so that sequences begin at the same tokens; `max_length` then cuts them. Raises
+    `UserError` if a dataset was made with another tokenizer or its validation split is empty.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Sentences(SentenceBatches):
 
 
 class TextSentences(SentenceBatches):
-    """Texts cut up by a model's own tokenizer, so that models of different vocabularies are shown the same texts.
+    """Texts split by a model's own tokenizer, so that models with different vocabularies see the same texts.
 
-    A text without a token is left out.
+    Texts without a token are skipped.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> None:
@@ -116,10 +116,10 @@ class TextSentences(SentenceBatches):
 
 
 def draw_texts(name: str, count: int, seed: int) -> list[str]:
-    """Return up to `count` texts of a file, folder or pattern that megatron-ddrp preprocess reads, drawn evenly.
+    """Draw up to `count` texts of a file, folder or pattern that megatron-ddrp preprocess reads, each equally likely.
 
-    Holds no more than `count` of them at a time (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for a
-    source of fewer than two texts.
+    Keep at most `count` texts in memory (algorithm R: Vitter, ACM TOMS 11, 1985). Raises `UserError` for a source with
+    fewer than two texts.
     """
     drawn: list[str] = []
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What the analyses of checkpoints share: flags checked, models loaded one after the other, progress, and the JSON."""
+"""Common parts of the analyses of checkpoints: checked flags, models loaded one by one, progress bar, output files."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ SHORTEST = 3
 
 @dataclass(frozen=True)
 class View:
-    """One model on the device, and the sentences to show it."""
+    """One model on the device, and the sentences to run through it."""
 
     snapshot: Snapshot
     model: Any
-    """An `Encoder`, or what `Session`'s `load` returns."""
+    """`Encoder`, or the encoder of transformers that the session's `load` returned."""
     position_encoding: str | None
     sentences: SentenceBatches
     device: torch.device
     batch_size: int
     advance: Callable[[int], object]
-    """Moves the progress bar on by so many sentences."""
+    """Function that moves the progress bar by a number of sentences."""
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the sentences as batches on the device, and move the progress bar on after each."""
+        """Yield the sentences as batches on the device; move the progress bar after each batch."""
         for arrays in self.sentences.batches(self.batch_size):
             yield arrays.map(lambda array: torch.from_numpy(array).to(self.device))
             self.advance(len(arrays.input_ids))
 
     def facts(self) -> dict[str, Any]:
-        """Return what a row of the JSON says of the model that it is about."""
+        """Return the model's own fields of its row in the JSON."""
         return {
             "run": self.snapshot.run,
             "checkpoint": str(self.snapshot.path),
@@ -61,9 +61,9 @@ class View:
 
 
 class Session:
-    """One run of an analysis. Raises `UserError` for flags that cannot be followed, before anything is computed.
+    """One run of an analysis. Raises `UserError` for invalid flags before anything is computed.
 
-    `load` reads a model, and the analysis calls `View.batches` `passes` times.
+    `load` reads a model. The analysis calls `View.batches` `passes` times per model.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Session:
         paths = [snapshot.path for snapshot in self.snapshots]
         configs = [read_config(path) for path in paths if (path / STATE).is_file()]
         first = configs[0] if configs else Config()
-        self.split = arguments.split or first.data.split or "0,1,0"  # all, where a run named its validation data
+        self.split = arguments.split or first.data.split or "0,1,0"  # 0,1,0 if the run had separate validation data
         self.seq_length = min((config.model.seq_length for config in configs), default=None)
         text = getattr(arguments, "text", None)
         self.texts = None if text is None else draw_texts(text, arguments.sentences, arguments.seed)
 
     def views(self) -> Iterator[View]:
-        """Yield a view of each model."""
+        """Yield one view per model; load each model only when its turn comes."""
         total = len(self.snapshots)
         with progress("sentence") as bar:
             for number, snapshot in enumerate(self.snapshots):
@@ -112,7 +112,7 @@ class Session:
         return Sentences(self.prefixes, self.split, loaded.tokenizer, seq_length, max_length, count, seed)
 
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
-        """Write the JSON, and the figure where one is wanted; print their names."""
+        """Write the JSON with the settings of the run, and the figure if `--output` is one; print their names."""
         if self.texts is None:
             source: dict[str, Any] = {"data_path": list(self.prefixes), "split": self.split}
         else:
@@ -122,9 +122,9 @@ class Session:
 
 
 class Output:
-    """The files of `--output`: JSON, and a figure where the name ends in .png.
+    """Files of `--output`: JSON, and a figure if the name ends in .png.
 
-    Raises `UserError` for another ending, and for a figure without matplotlib.
+    Raises `UserError` for another ending, and for a figure if matplotlib is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +136,7 @@ class Output:
             figures.pyplot()
 
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
-        """Write the JSON, and the figure where one is wanted; print their names."""
+        """Write the JSON, and the figure if `--output` is one; print their names."""
         written = self.path.with_suffix(".json")
         with AtomicFile(written) as stream:
             stream.write((json.dumps(result, indent=1) + "\n").encode())
@@ -146,27 +146,27 @@ class Output:
 
 
 def progress(unit: str) -> tqdm:
-    """Return a progress bar on standard error; where that is no terminal it shows itself seldom."""
+    """Return a progress bar on standard error; outside a terminal it updates every 10 seconds."""
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     return tqdm(unit=unit, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
 
 
 def check_least(name: str, value: int | None, least: int) -> None:
-    """Raise `UserError` for a value of a flag that is below the least."""
+    """Raise `UserError` if the value of a flag is below `least`; None passes."""
     if value is not None and value < least:
         raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}", WRONG_ARGUMENTS)
 
 
 def _prefixes(data_path: list[str]) -> tuple[str, ...]:
-    """Return the prefixes of `--data-path`."""
+    """Return the prefixes of `--data-path`. Raises `UserError` for weights."""
     blend = read_blend(data_path, "--data-path")
     if blend.weights is not None:
-        raise UserError("--data-path with weights: an analysis takes prefixes alone, all as one", WRONG_ARGUMENTS)
+        raise UserError("--data-path has weights: an analysis takes prefixes only; leave them out", WRONG_ARGUMENTS)
     return tuple(blend.prefixes)
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device of `--device`, by default a GPU where there is one. Raises `UserError` for a missing one."""
+    """Return the device called `name`; without a name, a GPU if there is one. Raises `UserError` for a missing one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

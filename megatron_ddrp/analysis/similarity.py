@@ -1,10 +1,10 @@
-"""How alike the tokens of a sentence and the heads of a layer are (eq. 15, 16; figures 2 and 3a of the paper).
+"""Similarity of a sentence's tokens and of a layer's heads (eq. 15 and 16, figures 2 and 3a of the paper).
 
     f(S) = 2/(n(n−1)) Σ_{i<j} cos(h_i, h_j)              over the last hidden states of all n tokens
     f(H) = 2/(L m(m−1)) Σ_l Σ_{i<j} cos(a_i^l, a_j^l)    over the logits of all m heads of each of L layers
 
-They are TCD and HCD over all tokens and heads, so the same closed forms give them: neither n² cosines nor a pair of
-heads is ever written out. Both are means over sentences; `a` is the pre-softmax logits, as in HCD.
+They are TCD and HCD over all tokens and heads and share their closed forms, which compute no cosine of a single pair.
+Both are means over sentences; `a` is the pre-softmax logits, as in HCD.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Similarity:
     """Means over sentences, each in [−1, 1]."""
 
     token_similarity: float
-    """f(S)."""
+    """f(S), the mean cosine of two tokens of a sentence."""
     head_similarity_by_layer: tuple[float, ...]
     """Terms of f(H), from the first layer to the last."""
     sentences: int
 
     @property
     def head_similarity(self) -> float:
-        """f(H)."""
+        """f(H), the mean cosine of two heads of a layer, averaged over layers."""
         return sum(self.head_similarity_by_layer) / len(self.head_similarity_by_layer)
 
 
 def measure_similarity(model: Encoder, batches: Iterable[Batch]) -> Similarity:
     """Return f(S) and f(H) of a model over batches of sentences on its device.
 
-    Raises `UserError` for a model with one head, which there is no other head to compare with.
+    Raises `UserError` for a model with one head.
     """
     if model.config.num_attention_heads < 2:
-        raise UserError("f(H) compares attention heads, and this model has one: give a model with two or more")
+        raise UserError("f(H) compares attention heads, but this model has one: use a model with two or more")
     tokens, heads, count = 0.0, torch.zeros(model.config.num_layers, dtype=torch.float64), 0
     for batch in batches:
         token_sum, head_sums = similarity_sums(model, batch)
@@ -55,7 +55,7 @@ def measure_similarity(model: Encoder, batches: Iterable[Batch]) -> Similarity:
 
 
 def similarity_sums(model: Encoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return sums over the sentences of a batch: the tokens' mean cosine, and the heads' per layer, `[layers]`."""
+    """Return sums over the sentences of a batch: of the mean cosine of tokens, and of heads per layer, `[layers]`."""
     by_layer = []
     for layer in layer_states(model, batch):
         if layer.head_cosine is not None:

@@ -1,14 +1,14 @@
 """Geometry of the hidden states of each layer: cosines of tokens, isotropy, effective rank.
 
-    within    mean cosine of two tokens of one sentence; with [CLS] and [SEP] the last layer's is f(S)
+    within    mean cosine of two tokens of one sentence; in the last layer, with [CLS] and [SEP], it is f(S)
     between   mean cosine of two tokens of different sentences (Ethayarajh, arXiv:1909.00512)
-    centred   the same of x − μ, μ the mean of all tokens
+    centred   both cosines for x − μ, μ the mean of all tokens
     IsoScore  (tr(C)²/‖C‖²_F − 1)/(n − 1), C the covariance of the tokens, n the hidden size (Rudman et al.,
               arXiv:2108.07344: their algorithm in closed form); 1 is isotropic, 0 is one direction
     effective rank  exp(−Σ p ln p), p the eigenvalues of C divided by their sum (Roy and Vetterli 2007)
 
-All pairs of tokens count, by their sums of unit vectors: no cosine is sampled. A second pass over the sentences takes
-the mean off before anything is squared, so that a large common offset costs no digits. Sums are float64.
+All pairs of tokens count; sums of unit vectors give their cosines without sampling. A second pass over the sentences
+subtracts the mean before anything is squared, so that a large common offset costs no precision. Sums are float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask, token_cosine
 
 PASSES = 2
-"""Number of times that `measure_space` reads the sentences."""
+"""Number of passes of `measure_space` over the sentences."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class LayerSpace:
     """0 for the embeddings."""
     hidden_size: int
     token_similarity: float
-    """f(S) of this layer: over all tokens of a sentence, [CLS] and [SEP] included."""
+    """f(S) of this layer over all tokens of a sentence, including [CLS] and [SEP]."""
     head_similarity: float | None
-    """This layer's term of f(H); None where the attention logits are not to be had."""
+    """This layer's term of f(H); None if the model does not give its attention logits."""
     cosine_within: float | None
     cosine_between: float | None
     centred_cosine_within: float | None
@@ -51,11 +51,11 @@ class LayerSpace:
 
 @dataclass(frozen=True)
 class Space:
-    """The layers of a model, embeddings first, and how many tokens were measured."""
+    """Geometry of all layers of a model, the embeddings first, and the number of tokens measured."""
 
     layers: tuple[LayerSpace, ...]
     tokens: int
-    """Tokens of text: without [CLS], [SEP] and other specials."""
+    """Number of text tokens, without [CLS], [SEP] and other special tokens."""
 
 
 class CosineSums:
@@ -67,10 +67,10 @@ class CosineSums:
         self.tokens = self.same_sentence = self.sentences = 0
 
     def add(self, states: Tensor, text: Tensor) -> None:
-        """Add a batch: float64 `[batch, seq, hidden]`, and bool `[batch, seq]` that marks the tokens that count."""
+        """Add a batch of states, float64 `[batch, seq, hidden]`. `text`, bool `[batch, seq]`, marks counted tokens."""
         units = F.normalize(states, dim=-1, eps=SMALLEST_NORM) * text.unsqueeze(-1)
         sums, counts = units.sum(1), text.sum(1)  # [batch, hidden], [batch]
-        squares = sums.pow(2).sum(-1)  # [batch], the cosines of all ordered pairs, each token with itself included
+        squares = sums.pow(2).sum(-1)  # [batch], the cosines of all ordered pairs, including each token with itself
         pairs = counts * (counts - 1)
         self.total = self.total + sums.sum(0)
         self.inside += float(squares.sum())
@@ -82,7 +82,7 @@ class CosineSums:
 
     @property
     def mean_within(self) -> float | None:
-        """Mean over sentences of the mean cosine of two of their tokens; None without such a pair."""
+        """Mean over sentences of the mean cosine of two of their tokens; None if no sentence has two tokens."""
         return self.within / self.sentences if self.sentences else None
 
     @property
@@ -93,7 +93,7 @@ class CosineSums:
 
 
 class _Layer:
-    """Sums of one layer: `first` over the first pass, `second` over the other."""
+    """Sums of one layer: `first` adds a batch in the first pass, `second` in the second."""
 
     def __init__(self) -> None:
         self.plain, self.centred = CosineSums(), CosineSums()
@@ -118,7 +118,7 @@ class _Layer:
     def result(self, number: int, sentences: int) -> LayerSpace:
         covariance = torch.as_tensor(self.covariance)
         if not covariance.isfinite().all():
-            raise UserError(f"hidden states of layer {number} are not finite: give a checkpoint that has not diverged")
+            raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
         return LayerSpace(
             number,
             len(covariance),
@@ -134,11 +134,11 @@ class _Layer:
 
 
 def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: Tensor) -> Space:
-    """Return what the layers of a model look like over batches of sentences on its device.
+    """Return the geometry of a model's hidden states over batches of sentences on its device.
 
-    `batches` is called twice and must give the same. `model` is an `Encoder` or an encoder of transformers; `specials`
-    int64 `[n]` are ids that are no text, such as [CLS]. Raises `UserError` where there is too little text, and for
-    states that are not finite.
+    `batches` is called twice and must give the same batches. `model` is an `Encoder` or an encoder of transformers.
+    `specials`, int64 `[n]`, are the ids of special tokens such as [CLS]. Raises `UserError` for fewer than two tokens
+    of text, and for states that are not finite.
     """
     layers: list[_Layer] = []
     sentences = 0
@@ -150,7 +150,7 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
             layers[number].first(hidden.double(), head_cosine, batch, text)
         sentences += len(batch.input_ids)
     if not layers or layers[0].plain.tokens < 2:
-        raise UserError("the sentences hold fewer than two tokens of text: give more of them, or longer ones")
+        raise UserError("the sentences hold fewer than two tokens of text: give more sentences, or longer ones")
     for batch in batches():
         text = text_mask(batch, specials)
         for layer, states in zip(layers, layer_states(model, batch), strict=True):
@@ -159,18 +159,18 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
 
 
 def text_mask(batch: Batch, specials: Tensor) -> Tensor:
-    """Mark the tokens of text, bool `[batch, seq]`: neither padding nor one of `specials`."""
+    """Mark the tokens that are neither padding nor one of `specials`, bool `[batch, seq]`."""
     return (batch.document_ids > 0) & ~torch.isin(batch.input_ids, specials)
 
 
 def isoscore(covariance: Tensor) -> float | None:
-    """Return IsoScore of a covariance `[n, n]`, up to a factor; None for n = 1 and where nothing varies."""
+    """Return IsoScore of a covariance `[n, n]` of any scale; None for n = 1 and for zero variance."""
     n, squares = len(covariance), float(covariance.pow(2).sum())
     return (float(covariance.trace()) ** 2 / squares - 1) / (n - 1) if n > 1 and squares > 0 else None
 
 
 def effective_rank(covariance: Tensor) -> float | None:
-    """Return the effective rank of a covariance `[n, n]`, up to a factor, in [1, n]; None where nothing varies."""
+    """Return the effective rank, in [1, n], of a covariance `[n, n]` of any scale; None for zero variance."""
     eigenvalues = torch.linalg.eigvalsh(covariance).clamp_min(0.0)
     total = eigenvalues.sum()
     return float(torch.special.entr(eigenvalues / total).sum().exp()) if total > 0 else None

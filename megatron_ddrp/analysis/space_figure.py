@@ -1,4 +1,4 @@
-"""Figure of the geometry of hidden states: panels by layer, and panels over the checkpoints."""
+"""Figure of the geometry of hidden states: one set of panels over layers, one over checkpoints."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ SPACE = {
     "isoscore": "IsoScore",
     "effective_rank": "effective rank",
 }
-"""Key of a layer in the JSON → name in the figure and in lines."""
+"""Key of a measure in the JSON → its name in the figure and in printed lines."""
 
 COLUMNS = 3
 
 
 def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the rows of the JSON: each measure by layer at a run's last checkpoint, and, where a run has several
-    checkpoints, the last layer's over steps. A model of one checkpoint is a line across.
+    """Draw each measure over the layers of a run's last checkpoint and, if any run has several checkpoints, the last
+    layer's measure over training steps. `rows` are those of the JSON. A model with one checkpoint becomes a horizontal
+    line over the steps.
     """
     plt = pyplot()
     runs = {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}

@@ -1,9 +1,9 @@
-"""Speed and memory of encoders at inference, by the length of their rows.
+"""Speed and memory of encoders at inference, per row length.
 
-Every batch holds about the same number of tokens, in rows that are full: length L means tokens ÷ L rows of L tokens.
-The encoders take turns, in a random order in each round, so that a machine that slows down slows all of them. Memory is
-the peak during one forward pass above what the loaded encoder takes: on a GPU the peak of torch's allocator, on a CPU
-that of the resident size, in a fresh process for each encoder and length, which finds nothing left by another.
+Every batch has about the same number of tokens in full rows: at length L it has tokens ÷ L rows of L tokens. The
+encoders take turns, in a random order in each round, so that a machine that slows down affects all of them. Memory is
+the peak during one forward pass minus the memory of the loaded encoder: on a GPU the peak of torch's allocator, on a
+CPU the peak resident size, measured in a fresh process per encoder and length.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ WARM_UP_LENGTH = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all encoders are measured with."""
+    """Settings of a measurement, the same for all encoders."""
 
     device: torch.device
     tokens: int
-    """Tokens per batch; a longer row is a batch of its own."""
+    """Tokens per batch; a longer row makes a batch alone."""
     rounds: int
     bf16: bool
     seed: int
 
     def rows(self, length: int) -> int:
-        """Return the rows of a batch."""
+        """Return the number of rows per batch."""
         return max(1, self.tokens // length)
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context of a forward pass."""
+        """Return the context in which a forward pass runs."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
 
@@ -63,31 +63,31 @@ class Speed:
     lower_quartile: float
     upper_quartile: float
     memory_bytes: int | None
-    """Peak of one forward pass above the loaded encoder; None on a CPU without Linux's /proc."""
+    """Peak during one forward pass minus the memory of the loaded encoder; None on a CPU without Linux's /proc."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An encoder and what was measured of it."""
+    """An encoder and its measurements."""
 
     snapshot: Snapshot
     encoder: Encoder
     speeds: list[Speed] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
-    """Length → why it is not among the speeds."""
+    """Length → the reason why it was not measured."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a forward pass has in memory."""
+        """Bytes of the encoder's weights in memory."""
         return sum(parameter.nbytes for parameter in self.encoder.module.parameters())
 
 
 def measure_throughput(
     snapshots: Sequence[Snapshot], lengths: Sequence[int], setting: Setting, advance: Callable[[], object]
 ) -> list[Timed]:
-    """Return the speed of each model at each length that it has positions for and memory is enough for.
+    """Measure each model at each length; leave out lengths beyond its positions or the memory.
 
-    Calls `advance` (encoders × lengths × (rounds + 1)) times, at once where a length is left out.
+    Call `advance` encoders × lengths × (rounds + 1) times in total, also for lengths that are left out.
     """
     timed = [Timed(snapshot, load_encoder(snapshot.path)) for snapshot in snapshots]
     for each in timed:
@@ -112,9 +112,9 @@ def measure_throughput(
 
 
 def peak_memory(timed: Timed, length: int, setting: Setting) -> int | None:
-    """Return the peak of a forward pass in bytes, above what the loaded encoder takes.
+    """Return the peak memory of a forward pass in bytes, minus the memory of the loaded encoder.
 
-    Raises `RuntimeError` where memory is not enough, or the process that measures it is killed.
+    Raises `RuntimeError` if the memory is too small or the process that measures is killed.
     """
     if setting.device.type != "cuda":
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
@@ -141,7 +141,7 @@ def _peak_in_this_process(path: Path, length: int, setting: Setting, plugins: se
 
 
 def full_batch(tokenizer: Tokenizer, rows: int, length: int, setting: Setting) -> Batch:
-    """Return a batch `[rows, length]` on the device without padding: [CLS], random pieces, [SEP]."""
+    """Return a batch `[rows, length]` on the device: [CLS], random pieces, [SEP], no padding."""
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
     ids = np.random.default_rng(setting.seed).choice(ordinary, (rows, length))
     ids[:, 0], ids[:, -1] = tokenizer.cls_id, tokenizer.sep_id
@@ -162,7 +162,7 @@ def _forward(encoder: Encoder, batch: Batch, setting: Setting) -> None:
 def _time_rounds(
     timed: Sequence[Timed], length: int, setting: Setting, order: np.random.Generator, advance: Callable[[], object]
 ) -> NDArray[np.float64]:
-    """Return seconds of a forward pass, `[encoders, rounds]`, after one pass of each that does not count."""
+    """Return the seconds of each forward pass, `[encoders, rounds]`, after one untimed pass per encoder."""
     batches = [full_batch(each.encoder.tokenizer, setting.rows(length), length, setting) for each in timed]
     for each, batch in zip(timed, batches, strict=True):
         _forward(each.encoder, batch, setting)
@@ -177,13 +177,13 @@ def _time_rounds(
 
 
 def _speed(length: int, rows: int, seconds: NDArray[np.float64], memory: int | None) -> Speed:
-    """Return the quartiles of tokens per second over the rounds, `[rounds]`."""
+    """Return the speed: quartiles of tokens per second over the rounds. `seconds` is `[rounds]`."""
     low, median, high = np.percentile(rows * length / seconds, [25, 50, 75]).tolist()
     return Speed(length, rows, median, low, high, memory)
 
 
 def _want_of_memory(error: RuntimeError) -> str:
-    """Return the reason that a length is left out. Raises the error again where it is about something else."""
+    """Return the reason for leaving a length out. Raises the error again if it is not about memory."""
     if isinstance(error, BrokenProcessPool):
         return "the process that measured its memory was killed, probably for taking too much"
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):

@@ -1,9 +1,9 @@
 """Algorithm 1 (appendix C of the paper): the share of sentences whose heads show the up-down triangle effect.
 
-A sentence shows it in a layer if, averaged over the heads of group 1, at least `threshold` of the attention lies above
-the diagonal, and averaged over those of group 2 as much lies below it (see `direction`). As printed, the algorithm
-never gets past a sentence that does not; here such a sentence counts as a miss. It divides by 64, the longest sentence;
-here each sum is divided by the sentence's own length. The headline is the last layer.
+A sentence shows the effect in a layer if group 1's heads have on average at least `threshold` of their attention above
+the diagonal, and group 2's heads at least as much below it (see `direction` for the groups). Two departures from the
+printed algorithm: its loop never ends at a sentence without the effect, which here counts as a miss; and it divides by
+64, the longest sentence, where we divide by the sentence's own length. The printed share is the last layer's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ddrp.model import Encoder
 
 @dataclass(frozen=True)
 class LayerTriangles:
-    """One layer's share of sentences with the effect, and the mean attention behind it."""
+    """Share of sentences with the effect in one layer, and the mean attention of both groups."""
 
     share: float
     """Share of the sentences that show the effect, in [0, 1]."""
@@ -32,14 +32,17 @@ class LayerTriangles:
 
 
 def triangle_parts(maps: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (amp1_up, amp2_down), `[batch]` each, from maps `[batch, heads, seq, seq]` with padding 0."""
+    """Return group 1's attention above the diagonal and group 2's below it, `[batch]` each.
+
+    They are Algorithm 1's amp1_up and amp2_down. `maps` is `[batch, heads, seq, seq]` with 0 for padding.
+    """
     up, down = sides(maps, lengths)
     right, left = divide_heads(up, down)
     return up.gather(1, right).mean(1), down.gather(1, left).mean(1)
 
 
 def measure_triangles(model: Encoder, batches: Iterable[Batch], threshold: float) -> list[LayerTriangles]:
-    """Return Algorithm 1's shares for every layer of a model over batches of sentences on its device."""
+    """Run Algorithm 1 for every layer of a model over batches of sentences on its device."""
     sums, count = torch.zeros(model.config.num_layers, 3, dtype=torch.float64), 0  # hits, group 1 up, group 2 down
     for batch in batches:
         lengths = batch.document_ids.sum(1)

@@ -1,6 +1,6 @@
-"""What a `--save` folder holds, and how to read it: on one device, without DeepSpeed, running nothing that is in it.
+"""Contents of a `--save` folder, read on one device, without DeepSpeed and without running code from the folder.
 
-    DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row a log or evaluation
+    DIR/config.json          resolved configuration          DIR/metrics.jsonl   one row per log or evaluation
     DIR/tokenizer/           the tokenizer of the run        DIR/latest          name of the newest checkpoint
     DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
     DIR/iter_0001000/
@@ -9,11 +9,12 @@
                                             size and CRC-32, and its own CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
-        beside-00-of-01.safetensors         what training keeps beside the model, such as the notes on rare words
+        beside-00-of-01.safetensors         other training state, such as the notes of rare words
 
-Pipelines write one pair of files a stage; their union is the model. No trace of ranks, ZeRO or tensor parallelism is
-left, so every layout reads what any other wrote. A checkpoint is written under a temporary name and renamed when
-complete; `latest` is replaced last. One that was imported is iter_0000000 with weights alone (`WEIGHTS_ONLY`).
+A pipeline writes one pair of files per stage; their union is the model. Nothing in the tensors depends on ranks, ZeRO
+or tensor parallelism, so every layout reads the checkpoints of every other. A checkpoint is written under a temporary
+name and renamed when complete; `latest` is replaced last. An imported checkpoint is iter_0000000 with weights only
+(`WEIGHTS_ONLY`).
 """
 
 from megatron_ddrp.checkpoint.choice import (

@@ -1,4 +1,4 @@
-"""Which checkpoint is taken: the newest whole one. Every reader chooses here, so that none of them reads damage."""
+"""Choice of a checkpoint: the newest whole one. Every reader chooses here, so none of them reads a damaged one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megatron_ddrp.config.registry import NotRegistered
 from megatron_ddrp.errors import UserError
 
 MODEL, OPTIMIZER, BESIDE = "weights", "optimizer", "beside"
-"""Beginnings of file names: the model, Adam's moments, and what a run keeps beside the model."""
+"""Prefixes of file names: the model, the optimizer's moments, and other training state."""
 
 
 def to_standard_error(line: str) -> None:
-    """Print a notice for the user of a command."""
+    """Print a notice for the user of a command to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def choose_checkpoint(
     load: Path, kinds: Collection[str] = (MODEL,), tell: Callable[[str], object] = to_standard_error
 ) -> Path:
-    """Return the checkpoint that a reader's `--load` stands for: the newest whole one of a folder, or the one it names.
+    """Return the checkpoint that `--load` means: the newest whole one of a folder, or the one that it names.
 
-    The files of `kinds`, which the reader is about to read, are checked by their sums. Raises `UserError` where none
-    is whole, or where the one that was named is not.
+    The files of `kinds`, which the caller will read, are checked against their sums. Raise `UserError` if no checkpoint
+    is whole, or if the named one is not.
     """
     if is_checkpoint(load):
         if reason := fault(load, kinds):
@@ -41,9 +41,9 @@ def choose_checkpoint(
 def whole_checkpoints(
     folder: Path, kinds: Collection[str] = (MODEL,), tell: Callable[[str], object] = to_standard_error
 ) -> Iterator[Path]:
-    """Yield the checkpoints of a `--save` folder that are whole, the newest first; `tell` of those that are not.
+    """Yield the whole checkpoints of a `--save` folder, newest first; call `tell` with a line on each damaged one.
 
-    The files of `kinds` are read for their sums as each checkpoint's turn comes. Raises `UserError` where there are
+    Before a checkpoint is yielded, its files of `kinds` are checked against their sums. Raise `UserError` if there are
     checkpoints and none of them is whole.
     """
     found, remarks = candidates(folder)
@@ -52,7 +52,7 @@ def whole_checkpoints(
         reason = fault(path, kinds)
         if reason is not None:
             reasons.append(f"{path.name}: {reason}")
-            untold.append(f"passed over {folder / reasons[-1]}")
+            untold.append(f"skipped {folder / reasons[-1]}")
             continue
         while untold:
             tell(untold.pop(0))
@@ -64,35 +64,33 @@ def whole_checkpoints(
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a `--save` folder whose files have their sizes; None where there is none."""
+    """Return the newest checkpoint of a `--save` folder whose files have the right sizes, or None without one."""
     return next(whole_checkpoints(folder, (), tell=lambda _: None), None)
 
 
 def none_complete(folder: Path, reasons: list[str]) -> UserError:
-    """Return the error of a folder all of whose checkpoints are damaged."""
+    """Return the error for a folder whose checkpoints are all damaged."""
     return UserError(
         f"{folder} holds no complete checkpoint ({'; '.join(reasons)}): copy it again, or start in another --save"
     )
 
 
 def fault(path: Path, kinds: Collection[str] = (), part: int = 0, parts: int = 1) -> str | None:
-    """Return why a checkpoint cannot be used, or None. All its files must be there in their sizes.
+    """Return the reason why a checkpoint cannot be used, or None. All its files must exist in the right sizes.
 
-    Raises `UnknownName` where a plug-in is missing.
-
-    The files of `kinds` are read for their sums; of these files, every `parts`-th from number `part` on, so that ranks
-    can share the reading.
+    The files of `kinds` are checked against their sums: every `parts`-th of them, from number `part` on, so that ranks
+    can share the reading. Raise `NotRegistered` if a plug-in is missing.
     """
     if not path.is_dir():
         return "missing or incomplete"
     try:
         written = read_state(path).get("files")
-        if written is None:  # an older version wrote it
+        if written is None:  # written by an older version
             return None if (path / WEIGHTS).is_file() else f"{WEIGHTS} is missing"
         to_read = [name for name in sorted(written) if kind_of(name) in kinds][part::parts]
         checks = [(name, False) for name in sorted(written)] + [(name, True) for name in to_read]
         return next(filter(None, (damage(path / name, written[name], read) for name, read in checks)), None)
-    except NotRegistered:  # no fault of the checkpoint's
+    except NotRegistered:  # the checkpoint is not at fault
         raise
     except UserError as error:
         return str(error)
@@ -101,5 +99,5 @@ def fault(path: Path, kinds: Collection[str] = (), part: int = 0, parts: int = 1
 
 
 def kind_of(file: str) -> str:
-    """Return `MODEL`, `OPTIMIZER` or `BESIDE`: what a file of a checkpoint holds, by its name."""
+    """Return the kind of a checkpoint's file by its name: `MODEL`, `OPTIMIZER` or `BESIDE`."""
     return MODEL if file == WEIGHTS else file.partition("-")[0]

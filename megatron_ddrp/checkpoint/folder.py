@@ -1,4 +1,4 @@
-"""The names in a `--save` folder: which checkpoints are there, which of them may be taken, how a new one comes in."""
+"""Names in a `--save` folder: the checkpoints in it, those that a reader may choose, and the addition of a new one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ddrp.errors import UserError
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
 _NAME = re.compile(r"iter_[0-9]+")
 _LONGEST_LATEST = 200
-"""Bytes of `latest` that are read; more is no name."""
+"""Number of bytes read from `latest`; a longer file holds no name."""
 
 
 def tag(iteration: int) -> str:
@@ -24,41 +24,41 @@ def tag(iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int:
-    """Return the step of a checkpoint by its folder name."""
+    """Return the step of a checkpoint from its folder name."""
     return int(name.removeprefix("iter_"))
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """Return every DIR/iter_N, the highest number first, damaged ones included, whatever `latest` says."""
+    """Return every DIR/iter_N, highest number first, including damaged ones and those newer than `latest`."""
     named = [path for path in folder.glob("iter_*") if _NAME.fullmatch(path.name)]
     return sorted(named, key=lambda path: (iteration_of(path.name), path.name), reverse=True)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is one checkpoint, as opposed to a `--save` folder with checkpoints in it."""
+    """Return whether a path is one checkpoint, and not a `--save` folder of checkpoints."""
     return (path / STATE).is_file() or bool(_NAME.fullmatch(path.resolve().name)) and not holds_run(path)
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a run has saved in a folder: a checkpoint or `latest` is there, in whatever condition."""
+    """Return whether a run has saved in a folder: whether it contains a checkpoint or `latest`, even damaged ones."""
     return bool(all_checkpoints(folder)) or os.path.lexists(folder / LATEST)
 
 
 class Candidates(NamedTuple):
-    """Checkpoints of a `--save` folder that may be taken."""
+    """Checkpoints of a `--save` folder that a reader may choose."""
 
     paths: list[Path]
-    """The newest first, damaged ones included."""
+    """Checkpoints, newest first, including damaged ones."""
     remarks: tuple[str, ...]
-    """Lines for the user about `latest`: damage, or newer checkpoints left alone."""
+    """Lines for the user about `latest`: damage, or ignored newer checkpoints."""
 
 
 def candidates(folder: Path) -> Candidates:
-    """Return the checkpoints up to the one that `latest` names; all of them where `latest` is missing or damaged.
+    """Return the checkpoints up to the one that `latest` names, or all of them if `latest` is missing or damaged.
 
-    Newer ones than `latest` names are there after going back to an older checkpoint by writing its name into `latest`.
-    A path DIR/iter_N stands for that one checkpoint. Raises `UserError` where `latest` is there and no checkpoint, or
-    where it is a folder or cannot be read.
+    Newer checkpoints than `latest` exist after a user has gone back to an older one by writing its name into `latest`.
+    A path DIR/iter_N means that one checkpoint. Raise `UserError` if `latest` exists and no checkpoint does, or if
+    `latest` is a folder or cannot be read.
     """
     if is_checkpoint(folder):
         return Candidates([folder], ())
@@ -78,7 +78,7 @@ def candidates(folder: Path) -> Candidates:
 
 
 def last_name(folder: Path) -> str:
-    """Return the name of the newest checkpoint up to `latest`, for a message; `none` where there is none."""
+    """Return the name of the newest checkpoint up to `latest`, for a message, or `none` without one."""
     try:
         return next((path.name for path in candidates(folder).paths), "none")
     except UserError:
@@ -86,7 +86,7 @@ def last_name(folder: Path) -> str:
 
 
 def _named_by_latest(pointer: Path) -> tuple[str, str | None]:
-    """Return the checkpoint's name in `latest`, and what is wrong with the file, or None."""
+    """Return the checkpoint's name in `latest`, and the fault of the file, or None."""
     if pointer.exists() and not pointer.is_file():
         raise UserError(f"{pointer} is no file: remove it, or write the name of a checkpoint such as {tag(1000)} there")
     try:
@@ -103,16 +103,16 @@ def _named_by_latest(pointer: Path) -> tuple[str, str | None]:
 
 
 def mark_latest(folder: Path, name: str) -> None:
-    """Make `name` the newest checkpoint, in one step."""
+    """Make `name` the newest checkpoint, atomically."""
     with AtomicFile(folder / LATEST) as stream:
         stream.write(f"{name}\n".encode())
 
 
 def complete(temporary: Path, state: dict[str, Any]) -> Path:
-    """Turn a folder DIR/iter_N.tmp whose tensors are written into the newest checkpoint, DIR/iter_N."""
+    """Turn a folder DIR/iter_N.tmp with complete tensors into the newest checkpoint, DIR/iter_N."""
     write_state(temporary, state)
     path = temporary.with_suffix("")
-    if path.exists():  # damaged, or of a run that was given up
+    if path.exists():  # damaged, or from a run that was abandoned
         replaced = path.with_suffix(".old.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
@@ -122,11 +122,11 @@ def complete(temporary: Path, state: dict[str, Any]) -> Path:
 
 
 def refuse_folders(save: Path | None, load: Path | None) -> None:
-    """Raise `UserError` where a run would be laid over another one, or where `load` holds no checkpoint of ours."""
+    """Raise `UserError` if a run would overwrite another one, or if `load` is no checkpoint of this project."""
     if save and load and is_checkpoint(load) and load.resolve().parent == save.resolve():
         raise UserError(
-            f"--load {load} is one checkpoint of --save {save}: give its folder, --load {load.parent}; to go on from "
-            f"an older one, write its name into {load.parent / LATEST}, or branch off into another --save"
+            f"--load {load} is one checkpoint of --save {save}: give its folder, --load {load.parent}; to resume from "
+            f"an older one, write its name into {load.parent / LATEST}, or give another --save"
         )
     is_foreign = load and any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin"))
     if load and not candidates(load).paths and is_foreign:
@@ -135,14 +135,14 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
             f"--from-hf {load} --output START, and give --load START"
         )
     if save and holds_run(save) and not (load and load.resolve() == save.resolve()):
-        raise UserError(f"--save {save} holds a run already: go on with it by --load {save}, or give another --save")
+        raise UserError(f"--save {save} holds a run already: resume it with --load {save}, or give another --save")
 
 
 def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: int | None = None) -> None:
-    """Delete all but `keep_last` checkpoints up to the newest; 0 keeps all. Leftovers of killed saves go in any case.
+    """Delete all but `keep_last` checkpoints up to the newest (0 keeps all), and any leftovers of killed saves.
 
-    Steps that `milestone_interval` divides stay for ever, beside the last. Later steps than the newest's are there
-    after going back to an older checkpoint; they are not ours to delete.
+    Steps that `milestone_interval` divides stay for ever, in addition to the last. Checkpoints of later steps also
+    stay: they exist after a user has gone back to an older one, and this run did not write them.
     """
     for leftover in folder.glob("iter_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)

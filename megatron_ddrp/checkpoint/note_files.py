@@ -1,8 +1,8 @@
-"""The note dictionary inside a checkpoint: tensors beside the model's, the same in every layout, dropped at export.
+"""The note dictionary inside a checkpoint: tensors beside the model's, equal in every layout, not exported.
 
-notes/words, notes/vectors     numbers of the words that were met, and their notes `[met, hidden]`
-notes/hashes, notes/counts     of all rare words, see `RareWords`
-notes/pieces, notes/ends       the words themselves
+notes/words, notes/vectors     numbers of the words met so far, and their notes `[met, hidden]`
+notes/hashes, notes/counts     hashes and counts of all rare words, see `RareWords`
+notes/pieces, notes/ends       the rare words themselves, as pieces
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def note_tensors(notes: NoteDictionary) -> dict[str, Tensor]:
 
 
 def read_notes(path: Path) -> tuple[RareWords, Tensor, Tensor]:
-    """Return (all rare words, numbers of those met `[met]`, their notes `[met, hidden]`) of one checkpoint."""
+    """Return (all rare words, numbers of the words met `[met]`, their notes `[met, hidden]`) of a checkpoint."""
     stored = StoredTensors(path, BESIDE)
     if "notes/words" not in stored.names:
-        raise UserError(f"{path} holds no notes: it is of a run without --notes; give one with them")
+        raise UserError(f"{path} holds no notes: its run had no --notes; give a checkpoint of a run with --notes")
     hashes, counts, pieces, ends = (stored[f"notes/{name}"].numpy() for name in ("hashes", "counts", "pieces", "ends"))
     words = RareWords(hashes.view(np.uint64), counts, pieces, ends)
     return words, stored["notes/words"], stored["notes/vectors"]
 
 
 def load_notes(notes: NoteDictionary, path: Path) -> None:
-    """Fill a dictionary, converting to its `--notes-dtype`. Raises `UserError` where the checkpoint has other words."""
+    """Fill a dictionary, converting to its `--notes-dtype`. Raise `UserError` if the checkpoint has other words."""
     words, met, vectors = read_notes(path)
     if not np.array_equal(words.hashes, notes.words.hashes) or vectors.shape[1] != notes.notes.shape[1]:
         raise UserError(
-            f"{path} holds notes of {len(words):,} other words: go on with the data, --split, --notes-min-count and "
+            f"{path} holds notes of {len(words):,} other words: resume with the data, --split, --notes-min-count and "
             "--notes-max-count of the run that wrote it"
         )
     notes.notes[met - 1] = vectors.to(notes.notes.dtype)

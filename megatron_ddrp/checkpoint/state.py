@@ -1,7 +1,7 @@
-"""state.json of a checkpoint: what it may hold, and the sum that tells whether it is as it was written.
+"""state.json of a checkpoint: its allowed contents, and the sum that shows whether it is unchanged.
 
-The sum (`crc32`) is that of the other keys, written as JSON with sorted keys and without spaces. A state of an older
-version has no sum and is read without that check; its keys and types are checked all the same.
+The sum (`crc32`) covers the other keys, written as JSON with sorted keys and without spaces. A state of an older
+version has no sum and is read without that check; its keys and types are checked too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATE = "state.json"
 SUM = "crc32"
 """Key of the state's own sum."""
 WEIGHTS_ONLY = "weights_only"
-"""Key of an imported checkpoint: there is no optimizer state, and training begins at iteration 0."""
+"""Key of an imported checkpoint: it has no optimizer state, and training starts at iteration 0."""
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Fields of fp16's dynamic loss scaler that a checkpoint keeps."""
 
@@ -40,8 +40,8 @@ _FILE_NAME = re.compile(r"model\.safetensors|(weights|optimizer|beside)-\d+-of-\
 def read_state(path: Path) -> dict[str, Any]:
     """Read state.json of one checkpoint: counts, config, layout, files and their sums, without the state's own sum.
 
-    Raises `UserError` where the file cannot be read, its sum is another, or a key is missing, unknown or of a wrong
-    type; `NotRegistered` where it names an objective that no plug-in has brought.
+    Raise `UserError` if the file cannot be read, its sum differs, or a key is missing, unknown or of a wrong type;
+    raise `NotRegistered` if it names an objective that no plug-in has registered.
     """
     file = path / STATE
     if not file.is_file():
@@ -63,7 +63,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _checked(state: Any, folder: str) -> dict[str, Any]:
-    """Return the state without its sum. Raises `ValueError` or `UserError` that says what is wrong with it."""
+    """Return the state without its sum. Raise `ValueError` or `UserError` with the fault."""
     if not isinstance(state, dict):
         raise ValueError("expected an object")
     if SUM in state:
@@ -148,4 +148,4 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "files": _check_files,
     "config": _check_config,
 }
-"""Key of a state → its check, which raises `ValueError` that says what was expected."""
+"""Key of a state → its check, which raises `ValueError` with the expected contents."""

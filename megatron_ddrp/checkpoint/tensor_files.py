@@ -1,7 +1,8 @@
-"""Named tensors in safetensors files, written one at a time and checked by their sums: nothing in them is ever run.
+"""Named tensors in safetensors files, written one at a time and checked by their sums; reading never runs code.
 
-The format is eight bytes with the length of a JSON header (name → type, shape, place), the header, and the tensors'
-bytes. Since shapes are known before the first tensor is, a file is streamed: one tensor is held, never the model.
+A file has eight bytes with the length of a JSON header (name → type, shape, offsets), the header, and the tensors'
+bytes. Shapes are known before the first tensor, so a file is streamed: one tensor is in memory at a time, never the
+whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CHUNK = 1 << 24
-"""Bytes read at once for a sum."""
+"""Bytes read at a time to compute a sum."""
 
 _TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
@@ -31,7 +32,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any, shape: Iterable[int] | None = None) -> Form:
-        """Return a tensor's form, with another shape for a part of a larger tensor."""
+        """Return the form of a tensor, with `shape` in place of its own if it is a part of a larger tensor."""
         form = tuple(tensor.shape if shape is None else shape)
         return cls(str(tensor.dtype).removeprefix("torch."), form, tensor.element_size())
 
@@ -43,7 +44,7 @@ class Form(NamedTuple):
 def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Write the tensors of `forms` in its order and sync them to the disk; return `{"bytes": …, "crc32": …}`.
 
-    Takes every tensor even where the system refuses to write, since making them may be a collective call; then raises
+    Consume every tensor even if the system refuses to write, since making them may be a collective call; then raise
     that `OSError`.
     """
     remaining = iter(tensors)
@@ -74,19 +75,19 @@ def _header(forms: Mapping[str, Form]) -> bytes:
         begin, end = end, end + form.num_bytes
         entries[name] = {"dtype": _TYPES[form.dtype], "shape": list(form.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     return len(text).to_bytes(8, "little") + text
 
 
 def _bytes(tensor: Any) -> Any:
-    """Return a tensor's bytes, `[numel * itemsize]`, without a copy where it is contiguous and on the CPU."""
+    """Return a tensor's bytes, `[numel * itemsize]`, without a copy if it is contiguous and on the CPU."""
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Return a file's size and CRC-32, as `write_tensors` does for the file that it writes."""
+    """Return a file's size and CRC-32, in the form that `write_tensors` returns."""
     checksum = 0
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK):
@@ -95,9 +96,9 @@ def facts(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path, written: Mapping[str, Any], read: bool = True) -> str | None:
-    """Return what is wrong with a file that `write_tensors` reported as `written`, or None.
+    """Return the fault of a file that `write_tensors` reported as `written`, or None.
 
-    Without `read` only the size is compared; else the whole file is read for its sum.
+    Without `read` only the size is compared; otherwise the whole file is read for its sum.
     """
     if not path.is_file():
         return f"{path.name} is missing"

@@ -16,7 +16,7 @@ from megatron_ddrp.errors import UserError
 
 
 class StoredTensors:
-    """The tensors of a checkpoint by name, read one at a time. Raises `UserError` where a file is damaged."""
+    """Tensors of a checkpoint by name, read one at a time. Raises `UserError` if a file is damaged."""
 
     def __init__(self, path: Path, kind: str = MODEL) -> None:
         from safetensors import SafetensorError, safe_open
@@ -44,7 +44,7 @@ class StoredTensors:
         return self._files[name].get_tensor(name)
 
     def check(self, names: Iterable[str], shapes: Mapping[str, Iterable[int]]) -> None:
-        """Raise `UserError` unless these are the tensors, by names, and have these shapes as far as given."""
+        """Raise `UserError` unless the tensors have exactly these names, and these shapes where `shapes` has them."""
         wrong = sorted(set(names) ^ self.names) or [n for n in shapes if tuple(shapes[n]) != self.shape(n)]
         if wrong:
             raise UserError(f"{self.path} is of another architecture: {wrong[0]} does not fit the configuration")
@@ -53,15 +53,15 @@ class StoredTensors:
 def load_model(folder: str | Path) -> tuple[Any, Tokenizer, Config]:
     """Load the newest whole checkpoint of a `--save` folder, or one checkpoint, DIR/iter_0001000, as `read_model` does.
 
-    A damaged checkpoint is named on standard error. Raises `UserError` as `choose_checkpoint` does.
+    Damaged checkpoints are named on standard error. Raise `UserError` as `choose_checkpoint` does.
     """
     return read_model(choose_checkpoint(Path(folder)))
 
 
 def read_model(path: Path) -> tuple[Any, Tokenizer, Config]:
-    """Return (model on the CPU in fp32 and eval mode, tokenizer, configuration) of a checkpoint that was chosen.
+    """Return (model on the CPU in fp32 and eval mode, tokenizer, configuration) of one checkpoint.
 
-    Its attention backend is `auto` and no part of it is compiled: the run's settings were for the machine of the run.
+    Its attention backend becomes `auto` and compilation is off, because the run's settings suited the run's machine.
     """
     from megatron_ddrp.model import build_model
 
@@ -79,13 +79,13 @@ def read_config(path: Path) -> Config:
 
 
 def persistent_buffers(model: Any) -> dict[str, Any]:
-    """Buffers that a checkpoint keeps, by name."""
+    """Return the buffers that a checkpoint keeps, by name."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def load_weights(model: Any, path: Path) -> None:
-    """Fill a model from a checkpoint; every tensor must be there and fit."""
+    """Fill a model from a checkpoint; the checkpoint must hold every tensor in the right shape."""
     stored, own = StoredTensors(path), dict(model.named_parameters()) | persistent_buffers(model)
     stored.check(own, {name: tensor.shape for name, tensor in own.items()})
     for name, tensor in own.items():
@@ -93,12 +93,12 @@ def load_weights(model: Any, path: Path) -> None:
 
 
 def save_weights(weights: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write named tensors as PATH/model.safetensors; returns its size and sum."""
+    """Write named tensors as PATH/model.safetensors; return its size and sum."""
     return write_tensors(path / WEIGHTS, {name: Form.of(tensor) for name, tensor in weights.items()}, weights.items())
 
 
 def save_weights_only(weights: dict[str, Any], config: Config, folder: Path) -> Path:
-    """Write weights that no training of ours made as iteration 0 of a folder; returns the checkpoint's path."""
+    """Write weights that this project did not train, as iteration 0 of a folder; return the checkpoint's path."""
     path = folder / tag(0)
     path.mkdir()
     counts = {"iteration": 0, "consumed_samples": 0, "consumed_tokens": 0}

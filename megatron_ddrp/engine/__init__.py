@@ -1,1 +1,1 @@
-"""The only place that talks to DeepSpeed: build, step, schedule, checkpoint."""
+"""The DeepSpeed engine: build, step, schedule, checkpoint. The only folder that imports DeepSpeed."""

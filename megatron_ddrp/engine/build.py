@@ -1,4 +1,4 @@
-"""Model + optimizer + configuration → DeepSpeed engine."""
+"""Build a DeepSpeed engine from a model, an optimizer and the configuration."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
 from megatron_ddrp.parallel.tensor_parallel import apply_tensor_parallel
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 5_000_000, 500_000_000
-"""Bounds, in elements, of what DeepSpeed reduces or gathers at once; the second is DeepSpeed's own default."""
+"""Bounds, in elements, of DeepSpeed's reduce and gather buckets; the second is DeepSpeed's own default."""
 
 OVERLAPPED_BUCKET = 32_000_000
-"""Largest bucket, in elements, that is reduced while the backward pass goes on: a token embedding 1,024 wide fits."""
+"""Largest bucket, in elements, that is reduced during the backward pass: a token embedding of width 1,024 fits."""
 
 
 def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches: int) -> Any:
-    """The DeepSpeed engine around this rank's part of a freshly initialised model, which is cut up in place."""
+    """Return the DeepSpeed engine of this rank's part of a freshly initialised model; `model` is cut in place."""
     quiet_deepspeed()
     import_quietly()
     import deepspeed
 
     if ranks.device.type == "cpu":
-        # DeepSpeed would compile a shared-memory helper now: 40 s, a compiler, and a lock that a killed build leaves.
+        # Otherwise DeepSpeed compiles a shared-memory helper: 40 s, a compiler, and a lock file if the build is killed.
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -52,7 +52,7 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
     optimizer = build_optimizer(module, config.optimizer, config.model.position_encoding)
     if config.optimizer.optimizer == "muon":
         optimizer = MuonBesideAdamW(optimizer, module, config.optimizer, config.model, ranks)
-    with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # it prints its memory
+    with overlapped_accumulation(has_pipeline), contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -68,14 +68,14 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
 
 
 def quiet_deepspeed() -> None:
-    """Leave the progress line readable: DeepSpeed's warnings and errors stay, its chatter goes."""
+    """Hide DeepSpeed's log lines and warnings, which would break the progress line; its errors stay."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)\b")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed)\b")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) -> torch.optim.Optimizer:
-    """Return AdamW over the parameters that are trained; `decays` says which of them decay.
+    """Return AdamW over the trained parameters; `decays` selects those with weight decay.
 
     `encoding` is a name in `config.registry.ENCODINGS`.
     """
@@ -89,7 +89,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) ->
 
 
 def decays(parameter_name: str, position_encoding: str) -> bool:
-    """Return whether weight decay acts on a parameter: not on biases, LayerNorms or an encoding's gains."""
+    """Return whether weight decay acts on a parameter: it skips biases, LayerNorms and an encoding's gains."""
     gains = tuple(f".position.{gain}" for gain in encoding_class(position_encoding).gains)
     return not (parameter_name.endswith((".bias", *gains)) or "norm." in parameter_name)
 
@@ -97,14 +97,14 @@ def decays(parameter_name: str, position_encoding: str) -> bool:
 def deepspeed_settings(
     config: Config, num_micro_batches: int, data_size: int, num_parameters: int, device_type: str
 ) -> dict[str, Any]:
-    """Return the flags as DeepSpeed's own JSON, with `--deepspeed_config` laid over it.
+    """Return the flags as DeepSpeed's JSON settings, overridden by `--deepspeed_config`.
 
-    `num_parameters` are those of a rank, `data_size` its data-parallel ranks. DeepSpeed sets aside a whole bucket,
-    however small the model: it is made no larger than the model. GPUs reduce smaller buckets, two of them in turn,
-    while the backward pass goes on; CPUs would do both on the same cores, and DeepSpeed's pipelines cannot.
+    `num_parameters` counts this rank's parameters, `data_size` the data-parallel ranks. DeepSpeed allocates a whole
+    bucket even for a small model, so buckets are at most as large as the model. GPUs reduce smaller buckets, two in
+    turn, during the backward pass. CPUs would do both on the same cores, and DeepSpeed's pipelines cannot overlap them.
     """
     parallel, training = config.parallel, config.training
-    bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, num_parameters + num_parameters % 2))  # DeepSpeed wants it even
+    bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, num_parameters + num_parameters % 2))  # DeepSpeed needs it even
     overlaps = device_type != "cpu" and parallel.pipeline_model_parallel_size == 1
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
@@ -124,7 +124,7 @@ def deepspeed_settings(
         "bf16": {"enabled": training.bf16, "immediate_grad_update": True},
         "fp16": {"enabled": training.fp16},
         "zero_allow_untested_optimizer": True,
-        # torch's fused AdamW steps offloaded state: DeepSpeed's would be compiled first, and differ in rounding.
+        # torch's fused AdamW steps offloaded state; DeepSpeed's own would need compiling and rounds differently.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
@@ -134,16 +134,16 @@ def deepspeed_settings(
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))
     if parallel.zero_stage == 0:
-        settings["gradient_clipping"] = 0.0  # `GradientClipping` does it
+        settings["gradient_clipping"] = 0.0  # `GradientClipping` clips instead
     return settings
 
 
 @contextlib.contextmanager
 def overlapped_accumulation(has_pipeline: bool) -> Iterator[None]:
-    """Have DeepSpeed's ZeRO optimizer sum bf16 gradients in fp32 at stage 1, as it does under offload.
+    """Make DeepSpeed's ZeRO optimizer sum bf16 gradients in fp32 at stage 1, as it does with offload.
 
-    Otherwise DeepSpeed takes its `BF16_Optimizer`, which reduces all gradients after the last backward pass, in one
-    go, and keeps both copies of them. Its pipelines, which overlap nothing, need that one for tied weights.
+    Otherwise DeepSpeed uses its `BF16_Optimizer`, which reduces all gradients at once after the last backward pass and
+    keeps both copies of them. DeepSpeed's pipelines, which overlap nothing, need that optimizer for tied weights.
     """
     if has_pipeline:
         yield

@@ -1,8 +1,8 @@
-"""Saving and resuming: complete or not at all, exact, and from any layout into any other.
+"""Save and resume checkpoints: complete or absent, exact, and from any layout to any other.
 
 A checkpoint holds whole fp32 weights and the optimizer's moments by the whole model's names
-(`megatron_ddrp/checkpoint/`), so saving gathers what ranks hold, one parameter at a time, and resuming takes each
-rank's part. Everything else that a run needs is a pure function of the step.
+(`megatron_ddrp/checkpoint/`). Saving gathers one parameter at a time from the ranks; resuming gives each rank its part.
+Everything else that a run needs is a pure function of the step.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
 
 Moments = tuple[str | None, ...]
-"""Names of the optimizer's moments of a parameter; None stands for its weight."""
+"""Names of the optimizer's moments of a parameter; None stands for the weight itself."""
 WEIGHT: Moments = (None,)
 PARTS = ((files.MODEL, WEIGHT), (files.OPTIMIZER, state_of.MOMENTS))
-"""Kinds of files, and what each holds of every parameter."""
+"""(kind of file, moments that it holds of every parameter)."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps and data that a run has done, over all ranks."""
+    """Steps and data that a run has processed, over all ranks."""
 
     iteration: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Optimizer steps, including skipped ones."""
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    """Non-padding tokens."""
+    """Tokens other than padding."""
     since_logged: Mapping[str, float] = field(default_factory=dict)
     """Sums and counts of the objective over the steps since the last row of metrics.jsonl, by name."""
 
@@ -53,17 +53,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumes from."""
+    """Checkpoint that a run resumes from."""
 
     progress: Progress
     path: Path
     remarks: tuple[str, ...]
-    """Lines for the user: checkpoints passed over, a damaged `latest`, another layout, changed settings."""
+    """Lines for the user: skipped checkpoints, a damaged `latest`, another layout, changed settings."""
     weights_only: bool = False
 
 
 def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """Return what a checkpoint says of the ranks that wrote it; nothing in it depends on them."""
+    """Return a checkpoint's note about the layout that wrote it; the saved tensors do not depend on the layout."""
     return {
         "ranks": ranks.world_size,
         "tensor": ranks.tensor_size,
@@ -82,13 +82,13 @@ class HeldState:
         own = {name: state_of.moments_of(engine, self.tensors[name]) for name in sorted(self.tensors)}
         by_rank = gather_objects((ranks.pipeline_rank, own))
         self.moments = dict(sorted({name: kept for _, names in by_rank for name, kept in names.items()}.items()))
-        """Name in the whole model → what the optimizer keeps of it."""
+        """Name in the whole model → names of its moments."""
         earlier = {name for stage, names in by_rank if stage < ranks.pipeline_rank for name in names}
         self.written = [name for name in self.tensors if name not in earlier]
-        """Names that our pipeline stage writes: a tied weight belongs to the first stage that holds it."""
+        """Names that this pipeline stage writes: a tied weight belongs to the first stage that holds it."""
 
     def forms(self, moments: Moments) -> dict[str, Form]:
-        """Return the names in a checkpoint and the whole shapes of what our stage writes."""
+        """Return names in the checkpoint → whole shapes of the tensors that this stage writes."""
         forms = {}
         for key, name, _ in self._entries(self.written, moments):
             tensor = self.tensors[name]
@@ -106,19 +106,19 @@ class HeldState:
             yield key, gather_whole(name, held.to(self.ranks.device), self.config, self.ranks)
 
     def check(self, stored: files.StoredTensors, moments: Moments) -> None:
-        """Raise `UserError` unless a checkpoint holds the whole model, in its shapes."""
+        """Raise `UserError` unless a checkpoint holds the whole model in the right shapes."""
         expected = {key for key, *_ in self._entries(self.moments, moments)}
         stored.check(expected, {key: form.shape for key, form in self.forms(moments).items()})
 
     def fill(self, stored: files.StoredTensors, moments: Moments) -> None:
-        """Fill everything that this rank holds with its part of a checkpoint."""
+        """Fill all tensors of this rank with its part of a checkpoint."""
         for key, name, moment in self._entries(self.tensors, moments):
             tensor = self.tensors[name]
             part = own_part(name, stored[key], self.config, self.ranks).to(tensor.device)
             state_of.write_whole(self.engine, tensor, part, moment)
 
     def _entries(self, names: Iterable[str], moments: Moments) -> Iterator[tuple[str, str, str | None]]:
-        """Yield (name in the checkpoint, name in the model, moment) of all that is stored."""
+        """Yield (name in the checkpoint, name in the model, moment) of every stored tensor."""
         for moment in moments:
             for name in names:
                 if moment is None:
@@ -135,9 +135,9 @@ def save_checkpoint(
     ranks: Ranks,
     beside: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is stored as it is, equal on all ranks.
+    """Write DIR/iter_N and point `latest` at it; a collective call. `beside` is stored unchanged, equal on all ranks.
 
-    Raises `UserError` on every rank where the system refuses, such as a full disk; checkpoints before stay as they are.
+    Raise `UserError` on every rank if the system refuses, as on a full disk; earlier checkpoints stay unchanged.
     """
     temporary = folder / f"{files.tag(progress.iteration)}.tmp"
     try:
@@ -171,7 +171,7 @@ def _write_files(folder: Path, held: HeldState, beside: Mapping[str, Tensor], ra
 
     def write(kind: str, forms: dict[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> None:
         if ranks.data_rank or ranks.tensor_rank:
-            for _ in tensors:  # making them is a collective affair
+            for _ in tensors:  # gathering them is a collective call
                 pass
             return
         name = f"{kind}-{ranks.pipeline_rank:02d}-of-{ranks.pipeline_size:02d}.safetensors"
@@ -194,7 +194,7 @@ def _complete(temporary: Path, state: dict[str, Any], config: Config) -> None:
 
 
 def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> Resumed | None:
-    """Resume from the newest whole checkpoint of a folder; None where it holds none. A collective call."""
+    """Resume from the newest whole checkpoint of a folder; return None if it holds none. A collective call."""
     path, remarks = _newest_undamaged(folder, ranks)
     if path is None:
         return None
@@ -229,9 +229,9 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the newest checkpoint whose files have the sums they were written with, and lines on what was not taken.
+    """Return the newest checkpoint whose files match their sums, and lines about the checkpoints before it.
 
-    Rank 0's listing counts for all, should the ranks see the folder differently. Each rank reads some of the files.
+    All ranks use rank 0's listing, because ranks may see the folder differently. Each rank reads some of the files.
     """
     kinds = (files.MODEL, files.OPTIMIZER, files.BESIDE)
     found, remarks = gather_objects(agree(lambda: files.candidates(folder)))[0]
@@ -240,7 +240,7 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
         faults = gather_objects(agree(partial(files.fault, path, kinds, ranks.rank, ranks.world_size)))
         reason = next(filter(None, faults), None)
         if reason is None:
-            return path, (*remarks, *(f"passed over {folder / r}" for r in reasons))
+            return path, (*remarks, *(f"skipped {folder / r}" for r in reasons))
         reasons.append(f"{path.name}: {' '.join(reason.split())}")
     if found:
         raise agreed_by_all(str(files.none_complete(folder, reasons)))
@@ -248,7 +248,7 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
 
 
 def _in_words(layout: dict[str, Any]) -> str:
-    """`4 ranks (TP 2, ZeRO 1, bf16)`."""
+    """Return a layout in words, such as `4 ranks (TP 2, ZeRO 1, bf16)`."""
     sizes = [(name, layout[axis]) for name, axis in (("TP", "tensor"), ("PP", "pipeline"))]
     axes = "".join(f"{name} {size}, " for name, size in sizes if size > 1)
     count = layout["ranks"]
@@ -268,7 +268,7 @@ CHANGEABLE = {
     *("hidden_dropout", "attention_dropout", "init_method_std", "direction_init"),
     *("attention_backend", "compile"),
 }
-"""Settings of the model that a resumed run may change: they are no part of its weights' shapes and meaning."""
+"""Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
 
 
 def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:

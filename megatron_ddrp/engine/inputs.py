@@ -1,4 +1,4 @@
-"""Make what a step needs of its micro-batches in the loader's thread: tensors, layout, draws and counts."""
+"""Prepare a step's micro-batches in the loader's thread: tensors, layout, draws and counts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences with all that a model needs for them but notes, on the CPU."""
+    """Some sequences with all model inputs but notes, on the CPU."""
 
     arrays: Batch
     inputs: Inputs
-    """Without notes, which a step reads itself: the step before it writes some."""
+    """Model inputs without notes; a step reads notes itself, because the step before it writes some."""
     counts: np.ndarray
     """int64 `[counts]`: the objective's counts, in their order."""
 
     @classmethod
     def of(cls, arrays: Batch, objective: Objective, config: Config, step: int, device: torch.device) -> MicroBatch:
-        """Draw for one step, and pin the memory of what will go to a GPU."""
+        """Return the micro-batch with the draws for one step; its memory is pinned if `device` is a GPU."""
         draws = objective.draw(arrays, config.model, config.training.seed, step)
         inputs = Inputs(arrays.map(torch.from_numpy), draws, None, layout_of(arrays))
         if device.type != "cpu":
@@ -38,7 +38,7 @@ class MicroBatch:
         return cls(arrays, inputs, count(objective, [arrays]))
 
     def with_notes(self, notes: NoteDictionary | None) -> tuple[Inputs, Occurrences | None]:
-        """Return the inputs with the notes read now, and the words whose notes will be taken."""
+        """Return the inputs with current notes, and the rare words' occurrences that will make new notes."""
         if notes is None:
             return self.inputs, None
         read, occurrences = notes.inputs(self.arrays)
@@ -48,7 +48,7 @@ class MicroBatch:
 def training_inputs(
     micro_batches: Iterable[Batch], config: Config, step: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Return what step 1, 2, … trains on. Needs neither engine nor device, so that any thread can call it."""
+    """Return the micro-batches of step 1, 2, … with all model inputs. Any thread can call it: it uses no device."""
     objective = make_objective(config.objective)
     return [MicroBatch.of(arrays, objective, config, step, device) for arrays in micro_batches]
 
@@ -64,7 +64,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to the tensors of nested named tuples; None and numbers stay."""
+    """Apply `function` to the tensors of nested named tuples; None and numbers stay unchanged."""
     if isinstance(value, Tensor):
         return function(value)
     return type(value)(*(_mapped(item, function) for item in value)) if isinstance(value, tuple) else value

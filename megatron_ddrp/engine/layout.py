@@ -1,4 +1,4 @@
-"""What DeepSpeed has to know of the layout: the grid of ranks, the pipeline, and gradient norms over all of it."""
+"""The layout for DeepSpeed: the grid of ranks, the pipeline, and gradient norms over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_ddrp.parallel.sharding import whole_name
 
 
 class ModelParallelUnit:
-    """The grid in the words that DeepSpeed asks in, for layouts without a pipeline (its pipelines bring their own)."""
+    """The grid of ranks through DeepSpeed's interface, for layouts without a pipeline (pipelines have their own)."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -48,11 +48,11 @@ class ModelParallelUnit:
 
 
 class WeightedLoss:
-    """Turns a model's output into the loss, the weighted sum of its sums, and collects sums and notes.
+    """Function from a model's output to the loss, the weighted sum of its sums; it also collects sums and notes.
 
     Attributes:
-        sums: of all micro-batches so far.
-        notes: taken by each of them, where the model takes any.
+        sums: sums over all micro-batches so far.
+        notes: new notes of each micro-batch, if the model makes any.
     """
 
     def __init__(self, weights: Tensor) -> None:
@@ -60,7 +60,7 @@ class WeightedLoss:
         self.notes: list[Tensor] = []
 
     def __call__(self, output: Output, _labels: Tensor | None = None) -> Tensor:
-        """Return the loss. DeepSpeed's pipelines give labels too; ours have travelled with the rest."""
+        """Return the loss. DeepSpeed's pipelines also pass labels; ours travel inside the inputs."""
         if output.notes is not None:
             self.notes.append(output.notes)
         self.sums += output.sums.detach()
@@ -68,15 +68,15 @@ class WeightedLoss:
 
 
 def spread_nonfinite(loss: Tensor) -> Tensor:
-    """`loss`, with gradients that are not finite where it is not: an infinite loss can have finite ones.
+    """Return `loss`; if it is not finite, so are its gradients (an infinite loss can have finite ones).
 
-    The gradient norm, equal on all ranks, then tells all of them that a step is to be skipped (`engine/nonfinite.py`).
+    The gradient norm, equal on all ranks, then tells every rank to skip the step (`engine/nonfinite.py`).
     """
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
-    """This rank's part of the model as DeepSpeed's `PipelineModule`: one of its layers is one of our parts."""
+    """Return this rank's part of the model as DeepSpeed's `PipelineModule`, in which each of our parts is one layer."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -87,24 +87,24 @@ def build_pipeline(model: Encoder, config: Config, ranks: Ranks) -> Any:
     courier = Courier(make_objective(config.objective).travelling, MailOfRanks(ranks))
     make = (PipelinePart, all_parts[place], place == last, config.parallel.checkpoint_activations, courier)
     own_tied = [f"stages.{held[place][name]}" for name in tied if name in held[place]]
-    layers = [  # DeepSpeed makes the one at our place alone
+    layers = [  # DeepSpeed builds only the one of this rank
         TiedLayerSpec("tied", *make, tied_weight_attr=own_tied) if held[part].keys() & set(tied) else LayerSpec(*make)
         for part in range(ranks.pipeline_size)
     ]
     topology = PipeModelDataParallelTopology(
         num_pp=ranks.pipeline_size, num_mp=ranks.tensor_size, num_dp=ranks.data_size
     )
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the layers
         module = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
     for parameter in module.parameters():
-        # DeepSpeed takes a whole part for a copy of the one it shares weights with; only these weights are.
+        # DeepSpeed treats a whole part that shares weights as a copy; only the shared weights are copies.
         copied = whole_name(parameter) in tied and min(_holders(held)[str(whole_name(parameter))]) < place
         parameter.ds_pipe_replicated = copied  # type: ignore[attr-defined]
     return module
 
 
 def _holders(held: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Parameter → the parts that hold it, from each part's names."""
+    """Return parameter → numbers of the parts that hold it, from each part's names."""
     names = {name for part in held for name in part}
     return {name: [number for number, part in enumerate(held) if name in part] for name in names}
 
@@ -115,17 +115,17 @@ def pipeline_part(engine: Any) -> PipelinePart:
 
 
 class GradientClipping:
-    """Clips to the norm over all ranks, before a step of the optimizer; `norm` is that of the last step.
+    """Clipping of gradients by their norm over all ranks, before each optimizer step.
 
-    For fp32 at ZeRO 0, where DeepSpeed gives no norm and forgets all but the first stage of a pipeline. A norm that is
-    not finite makes torch's fused AdamW change nothing, as ZeRO's own steps do. All of it happens on the device.
+    For fp32 at ZeRO 0, where DeepSpeed returns no norm and omits all but the first stage of a pipeline. If the norm is
+    not finite, torch's fused AdamW changes nothing, as in ZeRO's own steps. All of it runs on the device.
 
     Attributes:
-        norm: of the last step, before clipping; a scalar on the device.
+        norm: norm of the last step before clipping, a scalar on the device.
     """
 
     def __init__(self, module: nn.Module, largest: float, ranks: Ranks) -> None:
-        """`largest` 0 clips nothing."""
+        """Keep the parameters; `largest` is the norm to clip to, 0 for no clipping."""
         self.parameters = list(module.parameters())
         self.largest, self.ranks = largest, ranks
         self.norm = torch.zeros(())
@@ -143,16 +143,19 @@ class GradientClipping:
             torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Each parameter once: a part of one wherever it is, a whole one on the first rank that has it."""
+        """Return whether this rank counts the parameter, so that each counts once.
+
+        Every rank counts its parts of cut parameters; the first rank that holds a whole parameter counts it.
+        """
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         return self.ranks.tensor_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
 
 
 def _square_sum(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of all squares, an fp32 scalar: on GPUs in few launches.
+    """Return the sum of all squares, an fp32 scalar. On GPUs it takes few launches.
 
-    Not on CPUs, whose norm of a million numbers in fp32 is off by 1e-5, since it adds them in one row.
+    CPUs sum differently: their norm adds a million fp32 numbers in one row and is off by 1e-5.
     """
     if gradients[0].device.type == "cpu":
         return torch.stack([gradient.float().pow(2).sum() for gradient in gradients]).sum()

@@ -1,17 +1,17 @@
 """Muon for the hidden matrices and AdamW for everything else, as one optimizer that DeepSpeed steps at ZeRO 0.
 
-Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a weight matrix by the
-nearest matrix with orthonormal rows or columns, nearly, by five steps of a Newton-Schulz iteration:
+Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a weight matrix by
+approximately the nearest matrix with orthonormal rows or columns, in five steps of a Newton-Schulz iteration:
 
     B ← μB + (1 − μ)g      U = (1 − μ)g + μB      O = NewtonSchulz(U / ‖U‖)
     W ← W(1 − lr·λ) − lr·0.2·√max(rows, columns)·O
 
-The factor gives the update the size of AdamW's, so that its learning rate and weight decay serve both (Moonlight, Liu
-et al., arXiv:2502.16982). `torch.optim.Muon` does the arithmetic; it multiplies in bf16.
+The factor 0.2·√max(rows, columns) gives the update the size of AdamW's, so one learning rate and one weight decay serve
+both (Moonlight, Liu et al., arXiv:2502.16982). `torch.optim.Muon` does the arithmetic; it multiplies in bf16.
 
-A matrix is what one linear map applies: queries, keys and values are apart in our model, and so are GEGLU's two first
-maps. Where tensor parallelism cuts a matrix, every rank gathers the whole one: Newton-Schulz of a part is not the part
-of Newton-Schulz. All data-parallel ranks do the same work.
+A matrix is the weight of one linear map: queries, keys and values are separate in our model, and so are GEGLU's two
+first maps. If tensor parallelism cuts a matrix, every rank gathers the whole one, because Newton-Schulz of a part is
+not the part of Newton-Schulz. All data-parallel ranks do the same work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sharding import gather_whole, local_parameters, own_part
 
 MOMENTUM = "momentum_buffer"
-"""Name of Muon's state of a parameter, in checkpoints too."""
+"""Name of Muon's state of a parameter, also in checkpoints."""
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights that Muon takes, by whole names: linear maps in the layers and projections of positions.
+    """Return the weights that Muon steps, by whole names: linear maps in the layers and projections of positions.
 
-    Embeddings, tables of positions, heads, norms, biases and learned factors are AdamW's.
+    AdamW steps embeddings, tables of positions, heads, norms, biases and learned factors.
     """
     homes = [module for module in model.modules() if isinstance(module, (EncoderLayer, PositionEncoding))]
     maps = [module for home in homes for module in home.modules() if isinstance(module, nn.Linear)]
@@ -45,15 +45,15 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
-    """One optimizer of two: its first group is Muon's, the others are AdamW's own, with AdamW's state.
+    """Two optimizers as one: the first group is Muon's, the others are AdamW's own, with AdamW's state.
 
-    The state of a matrix is its momentum, cut as the matrix is.
+    The state of a matrix is its momentum, cut like the matrix.
     """
 
     def __init__(
         self, adamw: torch.optim.Optimizer, module: nn.Module, config: OptimizerConfig, model: ModelConfig, ranks: Ranks
     ) -> None:
-        """Take the hidden matrices of `module` out of the groups of `adamw`, which goes on with the rest."""
+        """Move the hidden matrices of `module` from the groups of `adamw` to a group of Muon's."""
         refuse_old_torch()
         self.model, self.ranks, self.matrices = model, ranks, hidden_matrices(module)
         taken = {id(parameter) for parameter in self.matrices.values()}
@@ -62,12 +62,12 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         self.adamw = adamw
         own = {"params": list(self.matrices.values()), "lr": config.lr, "weight_decay": config.weight_decay}
         super().__init__([own, *adamw.param_groups], {})
-        self.own_group = self.param_groups[0]  # DeepSpeed drops it from the list where it is empty
+        self.own_group = self.param_groups[0]  # DeepSpeed removes it from the list if it is empty
         adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters, or none where the gradients' norm is not finite (`GradientClipping`)."""
+        """Step all parameters, or none if the norm of the gradients is not finite (`GradientClipping`)."""
         assert closure is None, "DeepSpeed gives none"
         if getattr(self, "found_inf", None):
             return
@@ -95,7 +95,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
 
 
 def refuse_old_torch() -> None:
-    """Raise `UserError` where torch has no Muon."""
+    """Raise `UserError` if torch has no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise UserError(
             f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}: upgrade, or use adamw"
@@ -103,7 +103,7 @@ def refuse_old_torch() -> None:
 
 
 def optimizer_remarks(model: nn.Module, config: Config) -> tuple[str, ...]:
-    """Return a line on what Muon takes of a whole model; nothing under `--optimizer adamw`."""
+    """Return a line that counts the matrices of a whole model that Muon steps; nothing with `--optimizer adamw`."""
     if config.optimizer.optimizer != "muon":
         return ()
     matrices = hidden_matrices(model)

@@ -1,13 +1,13 @@
-"""Steps whose loss or gradients are not finite: skipped in every layout, explained, and given up after some in a row.
+"""Steps whose loss or gradients are not finite: skipped in every layout and explained; several in a row end the run.
 
-DeepSpeed leaves parameters and optimizer alone when the global gradient norm is not finite; `engine/step.py` does so at
-ZeRO 0 and makes the gradients of a loss that is not finite so as well. The norm is equal on all ranks, so each of them
-knows. Such a step is taken a second time under watch: a passing fault is gone then, any other is named. fp16's own
-overflows, which lower its loss scale, are not counted.
+DeepSpeed leaves parameters and optimizer unchanged if the global gradient norm is not finite. At ZeRO 0
+`engine/layout.py` does the same, and it makes the gradients of a non-finite loss non-finite too. The norm is equal on
+all ranks, so each of them skips. The step is then repeated with hooks on every tensor: a passing fault does not
+return, any other is located. fp16's own overflows, which lower its loss scale, do not count.
 
-Reading the norm waits for the GPU, so it is read once the next step was launched. A step that was not finite is then
-tried again after the next one: its gradients are those of weights that are one update older than they would have been
-without the wait, and the two updates change places. No weight is lost and no step is left out.
+Reading the norm waits for the GPU, so it is read after the next step was launched. A non-finite step is then repeated
+after that next step: the two updates change places, and each uses gradients of weights that differ by one update from
+those without the wait. No step is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ddrp.parallel.sharding import local_parameters, whole_name
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that the device may still be busy with."""
+    """A step that the device may still be computing."""
 
     micro_batches: list[MicroBatch]
     step: int
@@ -43,14 +43,14 @@ class Launched:
 def reads_late(config: Config, ranks: Ranks) -> bool:
     """Return whether a step's numbers are read after the next step was launched.
 
-    Not on CPUs, which nothing waits for; not in fp16, whose next loss scale depends on them; not with notes, which the
-    next step reads.
+    It is false on CPUs, which compute in order; in fp16, whose next loss scale depends on these numbers; and with
+    notes, which the next step reads.
     """
     return ranks.device.type != "cpu" and not config.training.fp16 and not config.objective.notes
 
 
 class FiniteSteps:
-    """Takes training steps, and counts those that were skipped in a row."""
+    """Training steps, with a count of those skipped in a row."""
 
     def __init__(
         self, engine: Any, config: Config, ranks: Ranks, say: Callable[[str], None], notes: NoteDictionary | None = None
@@ -59,14 +59,14 @@ class FiniteSteps:
         self.skipped = 0
 
     def launch(self, micro_batches: list[MicroBatch], step: int) -> Launched:
-        """Take a step, whose numbers `finish` reads."""
+        """Start a step; `finish` reads its numbers."""
         scaler = get_loss_scaler(self.engine)
         return Launched(micro_batches, step, scaler, self._try(micro_batches, step))
 
     def finish(self, launched: Launched) -> StepResult:
-        """Return the result of a step, which is taken a second time where it was not finite.
+        """Return the result of a step, which is repeated if it was not finite.
 
-        Raises `UserError` after `--max-skipped-steps` skipped steps in a row.
+        Raise `UserError` after `--max-skipped-steps` skipped steps in a row.
         """
         step, result = launched.step, launched.result
         if math.isfinite(result.grad_norm):
@@ -80,7 +80,7 @@ class FiniteSteps:
         return result
 
     def _tell(self, step: int, taken: bool, cause: str) -> None:
-        """Say how the second try ended, and give up after too many skipped steps in a row."""
+        """Report the repeated step, and raise `UserError` after too many skipped steps in a row."""
         if taken:
             self.say(f"step {step}: not finite, but finite when tried again: taken")
             self.skipped = 0
@@ -89,24 +89,24 @@ class FiniteSteps:
         self.say(f"step {step} skipped, parameters and optimizer unchanged: {cause}")
         if self.skipped >= self.config.training.max_skipped_steps:
             raise agreed_by_all(
-                f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; go on from the "
-                "last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
+                f"{self.skipped} steps in a row were not finite, the last of them step {step}: {cause}; resume from "
+                "the last checkpoint with a lower --lr or without the data of these steps (--max-skipped-steps)"
             )
 
     def _try(self, micro_batches: list[MicroBatch], step: int) -> StepResult:
         return train_step(self.engine, micro_batches, self.config, self.ranks, step, self.notes)
 
     def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:
-        """Return whether fp16's loss scale was too large and can still fall."""
+        """Return whether fp16's loss scale was too large and can still be lowered."""
         if scaler is None or scaler["cur_scale"] <= self.engine.optimizer.loss_scaler.min_scale:
             return False
         return all(math.isfinite(loss) for loss in result.losses.values())
 
 
 def _first(found: list[tuple[str | None, int, int]]) -> tuple[str, int]:
-    """Return the earliest place that is not finite and its rank, from (place, stage, tensors before it) of all ranks.
+    """Return the first non-finite place and its rank, from each rank's (place, stage, finite tensors before it).
 
-    Outputs come before gradients; outputs pass from the first stage to the last, gradients back.
+    Outputs come before gradients. Outputs pass from the first stage to the last, gradients from the last to the first.
     """
     order = []
     for rank, (where, stage, looked) in enumerate(found):
@@ -127,7 +127,7 @@ class Watch:
         self.module = module
         self.found: str | None = None
         self.looked = 0
-        """Tensors that were finite before it."""
+        """Number of finite tensors before the one found."""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Watch:

@@ -1,8 +1,8 @@
-"""Read and write fp32 weights and the optimizer's moments under every ZeRO stage and precision.
+"""Access to fp32 weights and the optimizer's moments under every ZeRO stage and precision.
 
-One whole parameter is at hand at a time. ZeRO 0 keeps them with the parameter, ZeRO 1 and 2 in flat fp32 partitions,
-ZeRO 3 in one partition a parameter. All functions are collective calls: every rank passes the same parameters in the
-same order.
+One whole parameter is in memory at a time. ZeRO 0 keeps weights and moments with the parameter, ZeRO 1 and 2 in flat
+fp32 partitions, ZeRO 3 in one partition per parameter. All functions are collective calls: every rank passes the same
+parameters in the same order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTS = (*ADAM_MOMENTS, MOMENTUM)
-"""Names of all that an optimizer may keep of a parameter, in the order of checkpoints."""
+"""Names of all moments that an optimizer may keep of a parameter, in the order of checkpoints."""
 
 
 def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
-    """Return those of `MOMENTS` that the optimizer keeps of a parameter or buffer."""
+    """Return the names in `MOMENTS` that the optimizer keeps of a parameter or buffer."""
     if not tensor.requires_grad:
         return ()
     optimizer = engine.optimizer
@@ -32,9 +32,9 @@ def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
 
 
 def read_whole(engine: Any, tensor: Tensor, moment: str | None = None) -> Tensor:
-    """Return the fp32 weight of a parameter, or one of its `MOMENTS`, as a whole that ZeRO may have sharded.
+    """Return the whole fp32 weight of a parameter, or one of its `MOMENTS`, even if ZeRO has sharded it.
 
-    Buffers and parameters that are not trained come as they are.
+    Buffers and parameters that are not trained keep their dtype.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -51,7 +51,7 @@ def read_whole(engine: Any, tensor: Tensor, moment: str | None = None) -> Tensor
 
 
 def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None = None) -> None:
-    """Write what `read_whole` reads; after the last tensor, call `refresh_weights`."""
+    """Write a tensor that `read_whole` returns; after the last one, call `refresh_weights`."""
     from deepspeed import utils
 
     stage = engine.zero_optimization_stage()
@@ -62,7 +62,7 @@ def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None =
     if stage == 0:
         (engine.optimizer.state[tensor][moment] if moment else tensor.data).copy_(value)
         return
-    if stage == 3:  # the last partition is padded: safe_set_full_* would reach beyond the value
+    if stage == 3:  # the last partition is padded, and safe_set_full_* would read past the value's end
         size = tensor.ds_tensor.ds_numel  # type: ignore[attr-defined]
         begin = size * engine.optimizer._get_param_partition_rank(tensor)
         part = value.new_zeros(size)
@@ -77,7 +77,7 @@ def write_whole(engine: Any, tensor: Tensor, value: Tensor, moment: str | None =
 
 
 def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> contextlib.AbstractContextManager:
-    """Hold a whole tensor that ZeRO 3 took apart; leave every other one as it is."""
+    """Gather a tensor that ZeRO 3 has sharded, for the context; leave every other tensor unchanged."""
     if not hasattr(tensor, "ds_id") or (modifier_rank is None and tensor.shape == whole_shape(tensor)):
         return contextlib.nullcontext()
     from deepspeed.zero import GatheredParameters
@@ -86,12 +86,12 @@ def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> contextlib.Ab
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return a parameter's shape before ZeRO 3 took it apart."""
+    """Return a parameter's shape before ZeRO 3 sharded it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def refresh_weights(engine: Any) -> None:
-    """Carry fp32 weights into what the model computes with: their low-precision copies, or ZeRO 3's partitions."""
+    """Copy fp32 weights into the tensors of the model: low-precision copies, or ZeRO 3's partitions."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer._partition_all_parameters()
@@ -105,7 +105,7 @@ def refresh_weights(engine: Any) -> None:
 
 
 def create_moments(engine: Any) -> None:
-    """Create the optimizer's state where no step was taken yet, by a step with a learning rate and gradients of 0."""
+    """Create the optimizer's state if no step was taken yet, by a step with learning rate 0 and gradients of 0."""
     optimizer, inner, stage = engine.optimizer, _inner_optimizer(engine), engine.zero_optimization_stage()
     if not any(_states(engine)):
         if stage == 3:
@@ -117,16 +117,16 @@ def create_moments(engine: Any) -> None:
             with _nothing_to_learn(inner, [tensor for group in inner.param_groups for tensor in group["params"]]):
                 inner.step()
         set_step(engine, 0)
-    if stage in (1, 2):  # DeepSpeed does so after the first parameter group's step, when the others have no state yet
+    if stage in (1, 2):  # DeepSpeed links after the first group's step, when the other groups have no state yet
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
 @contextlib.contextmanager
 def _nothing_to_learn(inner: Any, tensors: list[Tensor]) -> Iterator[None]:
-    """Set the learning rates and the gradients of `tensors` to 0, and back at the end.
+    """Set the learning rates and the gradients of `tensors` to 0, and restore them at the end.
 
-    Under offload ZeRO 3 keeps buffers as gradients, into which it copies.
+    With offload, ZeRO 3 uses buffers as gradients and copies into them.
     """
     rates, gradients = [group["lr"] for group in inner.param_groups], [tensor.grad for tensor in tensors]
     for group in inner.param_groups:
@@ -141,7 +141,7 @@ def _nothing_to_learn(inner: Any, tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _inner_optimizer(engine: Any) -> Any:
-    """Return the Adam that steps, which ZeRO wraps."""
+    """Return the optimizer that steps, which ZeRO wraps."""
     return engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
 
 
@@ -151,18 +151,18 @@ def _states(engine: Any) -> Iterator[dict[str, Any]]:
 
 
 def get_step(engine: Any) -> int:
-    """Return the steps that Adam has taken; skipped ones do not count."""
+    """Return the number of steps that Adam has taken, without skipped ones."""
     return next((int(state["step"]) for state in _states(engine)), 0)
 
 
 def set_step(engine: Any, step: int) -> None:
-    """Set the steps that Adam has taken."""
+    """Set the number of steps that Adam has taken."""
     for state in _states(engine):
         state["step"].fill_(step)
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float] | None:
-    """Return the state of fp16's dynamic loss scale; None without one."""
+    """Return the state of fp16's dynamic loss scale, or None without one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not getattr(scaler, "dynamic", False):
         return None
@@ -170,7 +170,7 @@ def get_loss_scaler(engine: Any) -> dict[str, float] | None:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float] | None) -> None:
-    """Restore the loss scale; a run in another precision than the checkpoint's keeps its own."""
+    """Restore the loss scale; a run without a dynamic one ignores `state`."""
     if state is not None and get_loss_scaler(engine) is not None:
         for name in SCALER_FIELDS:
             setattr(engine.optimizer.loss_scaler, name, state[name])

@@ -1,4 +1,4 @@
-"""Which precisions a device has, and which it uses."""
+"""Precisions that a device supports, and the choice of TF32."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.engine.deepspeed_file import import_quietly
 
 NATIVE_BF16 = (8, 0)
-"""Compute capability from which on NVIDIA's GPUs have bfloat16; `torch.cuda.is_bf16_supported()` counts emulation."""
+"""Lowest compute capability with bfloat16 on NVIDIA's GPUs; `torch.cuda.is_bf16_supported()` counts emulation too."""
 
 
 def precision_fault(precision: str, device: torch.device) -> str | None:
-    """Return why a device cannot train in "fp32", "bf16" or "fp16"; None where it can."""
+    """Return the reason why a device cannot train in "fp32", "bf16" or "fp16", or None if it can."""
     if precision == "fp16" and device.type == "cpu":
         import_quietly()
         from deepspeed.accelerator import get_accelerator
@@ -28,13 +28,13 @@ def precision_fault(precision: str, device: torch.device) -> str | None:
 
 
 def allow_tf32(config: Config, device: torch.device) -> None:
-    """Let a GPU compute products of fp32 matrices in TF32, unless `--no-tf32`; what a CPU does is left alone."""
+    """Let a GPU multiply fp32 matrices in TF32, unless `--no-tf32` is given. CPUs are unaffected."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
 
 
 def precision_remarks(config: Config, device: torch.device) -> list[str]:
-    """Return a line that suggests `--bf16` to a fp32 run on a GPU that has it, else nothing."""
+    """Return a line that suggests `--bf16` for an fp32 run on a GPU that supports it, else nothing."""
     if config.training.precision != "fp32" or device.type != "cuda" or torch.version.hip is not None:
         return []
     if torch.cuda.get_device_capability(device) < NATIVE_BF16:

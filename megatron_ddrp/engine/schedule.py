@@ -7,11 +7,11 @@ import math
 from megatron_ddrp.config import OptimizerConfig
 
 WSD_DECAY_SHARE = 0.1
-"""Share of the steps after the warm-up over which warm-up–stable–decay decays, unless the steps are given."""
+"""Share of the steps after the warm-up in which warm-up–stable–decay decays, unless a number of steps is given."""
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then the chosen decay to `min_lr`."""
+    """Return the learning rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then decay to `min_lr`."""
     warmup = config.warmup_steps(total_steps)
     if step <= warmup:
         return config.lr * step / warmup
@@ -19,7 +19,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
 
 
 def _remaining(step: int, warmup: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return what is left of the peak, 1 → 0."""
+    """Return the remaining share of the peak's height above `min_lr`, from 1 to 0."""
     style, done = config.lr_decay_style, min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
     if style == "linear":
         return 1 - done

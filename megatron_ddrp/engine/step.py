@@ -1,7 +1,7 @@
 """One optimizer step, and one validation: sums over the global batch ÷ global counts, in every layout.
 
-Each micro-batch gives sums. The counts of the whole global batch are known before the first of them, so every
-micro-batch's loss is already its exact share of the step's loss; a mean of micro-batch means never arises.
+Each micro-batch returns sums. The counts of the whole global batch are known before its first micro-batch, so each
+micro-batch's loss is its exact share of the step's loss. No mean of micro-batch means is ever taken.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts,
 from megatron_ddrp.parallel.seeding import seed_draws
 
 VALIDATION_STEP = 0
-"""The step whose draws every validation uses."""
+"""Step number whose draws every validation uses."""
 
 
 class StepResult:
-    """The outcome of a step, on its way from the device. Reading any number but `lr` waits for the step's end."""
+    """Result of a step, copied to the host in the background. Reading anything but `lr` waits for the step's end."""
 
     def __init__(self, lr: float, sums: Tensor, grad_norm: Tensor, counts: Tensor, objective: Objective) -> None:
-        """`sums` fp64 `[sums]` and `counts` int64 `[counts]`: the global batch's, in the objective's order."""
+        """Keep the global batch's `sums` fp64 `[sums]` and `counts` int64 `[counts]`, in the objective's order."""
         self.lr = lr
         self._objective = objective
         self._numbers = HostCopy(torch.cat([grad_norm.double().view(1), counts.double(), sums]))
@@ -51,13 +51,13 @@ class StepResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The global batch's counts, by name; "tokens" are those that are not padding."""
+        """Counts of the global batch by name; "tokens" excludes padding."""
         names = self._objective.counts
         return dict(zip(names, map(int, self._numbers.read().tolist()[1 : 1 + len(names)]), strict=True))
 
     @property
     def totals(self) -> dict[str, float]:
-        """The global batch's sums and counts, by name."""
+        """Sums and counts of the global batch by name."""
         sums = self._numbers.read().tolist()[1 + len(self._objective.counts) :]
         return {**dict(zip(self._objective.sum_names, sums, strict=True)), **self.counts}
 
@@ -75,9 +75,9 @@ def train_step(
     step: int,
     notes: NoteDictionary | None = None,
 ) -> StepResult:
-    """Run forward, backward and update over this rank's `micro_batches` of step 1, 2, …, then store the notes taken.
+    """Run forward, backward and update over this rank's `micro_batches` of step 1, 2, …, then store the new notes.
 
-    Without notes the host goes on before the device is done.
+    Without notes the function returns before the device has finished.
     """
     objective = make_objective(config.objective)
     counts = _global_counts(micro_batches, ranks)
@@ -95,7 +95,7 @@ def train_step(
     all_sums = sum_over_ranks(sums) if ranks.world_size > 1 else sums
     result = StepResult(lr, all_sums, _grad_norm(engine, ranks), counts, objective)
     if taking is not None:
-        nothing = torch.zeros(0, config.model.hidden_size, device=ranks.device)  # where the losses do not arise
+        nothing = torch.zeros(0, config.model.hidden_size, device=ranks.device)  # for ranks that compute no losses
         taking.take(torch.cat(loss.notes or [nothing]), result)
     return result
 
@@ -103,7 +103,7 @@ def train_step(
 def _train_whole(
     engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks, seed: Callable[[int], None]
 ) -> None:
-    """Train on micro-batches that pass through all layers here; `seed(number)` sets the seed of each one's dropout."""
+    """Train on micro-batches through all layers; `seed(number)` seeds the dropout of each micro-batch."""
     for number, micro_batch in enumerate(micro_batches):
         seed(number)
         engine.backward(loss(engine(*moved(micro_batch, ranks.device))))
@@ -113,30 +113,30 @@ def _train_whole(
 def _train_pipeline(
     engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks, seed: Callable[[int], None]
 ) -> None:
-    """Train where other ranks hold other layers; `loss` stays as it is where the losses do not arise."""
+    """Train one part of a pipeline; `loss` stays unchanged on ranks that compute no losses."""
     engine.module.loss_fn = loss
     pipeline_part(engine).begin_step(seed)
     engine.train_batch(_for_pipeline(engine, micro_batches, ranks))
 
 
 def _for_pipeline(engine: Any, micro_batches: Iterable[Inputs], ranks: Ranks) -> Iterator[tuple[Any, Tensor]]:
-    """Yield (what the first part receives, labels). The labels travel inside, so that nothing stands in their place."""
+    """Yield (input of the first part, labels). Our labels travel in the input, so the second item is a placeholder."""
     courier, nothing = pipeline_part(engine).courier, torch.zeros((), device=ranks.device)
     for micro_batch in micro_batches:
         yield () if ranks.pipeline_rank else courier.send(moved(micro_batch, ranks.device)), nothing
 
 
 class NoteTaking:
-    """The notes of all ranks' micro-batches in one step, on their way into everyone's dictionary."""
+    """Exchange of one step's new notes, from all ranks' micro-batches to every rank's dictionary."""
 
     def __init__(self, notes: NoteDictionary, found: Iterable[Occurrences], ranks: Ranks) -> None:
-        """`found` are the words in this rank's micro-batches, in their order; a collective call."""
+        """Keep the occurrences in this rank's micro-batches, in their order; a collective call."""
         self.notes, self.ranks = notes, ranks
         self.names = np.concatenate([np.stack([o.words, o.sequence_ids, o.position_ids], axis=1) for o in found])
         self._row_counts = HostCopy(row_counts(len(self.names), ranks))
 
     def take(self, vectors: Tensor, result: StepResult) -> None:
-        """Store this rank's notes `[n, hidden]` and all others', unless the step was skipped; a collective call."""
+        """Store the notes `[n, hidden]` of all ranks, unless the step was skipped; a collective call."""
         counts: list[int] = self._row_counts.read().tolist()
         rows = (moved(torch.from_numpy(self.names), self.ranks.device), vectors.float())
         names, notes = (HostCopy(gather_rows(own, counts, self.ranks)) for own in rows)
@@ -147,13 +147,14 @@ class NoteTaking:
 def evaluate(
     engine: Any, steps: Iterable[list[Batch]], config: Config, ranks: Ranks, notes: NoteDictionary | None = None
 ) -> dict[str, float]:
-    """Return losses over some global batches of held-out text, dropout off, notes read but not taken.
+    """Return losses over some global batches of held-out text, without dropout; notes are read but not made.
 
-    `valid_lm_loss` in nats per predicted token, the generator's under ELECTRA, and the objective's other terms. Under
-    `--log-similarity` also `token_similarity`, f(S), and `head_similarity`, f(H), of the masked text (eq. 15, 16).
+    `valid_lm_loss` is in nats per predicted token, the generator's under ELECTRA. The objective's other terms follow.
+    With `--log-similarity`, so do `token_similarity`, f(S), and `head_similarity`, f(H), of the masked text (eq. 15,
+    16).
     """
     settings = dataclasses.replace(config.objective, tcd_weight=0.0, hcd_weight=0.0)
-    if config.logging.log_similarity:  # TCD and HCD over all tokens and heads are f(S) and f(H)
+    if config.logging.log_similarity:  # over all tokens and heads, TCD and HCD are f(S) and f(H)
         settings = dataclasses.replace(settings, tcd_weight=1.0, hcd_weight=1.0, tcd_tokens=0, hcd_heads=0)
     objective = make_objective(settings)
     total = torch.zeros(len(objective.sum_names), dtype=torch.float64, device=ranks.device)
@@ -189,8 +190,10 @@ def _evaluate_pipeline(engine: Any, micro_batches: Sequence[Inputs], loss: Weigh
 
 
 def seed_dropout(seed: int, step: int, micro_batch: int, ranks: Ranks) -> None:
-    """Make dropout a function of (seed, step, micro-batch, place in the grid): a resumed run drops what the first
-    would have. Alike on tensor-parallel ranks, whose replicated tensors must stay equal."""
+    """Seed dropout from (seed, step, micro-batch, place in the grid), so a resumed run repeats the original draws.
+
+    Tensor-parallel ranks get the same seed, because their replicated tensors must stay equal.
+    """
     rank = ranks.pipeline_rank * ranks.data_size + ranks.data_rank
     drawn = int(hash_uint64(seed, "dropout", np.uint64(step), micro_batch, rank)) & (2**63 - 1)
     seed_draws(drawn, ranks.device)
@@ -204,7 +207,7 @@ def _global_counts(micro_batches: list[MicroBatch], ranks: Ranks) -> Tensor:
 
 
 def _grad_norm(engine: Any, ranks: Ranks) -> Tensor:
-    """Return the gradient norm of the step just taken, a scalar on the device."""
+    """Return the gradient norm of the last step, a scalar on the device."""
     norm = engine.own_clipping.norm if engine.own_clipping else engine.get_global_grad_norm()
     return moved(torch.as_tensor(norm), ranks.device)
 
@@ -212,7 +215,7 @@ def _grad_norm(engine: Any, ranks: Ranks) -> Tensor:
 def _loss_weights(objective: Objective, counts: Tensor, share: int) -> Tensor:
     """Return the weight of each of the objective's sums in the loss, fp32, from the counts of the global batch.
 
-    DeepSpeed averages over `share` micro-batches of all ranks; our sums want no average.
+    `share` cancels DeepSpeed's average over the micro-batches of all ranks, because sums must not be averaged.
     """
     names = list(objective.counts)
     factors = [share * term.weight / counts[names.index(term.per)].clamp_min(1).double() for term in objective.terms]

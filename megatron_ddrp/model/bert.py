@@ -1,6 +1,6 @@
 """The encoder as a list of stages: embeddings, layer × L, head. One definition for every layout.
 
-One process runs the list in order; a pipeline is given the same list. Nothing here knows of ranks.
+One process runs the list in order; a pipeline cuts the same list into parts. Nothing here knows about ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ddrp.model.stages import Draws, Inputs, Judge, Layout, Output, Sta
 
 
 class Encoder(nn.Module):
-    """Embeddings and layers, which every model here has, and what runs its stages. A subclass adds `head`."""
+    """Embeddings and layers, which every model has, and the loop over its stages. A subclass adds `head`."""
 
     head: Head
     embeddings_class: type[Embeddings] = Embeddings
@@ -36,28 +36,28 @@ class Encoder(nn.Module):
         self.mask_decoder: EnhancedMaskDecoder | None = None  # on the class, this would hide a subclass's module
 
     def _initialise(self, module: nn.Module) -> None:
-        """Draw normal(0, `init_method_std`) matrices and zero the biases, as BERT does. Encodings draw their own."""
+        """Draw matrices from normal(0, `init_method_std`) and zero biases, as BERT does. Encodings draw their own."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(std=self.config.init_method_std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             module.bias.data.zero_()
 
     def stages(self) -> list[nn.Module]:
-        """Return the model as stages: `Inputs` → `State`, then `State` → `State`, last `State` → `Output`."""
+        """Return the model as a list of stages: `Inputs` → `State`, then `State` → `State`, last `State` → `Output`."""
         raise AssertionError(f"{type(self).__name__} does not say its stages")
 
     def forward(
         self, batch: Batch, draws: Draws, notes: NoteInputs | None = None, layout: Layout | None = None
     ) -> Output:
-        """Return the sums of the objective over this micro-batch; the caller divides by the global counts.
+        """Return the sums of the objective over this micro-batch; the caller divides them by the global counts.
 
-        Without `layout` it asks the device for it.
+        Without `layout` the CPU waits for the batch's device to compute it.
         """
         inputs = Inputs(batch, draws, notes, layout or layout_of(batch))
         return run_stages(self.stages(), inputs, self.checkpoint_activations)
 
     def encode(self, input_ids: Tensor, segment_ids: Tensor, document_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the last hidden states, `[batch, seq, hidden]`; all arguments int64 `[batch, seq]`, see `Batch`."""
+        """Return the last hidden states, `[batch, seq, hidden]`; arguments: int64 `[batch, seq]`, see `Batch`."""
         draws = Draws.none(len(input_ids), self.config.num_layers, input_ids.device)
         nothing_to_predict = draws.token_mask[:, 0]
         batch = Batch(input_ids, nothing_to_predict, document_ids, position_ids, segment_ids, document_ids)
@@ -66,14 +66,14 @@ class Encoder(nn.Module):
         return self.head.last_hidden(state.hidden)
 
     def merge_embeddings(self) -> None:
-        """Make one table of token embeddings that are trained in two parts, for export and fine-tuning, in place.
+        """Merge token embeddings that are trained in two parts into one table, in place, for export and fine-tuning.
 
-        Does nothing here; `encode` gives the same before and after.
+        Most models have one table, so the base class does nothing. `encode` returns the same before and after.
         """
 
 
 class Bert(Encoder):
-    """A BERT-class encoder with its masked-LM head. Call it for loss sums, `encode` for hidden states."""
+    """A BERT-class encoder with its masked-LM head. Call it for sums of losses, and `encode` for hidden states."""
 
     head: MaskedLMHead
 
@@ -90,16 +90,16 @@ class Bert(Encoder):
         return [self.embeddings, *first, DecodingStage(last, self.mask_decoder, self.head)]
 
     def predict(self, batch: Batch) -> Tensor:
-        """Return vocabulary logits where masked LM predicts, as in training: with the mask decoder if there is one.
+        """Return the vocabulary logits of the predicted tokens, `[num_predicted, vocab_size]`, in the labels' order.
 
-        → `[num_predicted, vocab_size]`, in the order of the labels.
+        Uses the mask decoder if the model has one, as training does.
         """
         draws = Draws.none(len(batch.input_ids), self.config.num_layers, batch.input_ids.device)
         *first, last = self.layers
         state: State = run_stages((self.embeddings, *first), Inputs.of(batch, draws))
         if self.mask_decoder is not None:
             predicted = self.mask_decoder(state, last)
-        else:  # nobody reads the last layer's output elsewhere
+        else:  # only the predicted tokens need the last layer's output
             assert isinstance(last, EncoderLayer)
             layout = state.inputs.layout
             queries = state.hidden.gather(1, layout.queries.unsqueeze(-1).expand(-1, -1, state.hidden.shape[-1]))
@@ -108,7 +108,7 @@ class Bert(Encoder):
         return self.logits(self.head.last_hidden(predicted))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, padding cut off."""
+        """Return vocabulary logits of last hidden states: `[.., hidden]` → `[.., vocab_size]`, without padding."""
         return self.head.logits(hidden)[..., : self.config.vocab_size]
 
 
@@ -120,9 +120,9 @@ def decodes_masks(config: ModelConfig) -> bool:
 
 
 def run_stages(stages: Iterable[nn.Module], given: Inputs | State, recompute: bool = False) -> Any:
-    """Return what the last of some consecutive stages gives: a `State`, or the model's `Output`.
+    """Run consecutive stages and return the last one's output: a `State`, or the model's `Output`.
 
-    With `recompute` a layer keeps for its backward pass only what entered it.
+    With `recompute` a layer keeps only its input for the backward pass.
     """
     passed: Any = given
     for stage in stages:

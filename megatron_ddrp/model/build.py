@@ -1,4 +1,4 @@
-"""Configuration → model, and how large it is."""
+"""Build a model from its configuration, and count its parameters."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_ddrp.model.positions import LayerPositions, PositionEncoding
 def build_model(
     config: ModelConfig, checkpoint_activations: bool = False, objective: ObjectiveConfig | None = None
 ) -> Encoder:
-    """Return a freshly initialised model on the CPU, without DeepSpeed, drawn from torch's random state.
+    """Return a freshly initialised model on the CPU, without DeepSpeed. Its weights come from torch's random state.
 
-    The objective, masked LM if none is given, decides which model it is.
+    The objective decides which model class is built; without one it is masked LM.
     """
     settings = objective or ObjectiveConfig(objective="mlm")
     return objective_class(settings.objective)(settings).build(config, checkpoint_activations)
 
 
 def on_meta_device(config: ModelConfig, objective: ObjectiveConfig | None = None) -> Encoder:
-    """The model's shapes without its memory."""
+    """Return the model on torch's meta device: it has shapes and takes no memory."""
     with torch.device("meta"):
         return build_model(config, objective=objective)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(all parameters without the vocabulary's padding, those of the position encoding)."""
+    """Return the number of all parameters, without the vocabulary's padding, and of the position encoding's."""
     position = {
         id(parameter)
         for module in model.modules()

@@ -2,20 +2,22 @@
 
     ids with [MASK] → generator → sampling → ids with replacements → discriminator → replaced or not
 
-The discriminator is the encoder proper: it bears the names of a `Bert`'s, and is what `encode`, export and fine-tuning
-see. `Discriminator`, `Generator` and `SamplingStage` serve DeBERTaV3's variant (`model/rtd.py`) as well.
+The discriminator is the encoder proper: its parameters have the names of a `Bert`'s, and `encode`, export and
+fine-tuning use it alone. DeBERTaV3's variant (`model/rtd.py`) uses `Discriminator`, `Generator` and `SamplingStage`
+too.
 
-ELECTRA's generator, under `generator.`, is as deep, has max(1, round(heads · f)) heads of the discriminator's head size
-(halves round to even), feed-forward blocks of 4 × its width, and relative position parameters of its own. As in the
-original, the discriminator's token, segment and absolute position embeddings are summed, blended with notes and
-normalised by the discriminator's LayerNorm, at its width, then projected to the generator's; the output matrix is that
-token embedding too. Checkpoints from before the LayerNorm was shared have `FormerGeneratorEmbeddings`.
+ELECTRA's generator, under `generator.`, has as many layers as the discriminator, max(1, round(heads · f)) heads (halves
+round to even) of the same head size, feed-forward blocks of 4 × its width, and its own relative position parameters. As
+in the original, the discriminator's token, segment and absolute position embeddings are summed, blended with notes and
+normalised by the discriminator's LayerNorm at the discriminator's width, then projected to the generator's width. The
+output matrix is the same token embedding. Older checkpoints, whose LayerNorm is not shared, have
+`FormerGeneratorEmbeddings`.
 
-Departure: f is 1/3 unless `--generator-size` says otherwise, the original's only at base size; its small and large have
-1/4. Of 16 heads that gives 5, 320 dimensions instead of 256.
+Departure: f is 1/3 unless `--generator-size` is given. The original has 1/3 at base size only, and 1/4 in its small and
+large models. With 16 heads, f = 1/3 gives 5 heads, 320 dimensions instead of 256.
 
-The generator is a masked LM and so has DeBERTa's mask decoder where a `Bert` would; the discriminator has none. TCD,
-HCD and notes belong to the discriminator.
+The generator is a masked LM, so it has DeBERTa's mask decoder where a `Bert` would have it; the discriminator has none.
+TCD, HCD and notes belong to the discriminator.
 """
 
 from __future__ import annotations
@@ -39,23 +41,23 @@ from megatron_ddrp.model.stages import Inputs, Judge, State
 
 
 class SampleKeys(NamedTuple):
-    """ELECTRA's own draws."""
+    """Random draws of ELECTRA's objective."""
 
     keys: Tensor
-    """int64 `[batch, seq]`: what the noise of each token's replacement grows from."""
+    """int64 `[batch, seq]`: keys of the Gumbel noise that draws each token's replacement."""
 
 
 class OfGenerator(NamedTuple):
-    """The generator's sums, which the sampling stage leaves for the last stage."""
+    """Sums of the generator's losses; the sampling stage leaves them for the last stage."""
 
     lm: Tensor
-    """fp32 (or fp64) scalar: −log p of the labels."""
+    """fp32 (or fp64) scalar: the sum of −log p over the labels."""
     correct: Tensor
     """Scalar of the same type: number of predicted tokens whose likeliest piece is the label."""
 
 
 class Discriminator(Encoder):
-    """An encoder with the generator that is trained beside it. `config` is the encoder's. A subclass makes both."""
+    """An encoder with the generator trained beside it. `config` is the encoder's. Subclasses add head and generator."""
 
     head: ReplacedTokenHead
     generator: Generator
@@ -69,7 +71,7 @@ class Discriminator(Encoder):
 
 
 class Electra(Discriminator):
-    """A discriminator with a narrow generator, which share their embeddings."""
+    """A discriminator and a narrow generator that share their embeddings."""
 
     def __init__(
         self, config: ModelConfig, settings: ObjectiveConfig, objective: Judge, checkpoint_activations: bool = False
@@ -83,7 +85,7 @@ class Electra(Discriminator):
 
 
 def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelConfig:
-    """Return the configuration of ELECTRA's generator: some of the discriminator's heads, each as wide as there."""
+    """Return the configuration of ELECTRA's generator: fewer heads than the discriminator, of the same size each."""
     heads = settings.generator_heads(config.num_attention_heads)
     return replace(
         config,
@@ -95,7 +97,7 @@ def generator_config(config: ModelConfig, settings: ObjectiveConfig) -> ModelCon
 
 
 class Generator(nn.Module):
-    """A small masked LM whose token embedding, at least, is also that of another encoder."""
+    """A small masked LM that shares at least its token embedding with another encoder."""
 
     def __init__(self, config: ModelConfig, embeddings: GeneratorEmbeddings, objective: Judge) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class Generator(nn.Module):
 
 
 class GeneratorEmbeddings(Embeddings):
-    """The generator's first stage. Its layers compare no heads: HCD, like TCD, belongs to the discriminator."""
+    """The generator's first stage. HCD, like TCD, belongs to the discriminator, so the generator compares no heads."""
 
     def forward(self, inputs: Inputs) -> State:
         state = super().forward(inputs)
@@ -115,10 +117,10 @@ class GeneratorEmbeddings(Embeddings):
 
 
 class FormerGeneratorEmbeddings(GeneratorEmbeddings):
-    """Embeddings of generators in older checkpoints: absolute positions and LayerNorm are their own.
+    """Embeddings of generators in older checkpoints, with absolute positions and LayerNorm of their own.
 
-    Only token and segment embeddings are the discriminator's. Their sum, and each note, is projected first; the rest
-    happens at the generator's width.
+    They share only token and segment embeddings with the discriminator. The sum of these two, and each note, is
+    projected first; positions, notes and LayerNorm then act at the generator's width.
     """
 
     def __init__(self, config: ModelConfig, notes_share: float, shared: Embeddings) -> None:
@@ -143,7 +145,7 @@ class FormerGeneratorEmbeddings(GeneratorEmbeddings):
 class SamplingStage(nn.Module):
     """The generator's end and the discriminator's beginning: masked LM, replacements, embeddings.
 
-    Has no parameter of its own: they are the generator's and those of the discriminator's embeddings.
+    It has no parameters of its own: it uses the generator's and the discriminator's embeddings.
     """
 
     def __init__(self, generator: Generator, embeddings: Embeddings) -> None:
@@ -153,9 +155,9 @@ class SamplingStage(nn.Module):
         self.last_layer = None if self.decoder is None else generator.layers[-1]
 
     def forward(self, state: State) -> State:
-        """Return the state that enters the discriminator's first layer, with RTD's targets as labels.
+        """Return the input state of the discriminator's first layer, with RTD's targets as labels.
 
-        `state` is the generator's last one; with a mask decoder its last but one.
+        `state` is the output of the generator's last layer, or of the layer before it if there is a mask decoder.
         """
         head, batch = self.generator_head, state.inputs.batch
         places, labels = state.inputs.layout.predicted, state.inputs.predicted_labels  # [num_predicted] each
@@ -170,7 +172,7 @@ class SamplingStage(nn.Module):
         return self.embeddings(inputs)._replace(own=sums)
 
     def _predicted_hidden(self, state: State, places: Tensor) -> Tensor:
-        """Return `[num_predicted, width]`, in the order of the labels."""
+        """Return the hidden states of the predicted tokens, `[num_predicted, width]`, in the order of the labels."""
         if self.decoder is None:
             hidden = state.hidden.flatten(0, 1).index_select(0, places)
         else:

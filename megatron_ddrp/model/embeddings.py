@@ -1,4 +1,4 @@
-"""The first stage: token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
+"""The first stage: token, segment and absolute position embeddings (the last two are optional), then LayerNorm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ddrp.model.stages import Inputs, State
 
 
 def check_length(length: int, longest: int) -> None:
-    """Refuse rows for whose positions nothing was learned."""
+    """Raise `UserError` for rows longer than the model's positions."""
     if length > longest:
         raise UserError(
             f"rows of {length} tokens: this model has positions for --seq-length {longest} only; cut them, or train an "
@@ -24,7 +24,7 @@ def check_length(length: int, longest: int) -> None:
 
 
 def adds_absolute_embedding(config: ModelConfig) -> bool:
-    """Return whether a learned absolute position embedding joins the input."""
+    """Return whether a learned absolute position embedding is added to the input."""
     if config.absolute_embedding is None:
         return encoding_class(config.position_encoding).adds_absolute_embedding
     return config.absolute_embedding
@@ -33,9 +33,9 @@ def adds_absolute_embedding(config: ModelConfig) -> bool:
 class Embeddings(nn.Module):
     """`Inputs` → `State`: embeds the ids and computes the position tensors that all layers share.
 
-    Embeddings of another width than the hidden states (`--embedding-size`) are projected after their norm, as in
-    ELECTRA. `shared`, for ELECTRA's generator, lends its token, segment and absolute embeddings and their norm, whose
-    result is projected to this one's hidden size.
+    Embeddings narrower or wider than the hidden states (`--embedding-size`) are projected after their norm, as in
+    ELECTRA. `shared` serves ELECTRA's generator: it lends token, segment and absolute embeddings and their norm, and
+    the result is projected to the generator's hidden size.
     """
 
     tables: tuple[str, ...] = ("token",)
@@ -65,7 +65,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, inputs: Inputs) -> State:
-        """Return the state that enters the first layer."""
+        """Return the input state of the first layer."""
         hidden = self.embed(inputs)
         nothing = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         position: tuple[Tensor, ...] = ()
@@ -79,7 +79,7 @@ class Embeddings(nn.Module):
         return self.token(input_ids)
 
     def embed(self, inputs: Inputs) -> Tensor:
-        """Return `[batch, seq, hidden]`: the sum of the embeddings, with notes blended in, normalised."""
+        """Return `[batch, seq, hidden]`: the sum of the embeddings, blended with notes, then normalised."""
         batch, notes = inputs.batch, inputs.notes
         if self.longest is not None:
             check_length(batch.input_ids.shape[1], self.longest)
@@ -92,7 +92,7 @@ class Embeddings(nn.Module):
         return hidden if self.projection is None else self.projection(hidden)
 
     def tokens(self, batch: Batch) -> Tensor:
-        """Return the token embeddings with those of their segments, `[batch, seq, width]`."""
+        """Return the sum of token and segment embeddings, `[batch, seq, width]`."""
         tokens = self.look_up(batch.input_ids)
         if self.segment is None:
             return tokens

@@ -22,24 +22,24 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 class Projecting(nn.Module):
-    """Base of the blocks several of whose linear maps read the same hidden states."""
+    """Base of the blocks in which several linear maps read the same hidden states."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.compile_setting = config.compile
 
     def project(self, hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        """Return hidden states `[.., hidden]`, to be read on, and what some of this block's maps make of them."""
+        """Return `hidden` `[.., hidden]` for later readers, and the outputs of `maps`."""
         if compiles(self.compile_setting, hidden.device):
             return maps_of(hidden, maps)
         return (hidden, *(each(hidden) for each in maps))
 
 
 class SelfAttention(Projecting):
-    """Projections around the one attention. The number of heads here follows from the weights' shapes.
+    """Projections around the attention function. The weights' shapes determine the number of heads.
 
-    Tensor parallelism leaves some of a layer's heads here and overrides `project`, `own_randomness`, `cosine_apart` and
-    `mean_of_heads`. `judge` is the objective if it looks inside.
+    Tensor parallelism leaves only some of a layer's heads in this module and overrides `project`, `own_randomness`,
+    `cosine_apart` and `mean_of_heads`. `judge` is the objective if it looks inside attention.
     """
 
     def __init__(self, config: ModelConfig, window: int | None = None, judge: Judge | None = None) -> None:
@@ -53,13 +53,13 @@ class SelfAttention(Projecting):
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def own_randomness(self) -> AbstractContextManager:
-        """Return the context in which dropout draws for these heads."""
+        """Return the context in which dropout draws for this module's heads."""
         return nullcontext()
 
     def cosine_apart(self, attending: Attending) -> Tensor | None:
-        """Return HCD's cosine, summed over the documents, where it takes heads that are not here.
+        """Return HCD's cosine, summed over the documents, if it needs heads of other modules.
 
-        None leaves it to the backend, which has the logits at hand.
+        None leaves the cosine to the backend, which has the logits already.
         """
         return None
 
@@ -68,18 +68,20 @@ class SelfAttention(Projecting):
         return x.mean(1)
 
     def split(self, projected: Tensor) -> Tensor:
-        """`[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
+        """Return `[batch, seq, hidden]` → `[batch, heads, seq, head_dim]`."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def merge(self, context: Tensor) -> Tensor:
-        """The inverse of `split`, projected: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""
+        """Invert `split` and project: `[batch, heads, seq, head_dim]` → `[batch, seq, hidden]`."""
         return self.output(context.transpose(1, 2).flatten(2))
 
     def forward(
         self, hidden: Tensor, terms: PositionTerms, rotate: Rotate, state: State, layer: int
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """`[batch, seq, hidden]` → the same, to be read on; what attention adds to it; HCD's cosine summed over the
-        documents (None without HCD); and what is then the state's `own`."""
+        """Return (`hidden` for later readers, attention's contribution to it, HCD's cosine, the next state's `own`).
+
+        `hidden` and the contribution are `[batch, seq, hidden]`; the cosine is summed over documents, None without HCD.
+        """
         inputs = state.inputs
         demand = Demand(hidden.device, hidden.dtype, self.dropout, self.head_dim, self.window)
         backend, _ = resolve_backend(self.backend, demand, self.encoding.in_logits, inputs.layout.full)
@@ -103,7 +105,7 @@ class SelfAttention(Projecting):
 
 
 class FeedForward(Projecting):
-    """Two linear maps with an exact GELU between them, which a third map's output multiplies in GEGLU."""
+    """Two linear maps with an exact GELU in between; in GEGLU a third map's output multiplies the GELU's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -114,7 +116,7 @@ class FeedForward(Projecting):
         self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`[.., hidden]` → the same, to be read on, and what the block adds to it."""
+        """Return `hidden` `[.., hidden]` for later readers, and the block's contribution to it."""
         is_compiled = compiles(self.compile_setting, hidden.device)
         if self.gate is not None:
             hidden, *parts = self.project(hidden, self.input, self.gate)
@@ -199,7 +201,7 @@ class EncoderLayer(nn.Module):
         return self.attention_norm(hidden) if self.norm_before else hidden
 
     def _join(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Residual, feed-forward, residual, with the LayerNorms where the configuration puts them."""
+        """Add attention and feed-forward to the residual stream; the configuration decides where LayerNorms go."""
         if self.runs_compiled(hidden):
             return self._join_compiled(hidden, attended)
         hidden = hidden + self.dropout(attended)
@@ -209,7 +211,7 @@ class EncoderLayer(nn.Module):
         return hidden if self.norm_before else self.feed_forward_norm(hidden)
 
     def _join_compiled(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Do what `_join` does, in regions of `model/fused.py`."""
+        """Compute `_join` with the compiled regions of `model/fused.py`."""
         dropout = self.dropout.p if self.training else 0.0
         if self.norm_before:
             hidden, normed = self.feed_forward_norm(hidden, attended, dropout)

@@ -1,12 +1,12 @@
-"""The point-wise parts of a layer as regions: functions of tensors and numbers, each compiled as a whole.
+"""Point-wise parts of a layer as regions: functions of tensors and numbers, each compiled as a whole.
 
-As torch's operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of which
-reads and writes whole hidden states, and the gradient of a bias before a GELU reads them once more. `torch.compile`
-joins them where `--compile` says so. Each parameter is used in the call of its own module, so that ZeRO 3 gathers it
-and tensor parallelism cuts it as before.
+As separate torch operations, dropout, residual sum and LayerNorm are three kernels forward and three backward, each of
+which reads and writes all hidden states; the gradient of a bias before a GELU reads them once more. With `--compile`,
+`torch.compile` fuses them. Each parameter is used in the call of its own module, so ZeRO 3 can gather it and tensor
+parallelism can cut it.
 
-Compiled dropout draws from torch's generator too, so recomputed layers and resumed runs repeat it. Its numbers are not
-those of the dropout that is not compiled.
+Compiled dropout also draws from torch's generator, so recomputed layers and resumed runs repeat its draws. Its draws
+differ from those of dropout without compilation.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_ddrp.config import ModelConfig
 from megatron_ddrp.model.norm import Norm, normalise
 
 LOWEST_CAPABILITY = (8, 0)
-"""Compute capability from which `auto` compiles: Triton 3.9 makes no code for V100."""
+"""Lowest compute capability for which `auto` compiles: Triton 3.9 generates no code for V100."""
 
 
 def add(hidden: Tensor, added: Tensor, dropout: float) -> Tensor:
-    """Return hidden + dropout(added); both `[tokens, hidden]`, as in every region."""
+    """Return hidden + dropout(added); both are `[tokens, hidden]`, as in every region."""
     return hidden + F.dropout(added, dropout)
 
 
 def add_norm(hidden: Tensor, added: Tensor, dropout: float, *norm: Any) -> Tensor:
-    """Return the norm of hidden + dropout(added); `norm` are the arguments of `normalise` behind the first."""
+    """Return the norm of hidden + dropout(added); `norm` holds the arguments of `normalise` after the first."""
     return normalise(add(hidden, added, dropout), *norm)
 
 
@@ -58,14 +58,14 @@ def gated_gelu(states: Tensor, gates: Tensor) -> Tensor:
 
 @cache
 def compiled(region: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled form of a region, one per process; a break in its graph is an error."""
+    """Return the compiled form of a region, one per process. A graph break is an error."""
     return torch.compile(region, fullgraph=True)
 
 
 def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others: Any) -> Any:
-    """Run a region compiled: `states` `[.., width]` go in as `[tokens, width]`; its results have their shape.
+    """Run a compiled region: `states` `[.., width]` enter as `[tokens, width]`; the results have the shape of `states`.
 
-    The number of tokens is a variable of the compiled code, so rows of every length share it.
+    The number of tokens is dynamic in the compiled code, so rows of every length share it.
     """
     flat = [x.flatten(0, -2) for x in states]
     for x in flat:
@@ -77,14 +77,14 @@ def run_compiled(region: Callable[..., Any], states: tuple[Tensor, ...], *others
 
 
 class ResidualNorm(Norm):
-    """A norm that also takes what a block adds to the residual stream, and then runs as one compiled region."""
+    """A norm that can also add a block's output to the residual stream; both then run as one compiled region."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config)
         self.region: Callable[..., Any] = add_norm if config.layernorm_position == "post" else add_and_norm
 
     def forward(self, hidden: Tensor, added: Tensor | None = None, dropout: float = 0.0) -> Any:
-        """Return the norm of `hidden`; with `added` what `add_norm` returns, in a pre-LN model `add_and_norm`."""
+        """Return the norm of `hidden`; with `added`, return `add_norm` (post-LN) or `add_and_norm` (pre-LN)."""
         if added is None:
             return super().forward(hidden)
         norm = (self.weight, self.bias, self.eps, self.is_rms)
@@ -92,17 +92,17 @@ class ResidualNorm(Norm):
 
 
 class GeluLinear(nn.Linear):
-    """A linear map that also takes the GELU behind it, which is then compiled together with its bias."""
+    """A linear map that can include the GELU after it; the GELU is then compiled together with the bias."""
 
     def forward(self, x: Tensor, gelu: bool = False) -> Any:
-        """Return the map of `x`; with `gelu` a pair: `x`, to be read on, and GELU of its map."""
+        """Return the map of `x`; with `gelu` return (`x` for later readers, GELU of the map)."""
         if not gelu:
             return super().forward(x)
         x, product = self.product(x)
         return x, run_compiled(bias_gelu, (product,), self.bias)
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return `x`, to be read on, and its map without the bias. Tensor parallelism overrides this."""
+        """Return `x` for later readers, and its map without the bias. Tensor parallelism overrides this."""
         return maps_of(x, (self,), with_bias=False)
 
 
@@ -119,7 +119,7 @@ class _Maps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, of_readers: Tensor | None, *gradients: Tensor | None):  # type: ignore[override]
         x, *weights = ctx.saved_tensors
-        # Nobody reads the values of a last layer that HCD alone reads.
+        # HCD can be the only reader of a last layer; the values then have no gradient.
         flat = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]  # [tokens, out] each
         of_x = gradient_of_input(None if of_readers is None else of_readers.flatten(0, -2), flat, weights)
         of_parameters = gradients_of_parameters(x.flatten(0, -2), flat, ctx.has_bias)
@@ -129,10 +129,10 @@ class _Maps(torch.autograd.Function):
 def gradient_of_input(
     of_readers: Tensor | None, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]
 ) -> Tensor | None:
-    """Return the gradient `[tokens, in]` of what some maps and other readers read.
+    """Return the gradient `[tokens, in]` of an input that some maps and other readers share.
 
-    `of_readers` `[tokens, in]` is the other readers' share and stays as it is; `gradients` `[tokens, out]` are those of
-    the maps' products.
+    `of_readers` `[tokens, in]` is the other readers' gradient and is not modified; `gradients` `[tokens, out]` are
+    those of the maps' outputs.
     """
     total = of_readers
     for gradient, weight in zip(gradients, weights, strict=True):
@@ -150,7 +150,7 @@ def gradient_of_input(
 def gradients_of_parameters(
     tokens: Tensor, gradients: Sequence[Tensor | None], has_bias: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of each map's weight and bias, one after the other; `tokens` `[tokens, in]` were read."""
+    """Return the gradients of each map's weight and bias in turn; `tokens` `[tokens, in]` is the maps' input."""
     found: list[Tensor | None] = []
     for gradient, biased in zip(gradients, has_bias, strict=True):
         found.append(None if gradient is None else gradient.T @ tokens)
@@ -159,12 +159,12 @@ def gradients_of_parameters(
 
 
 def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tuple[Tensor, ...]:
-    """Return `x` `[.., in]`, to be read on, and its linear maps `[.., out]`, with or without their biases.
+    """Return `x` `[.., in]` for later readers, and its linear maps `[.., out]`, with or without their biases.
 
-    The gradients of all that reads `x` add up in the maps' own products, which sums apart would read and write again.
+    All gradients of `x` accumulate inside the maps' matrix products; separate sums would read and write them again.
     """
     parameters = [parameter for each in maps for parameter in (each.weight, each.bias if with_bias else None)]
-    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights for a module's own calls alone
+    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights only for a module's own call
         if with_bias:
             return (x, *(each(x) for each in maps))
         return (x, *(F.linear(x, each.weight) for each in maps))
@@ -172,10 +172,10 @@ def maps_of(x: Tensor, maps: Sequence[nn.Linear], with_bias: bool = True) -> tup
 
 
 def why_not_compile(device: torch.device) -> str | None:
-    """Say in one line why layers cannot be compiled for a device; None where they can."""
+    """Return the reason why layers cannot be compiled for a device, in one line, or None if they can."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            return "compiling for a GPU needs the package triton, which torch brings along for CUDA: use --compile off"
+            return "compiling for a GPU needs the package triton, which torch installs for CUDA: use --compile off"
         return None
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
@@ -185,7 +185,7 @@ def why_not_compile(device: torch.device) -> str | None:
 
 @cache
 def compiles(setting: str, device: torch.device) -> bool:
-    """Return whether `--compile` means to compile for a device: `auto` does on GPUs that Triton makes code for."""
+    """Return whether `--compile` compiles layers on a device; `auto` does so on GPUs that Triton supports."""
     if setting != "auto":
         return setting == "on"
     if device.type != "cuda" or why_not_compile(device):

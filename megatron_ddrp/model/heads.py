@@ -1,4 +1,4 @@
-"""The last stage: it hands hidden states to the objective, and gives logits of pieces or of "replaced"."""
+"""The last stage: passes hidden states to the objective, and computes logits of pieces or of "replaced"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ddrp.model.stages import End, Judge, Output, State
 
 
 def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over predicted tokens of −log p(label), in nats.
+    """Return the sum of −log p(label) over the predicted tokens, in nats.
 
     `logits` `[num_predicted, vocab]` in any precision, `labels` int64 `[num_predicted]` → fp32 (or fp64) scalar.
     """
@@ -25,7 +25,7 @@ def masked_lm_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """Base of the last stages: `State` → `Output`. The objective says what is summed."""
+    """Base of the last stages: `State` → `Output`. The objective computes the sums."""
 
     def __init__(self, config: ModelConfig, objective: Judge) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Head(nn.Module):
 
 
 class MaskedLMHead(Head):
-    """Dense, GELU, LayerNorm, then the token embedding itself as the output matrix (tied), plus a bias per piece.
+    """Dense, GELU, LayerNorm, then the token embedding as the output matrix (tied), plus a bias per piece.
 
-    The embedding may be of another width than the hidden states, as for ELECTRA's generator; the dense map goes there.
-    Where the vocabulary is split over ranks, tensor parallelism overrides `first_piece`, `lm_sum` and `winner`.
+    The dense map changes the width where the embedding is narrower than the hidden states, as in ELECTRA's generator.
+    Tensor parallelism splits the vocabulary and overrides `first_piece`, `lm_sum` and `winner`.
     """
 
     first_piece = 0
-    """Piece of the first logit."""
+    """Piece of the first logit column."""
 
     def __init__(self, config: ModelConfig, token_embedding: nn.Embedding, objective: Judge) -> None:
         super().__init__(config, objective)
@@ -62,7 +62,7 @@ class MaskedLMHead(Head):
         self.decoder.weight = token_embedding.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[.., hidden]` → `[.., padded_vocab]`, −∞ at the padding of the vocabulary."""
+        """Return `[.., hidden]` → `[.., padded_vocab]`, −∞ at the padding of the vocabulary."""
         logits = self.decoder(self.norm(F.gelu(self.dense(hidden))))
         end = self.first_piece + logits.shape[-1]
         if end <= self.vocab_size:
@@ -75,7 +75,10 @@ class MaskedLMHead(Head):
         return masked_lm_sum(logits, labels)
 
     def winner(self, scores: Tensor, columns: Tensor) -> Tensor:
-        """Return the piece with the largest score, int64 `[n]`, from the best score and its column here, `[n]` each."""
+        """Return the piece with the largest score, int64 `[n]`.
+
+        `scores` and `columns`, `[n]` each, are the best logit among this module's pieces and its column.
+        """
         return columns
 
     def sample(self, logits: Tensor, keys: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ class MaskedLMHead(Head):
 
 
 class ReplacedTokenHead(Head):
-    """ELECTRA's judge of every token, original or replaced: dense, GELU, one logit."""
+    """ELECTRA's classifier of every token as original or replaced: dense, GELU, one logit."""
 
     def __init__(self, config: ModelConfig, objective: Judge) -> None:
         super().__init__(config, objective)
@@ -101,15 +104,16 @@ class ReplacedTokenHead(Head):
         self.output = nn.Linear(config.hidden_size, 1)
 
     def logits(self, hidden: Tensor, runs: Tensor | None = None) -> Tensor:
-        """Last hidden states `[batch, seq, hidden]` → logits of "replaced", `[batch, seq]`.
+        """Return the logits of "replaced" for last hidden states: `[batch, seq, hidden]` → `[batch, seq]`.
 
-        `runs` as in `Layout` says where documents begin, for heads that ask; without it every row is one document.
+        `runs` as in `Layout` marks where documents begin, for subclasses that need it; without it each row is one
+        document.
         """
         return self.output(F.gelu(self.dense(hidden))).squeeze(-1)
 
 
 class ContextualReplacedTokenHead(ReplacedTokenHead):
-    """DeBERTaV3's judge (arXiv:2111.09543, released code): y_t = W₂ · GELU(W₁ · LN(h_[CLS] + h_t)).
+    """DeBERTaV3's classifier (arXiv:2111.09543, released code): y_t = W₂ · GELU(W₁ · LN(h_[CLS] + h_t)).
 
     [CLS] is the first token of the document that t belongs to.
     """
@@ -124,10 +128,11 @@ class ContextualReplacedTokenHead(ReplacedTokenHead):
 
 
 class EnhancedMaskDecoder(nn.Module):
-    """DeBERTa's decoder (arXiv:2006.03654, section 3.2): absolute positions join just before the masked-LM head.
+    """DeBERTa's decoder (arXiv:2006.03654, section 3.2): adds absolute positions just before the masked-LM head.
 
-    The last layer is applied twice more, from queries = absolute embedding + H[L−1] to keys and values of H[L−1], at
-    the predicted positions alone; K and V are computed once. Dropped at fine-tuning. TCD and HCD see the ordinary H[L].
+    It applies the last layer twice more, at the predicted places only. The first queries are absolute embedding +
+    H[L−1]; keys and values come from H[L−1] and are computed once. Fine-tuning drops it. TCD and HCD see the ordinary
+    H[L].
     """
 
     APPLICATIONS = 2
@@ -137,7 +142,7 @@ class EnhancedMaskDecoder(nn.Module):
         self.absolute = nn.Embedding(config.seq_length, config.hidden_size)
 
     def forward(self, state: State, last_layer: EncoderLayer) -> Tensor:
-        """Return `[num_predicted, hidden]`, in the order of the labels, from the state with H[L−1]."""
+        """Return `[num_predicted, hidden]`, in the order of the labels; `state` holds H[L−1]."""
         batch, layout = state.inputs.batch, state.inputs.layout
         check_length(batch.input_ids.shape[1], self.absolute.num_embeddings)
         places = layout.queries  # [batch, most]
@@ -148,7 +153,7 @@ class EnhancedMaskDecoder(nn.Module):
 
 
 class DecodingStage(nn.Module):
-    """The last layer and the head as one stage, for models whose head applies that layer again."""
+    """The last layer and the head as one stage, for models whose mask decoder applies that layer again."""
 
     def __init__(self, last_layer: nn.Module, decoder: EnhancedMaskDecoder, head: MaskedLMHead) -> None:
         super().__init__()
@@ -156,7 +161,7 @@ class DecodingStage(nn.Module):
         self.last_layer, self.decoder, self.head = last_layer, decoder, head
 
     def forward(self, before: State) -> Output:
-        """Return the sums of the objective, from the state with H[L−1]."""
+        """Return the sums of the objective; `before` holds H[L−1]."""
         state = self.last_layer(before)
         predicted = self.head.last_hidden(self.decoder(before, self.last_layer))
         return self.head.objective.output(End(state, self.head.last_hidden(state.hidden), self.head, predicted))

@@ -1,4 +1,4 @@
-"""The one normalisation of every model here: LayerNorm, with or without a bias, or RMSNorm."""
+"""The normalisation of every model here: LayerNorm, with or without a bias, or RMSNorm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ddrp.config import ModelConfig
 def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool) -> Tensor:
     """Return LayerNorm(x) over the last dimension, or RMSNorm (Zhang and Sennrich, arXiv:1910.07467, eq. 4).
 
-    RMSNorm divides by √(mean of squares + eps) and takes no mean off.
+    RMSNorm divides by √(mean of squares + eps) and subtracts no mean.
     """
     if is_rms:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -19,7 +19,7 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms
 
 
 class Norm(nn.LayerNorm):
-    """LayerNorm as `--bias` says, or RMSNorm, which has no bias: `--norm`."""
+    """LayerNorm with or without a bias (`--bias`), or RMSNorm, which has none (`--norm`)."""
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         self.is_rms = config.norm == "rmsnorm"

@@ -1,4 +1,4 @@
-"""What the model does with notes of rare words (Taking Notes on the Fly, Wu et al., arXiv:2008.01466).
+"""Notes of rare words inside the model (Taking Notes on the Fly, Wu et al., arXiv:2008.01466).
 
     input at a rare word's pieces:   (1 − λ)(token + position) + λ · NoteDict(w)
     note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
@@ -14,20 +14,20 @@ from torch import Tensor
 
 
 class NoteInputs(NamedTuple):
-    """What a micro-batch reads from the dictionary, and where its new notes come from."""
+    """Notes that a micro-batch reads, and the windows from which new notes are made."""
 
     places: Tensor
     """int64 `[m]`: flat places `row · seq + column` of the pieces that read a note."""
     vectors: Tensor
-    """fp32 `[m, hidden]`: the note of each."""
+    """fp32 `[m, hidden]`: the note that each piece reads."""
     windows: Tensor
-    """int64 `[occurrences, widest]`: flat places of the tokens in each rare word's window; −1 fills up."""
+    """int64 `[occurrences, widest]`: flat places of the tokens in each rare word's window; −1 is filling."""
 
 
 def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor:
-    """`hidden` `[batch, seq, hidden]` with (1 − mix)·x + mix·note at the flat `places` `[m]`; `vectors` `[m, hidden]`.
+    """Return `hidden` `[batch, seq, hidden]` with (1 − mix)·x + mix·note at the flat `places` `[m]`.
 
-    As x + mix·(note − x), so that mix 0 changes no bit.
+    `vectors` `[m, hidden]` are the notes. Computed as x + mix·(note − x), so that mix = 0 changes no bit.
     """
     flat = hidden.flatten(0, 1)
     towards = mix * (vectors.to(hidden.dtype) - flat.index_select(0, places))
@@ -35,9 +35,9 @@ def blend(hidden: Tensor, places: Tensor, vectors: Tensor, mix: float) -> Tensor
 
 
 def window_means(hidden: Tensor, windows: Tensor) -> Tensor:
-    """Return the notes, fp32 (or fp64) `[n, hidden]`, detached: means of `hidden` `[batch, seq, hidden]`.
+    """Return new notes, fp32 (or fp64) `[n, hidden]`, detached: means of `hidden` `[batch, seq, hidden]` per window.
 
-    `windows` int64 `[n, widest]` as of `NoteInputs`.
+    `windows` int64 `[n, widest]`, see `NoteInputs`.
     """
     hidden, inside = hidden.detach().flatten(0, 1), windows >= 0
     states = hidden[windows.clamp_min(0)]  # [n, widest, hidden]

@@ -1,14 +1,14 @@
 """Replaced-token detection with gradient-disentangled embedding sharing (DeBERTaV3, arXiv:2111.09543, section 3).
 
-    E_D = sg(E_G) + E_Δ,  E_Δ = 0 at first
-    masked LM teaches E_G and the generator;  replaced-token detection teaches E_Δ and the discriminator alone
+    E_D = sg(E_G) + E_Δ,  E_Δ starts at 0
+    masked LM trains E_G and the generator;  replaced-token detection trains E_Δ and the discriminator only
 
-sg stops the gradient. The sum of the tables is not made in training: E_D of a token is the sum of two look-ups.
-`embeddings.token` is E_G, to which the generator's masked-LM head is tied, `embeddings.difference` is E_Δ; checkpoints
-hold both.
+sg stops the gradient. Training never adds the two tables: E_D of a token is the sum of two look-ups.
+`embeddings.token` is E_G, to which the generator's masked-LM head is tied; `embeddings.difference` is E_Δ.
+Checkpoints hold both.
 
-The generator has half the layers, each as wide as the discriminator's, and everything but E_G of its own. Both models
-are `model/electra.py`'s stages.
+The generator has half as many layers as the discriminator, of the same width, and shares only E_G with it. Both
+models use the stages of `model/electra.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_ddrp.model.stages import Judge
 
 
 class DisentangledEmbeddings(Embeddings):
-    """The discriminator's embeddings, whose tokens are E_G + E_Δ. No gradient reaches E_G from here."""
+    """The discriminator's embeddings, E_G + E_Δ. They send no gradient to E_G."""
 
     tables = ("token", "difference")
 
@@ -41,14 +41,14 @@ class DisentangledEmbeddings(Embeddings):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Make one table, E_G + E_Δ, of the two, in place; the generator keeps E_G. It learns as one from then on."""
+        """Merge both tables into one, E_G + E_Δ, in place. It then trains as one; the generator keeps E_G."""
         if self.difference is not None:
             merged = self.token.weight + self.difference.weight
             self.token, self.difference = nn.Embedding.from_pretrained(merged, freeze=False), None
 
 
 class DisentangledElectra(Discriminator):
-    """A discriminator whose token embedding is its generator's and a difference of its own."""
+    """A discriminator whose token embedding is its generator's plus a learned difference."""
 
     embeddings: DisentangledEmbeddings
     embeddings_class = DisentangledEmbeddings
@@ -69,5 +69,5 @@ class DisentangledElectra(Discriminator):
 
 
 def half_as_deep(config: ModelConfig) -> ModelConfig:
-    """Return the configuration of the generator: half of the layers, rounded down, at least one."""
+    """Return the generator's configuration: half as many layers, rounded down, at least one."""
     return replace(config, num_layers=max(1, config.num_layers // 2))

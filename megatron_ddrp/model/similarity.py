@@ -1,15 +1,15 @@
-"""Mean pairwise cosines of tokens and of heads: the terms TCD and HCD of MTH (eq. 17, 18), and what f(S), f(H) measure.
+"""Mean pairwise cosines of tokens and heads: MTH's terms TCD (eq. 17) and HCD (eq. 18), and the measures f(S), f(H).
 
-TCD is the mean cosine of the last hidden states of n′ sampled tokens, HCD that of the pre-softmax logits of m′ sampled
-heads, averaged over layers. Means over pairs come from closed forms, exact and without a pairwise matrix:
+TCD is the mean cosine of the last hidden states of n′ sampled tokens. HCD is the mean cosine of the pre-softmax logits
+of m′ sampled heads, averaged over layers. Closed forms give the means over pairs exactly, without a pairwise matrix:
 
     Σ_{i<j} cos(h_i, h_j) = (‖Σ_i ĥ_i‖² − n)/2,  ĥ the unit vectors;
     ⟨A¹,A²⟩ = ⟨Q¹ᵀQ², K¹ᵀK²⟩ for content-only heads, d×d matrices, padded rows zeroed.
 
-A flattened head is the vector of its valid×valid entries, in local layers of those within the window; padding never
+A flattened head is the vector of its valid×valid logits; in local layers, of those within the window. Padding never
 enters.
 
-Open reading: HCD compares all learned terms of the logits, TUPE's bias B included, although one B serves all layers.
+Open reading: HCD compares all learned terms of the logits, including TUPE's bias B, although all layers share one B.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_NORM = 1e-12
-"""Below this a vector counts as zero and its cosine with anything as 0."""
+"""Norm below which a vector counts as zero; its cosine with any vector is then 0."""
 
 
 def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:
@@ -27,13 +27,13 @@ def document_mask(document_ids: Tensor, num_documents: int) -> Tensor:
 
 
 def token_cosine(hidden: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the mean pairwise cosine of the marked tokens of each document (eq. 17), 0 for fewer than two tokens.
+    """Return the mean pairwise cosine of the marked tokens of each document (eq. 17), or 0 if there are fewer than two.
 
     `hidden` `[batch, seq, hidden]`, `token_mask` `[batch, documents, seq]` → fp32 (or fp64) `[batch, documents]`.
     """
     if hidden.dtype.itemsize < 4:
         hidden = hidden.float()
-    # Σ_i ĥ_i as a product with the inverse norms: unit vectors are never stored.
+    # Σ_i ĥ_i is a product with the inverse norms, so unit vectors are never stored.
     inverse_norms = hidden.pow(2).sum(-1).clamp_min(SMALLEST_NORM**2).rsqrt()  # [batch, seq]
     total = torch.bmm(token_mask * inverse_norms.unsqueeze(1), hidden)  # [batch, documents, hidden]
     count = token_mask.sum(-1).to(hidden.dtype)  # [batch, documents]
@@ -54,7 +54,7 @@ def num_ordered_pairs(num_heads: int) -> int:
 
 
 class _SelfProduct(torch.autograd.Function):
-    """xᵀx, `[.., seq, n]` → `[.., n, n]`, whose gradient takes one product, not one for each of the two x."""
+    """xᵀx, `[.., seq, n]` → `[.., n, n]`. Its gradient takes one product instead of one for each of the two x."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -84,7 +84,7 @@ def content_gram(query: Tensor, key: Tensor, documents: Tensor, scale: float) ->
 
 
 def content_cosine_of_all(query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
-    """Return the mean pairwise cosine of *all* content-only heads, `[batch, documents]`, by one S×S buffer."""
+    """Return the mean pairwise cosine of *all* content-only heads, `[batch, documents]`. One S×S buffer per row."""
     return cosine_of_total(content_total(query, key, documents), documents, query.shape[1])
 
 
@@ -106,13 +106,13 @@ def logits_cosine(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
     """Return the mean pairwise cosine of heads from their logits, over the allowed pairs of each document.
 
     `logits` `[batch, m′, seq, seq]`, `allowed` bool `[batch, 1, seq, seq]`, `documents` bool `[batch, documents, seq]`
-    → `[batch, documents]`. It needs one S×S buffer per row.
+    → `[batch, documents]`. Needs one S×S buffer per row.
     """
     return cosine_of_total(logits_total(logits, allowed, documents), documents, logits.shape[1])
 
 
 def logits_total(logits: Tensor, allowed: Tensor, documents: Tensor) -> Tensor:
-    """Return Σ_a A_a/‖A_a‖ of the heads of `logits`, `[batch, seq, seq]`; arguments as of `logits_cosine`."""
+    """Return Σ_a A_a/‖A_a‖ over the heads of `logits`, `[batch, seq, seq]`; arguments as in `logits_cosine`."""
     logits = logits.masked_fill(~allowed, 0.0)
     squares = torch.einsum("bhi,bki->bkh", logits.pow(2).sum(-1), documents.to(logits.dtype))  # [batch, documents, m′]
     return (logits * _by_row(_inverse_root(squares), documents).unsqueeze(-1)).sum(1)
@@ -123,11 +123,11 @@ def _inverse_root(squares: Tensor) -> Tensor:
 
 
 def _by_row(per_document: Tensor, documents: Tensor) -> Tensor:
-    """Give each token its document's value, padding 0: `[batch, documents, heads]` → `[batch, heads, seq]`."""
+    """Give each token its document's value, and padding 0: `[batch, documents, heads]` → `[batch, heads, seq]`."""
     return torch.einsum("bkh,bki->bhi", per_document, documents.to(per_document.dtype))
 
 
 def cosine_of_total(total: Tensor, documents: Tensor, num_heads: int) -> Tensor:
-    """Return (‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) of each document from Σ_a A_a/‖A_a‖ `[batch, seq, seq]`."""
+    """Return (‖Σ_a A_a/‖A_a‖‖² − m)/(m(m − 1)) per document; `total` is Σ_a A_a/‖A_a‖, `[batch, seq, seq]`."""
     squares = torch.einsum("bi,bki->bk", total.pow(2).sum(-1), documents.to(total.dtype))
     return (squares - num_heads) / num_ordered_pairs(num_heads)

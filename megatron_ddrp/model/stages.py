@@ -1,7 +1,7 @@
-"""What travels from stage to stage: `Inputs` → first stage → `State` → layers → `State` → last stage → `Output`.
+"""Types that travel between stages: `Inputs` → first stage → `State` → layers → `State` → last stage → `Output`.
 
-All three are named tuples of tensors, Python numbers, named tuples, tuples and None: DeepSpeed's hooks and torch's
-recomputation look into these and into nothing else. One process hands them on in memory; `parallel/pipeline.py` alone
+All three are named tuples of tensors, Python numbers, named tuples, tuples and None. DeepSpeed's hooks and torch's
+activation checkpointing look into these types only. One process passes them on in memory; `parallel/pipeline.py` alone
 knows how they travel between ranks.
 """
 
@@ -18,24 +18,24 @@ from megatron_ddrp.model.notes import NoteInputs
 
 
 class Draws(NamedTuple):
-    """The random choices of an objective for one micro-batch. Their shapes say what there is to do, without a sync."""
+    """Random choices of an objective for one micro-batch. Code reads their shapes, so it never waits for the device."""
 
     token_mask: Tensor
-    """int64 `[batch, documents, seq]`: 1 at the tokens of TCD, by the documents of a row; `[batch, documents, 0]`
-    switches TCD off."""
+    """int64 `[batch, documents, seq]`: 1 at the tokens that TCD compares in each document of a row.
+    `[batch, documents, 0]` switches TCD off."""
     heads: Tensor
-    """int64 `[layers, m′]`: HCD's head numbers, ascending; `[layers, 0]` switches HCD off."""
+    """int64 `[layers, m′]`: numbers of the heads that HCD compares, ascending; `[layers, 0]` switches HCD off."""
     own: Any = None
-    """A named tuple of tensors, the objective's `draw_own`, or None."""
+    """Result of the objective's `draw_own`, a named tuple of tensors, or None."""
 
     @property
     def num_documents(self) -> int:
-        """The largest number of documents in a row."""
+        """Largest number of documents in a row."""
         return self.token_mask.shape[1]
 
     @classmethod
     def none(cls, batch_size: int, num_layers: int, device: torch.device | None = None) -> Draws:
-        """Return draws that switch both terms off."""
+        """Return draws that switch TCD and HCD off."""
         return cls(
             torch.empty(batch_size, 1, 0, dtype=torch.long, device=device),
             torch.empty(num_layers, 0, dtype=torch.long, device=device),
@@ -43,29 +43,29 @@ class Draws(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where a micro-batch has its tokens. It is known on the CPU, so that no stage asks the device for it."""
+    """Places of a micro-batch's tokens. They are computed on the CPU, so no stage has to ask the device."""
 
     predicted: Tensor
-    """int64 `[num_predicted]`: flat places `row · seq + column` of the tokens to predict, ascending."""
+    """int64 `[num_predicted]`: flat places `row · seq + column` of the predicted tokens, ascending."""
     queries: Tensor
-    """int64 `[batch, most]`: columns that the mask decoder asks in each row: those to predict, then others to fill up.
-    `most` is the largest number of tokens to predict in a row."""
+    """int64 `[batch, most]`: columns of each row that the mask decoder computes: first the predicted tokens, then other
+    columns as filling. `most` is the largest number of predicted tokens in a row."""
     answers: Tensor
-    """int64 `[num_predicted]`: flat places in `queries` of the tokens to predict, in the order of `predicted`."""
+    """int64 `[num_predicted]`: flat places in `queries` of the predicted tokens, in the order of `predicted`."""
     runs: Tensor
-    """int32 `[runs + 1]`: flat places where a document, or padding, begins, ascending; last the number of places."""
+    """int32 `[runs + 1]`: flat places where a document or padding begins, ascending, then the number of places."""
     longest: int
-    """Places of the longest run."""
+    """Length of the longest run, in tokens."""
     full: bool
-    """Whether every row is one document without padding."""
+    """True if every row is one document without padding."""
     restarts: bool
-    """Whether a row counts positions anew after its first token, other than by the zeros of padding on its right."""
+    """True if a row restarts its positions after its first token, other than by the zeros of padding on its right."""
 
 
 def layout_of(batch: Batch) -> Layout:
     """Return the layout of a batch of numpy arrays, on the CPU, or of tensors, on their device.
 
-    Waits for the device that holds a batch of tensors.
+    A batch of tensors makes the CPU wait for the device that holds it.
     """
     fields = (batch.labels, batch.document_ids, batch.position_ids)
     labels, documents, positions = (f.cpu().numpy() if isinstance(f, Tensor) else f for f in fields)
@@ -92,42 +92,42 @@ def layout_of(batch: Batch) -> Layout:
 
 
 class Inputs(NamedTuple):
-    """One micro-batch, as the first stage takes it."""
+    """Input of the first stage: one micro-batch."""
 
     batch: Batch
     draws: Draws
     notes: NoteInputs | None
     layout: Layout
-    """The layout of the batch as it came, whatever a stage does to ids and labels later."""
+    """Layout of the batch before any stage replaces its ids and labels."""
 
     @classmethod
     def of(cls, batch: Batch, draws: Draws, notes: NoteInputs | None = None) -> Inputs:
-        """Return the inputs with the layout of `batch`; waits for its device, see `layout_of`."""
+        """Return the inputs with the layout of `batch`. Waits for the device of `batch`; see `layout_of`."""
         return cls(batch, draws, notes, layout_of(batch))
 
     @property
     def predicted_labels(self) -> Tensor:
-        """Labels of the tokens to predict, int64 `[num_predicted]`; valid until a stage replaces the labels."""
+        """Labels of the predicted tokens, int64 `[num_predicted]`; valid until a stage replaces the labels."""
         return self.batch.labels.flatten().index_select(0, self.layout.predicted)
 
 
 class State(NamedTuple):
-    """What every encoder layer reads and returns."""
+    """Input and output of every encoder layer."""
 
     inputs: Inputs
     """The micro-batch; ELECTRA's sampling stage puts replaced ids and new labels here."""
     hidden: Tensor
     """`[batch, seq, hidden]`; `[batch, ⌈seq / ranks⌉, hidden]` between the cut regions of sequence parallelism."""
     position: tuple[Tensor, ...]
-    """The position encoding's tensors; empty where every layer has an encoding of its own."""
+    """Tensors of the position encoding; empty if every layer has an encoding of its own."""
     heads: Tensor
-    """int64 `[layers, m′]`: HCD's heads in the layers that follow; `[layers, 0]` in ELECTRA's generator."""
+    """int64 `[layers, m′]`: heads that HCD compares in each layer; `[layers, 0]` in ELECTRA's generator."""
     counted: Tensor
-    """fp32 `[batch, documents]`: 1 for the documents that HCD counts, those with two tokens or more, else 0."""
+    """fp32 `[batch, documents]`: 1 for documents of at least two tokens, which HCD counts, else 0."""
     head_cosine: Tensor
-    """fp32 (or fp64) scalar: HCD summed over documents and layers, as far as the layers have come."""
+    """fp32 (or fp64) scalar: HCD's cosine summed over documents and over the layers so far."""
     own: Any = None
-    """A named tuple of tensors that earlier stages or layers leave for the objective's sums, or None."""
+    """Named tuple of tensors that earlier stages or layers leave for the objective's sums, or None."""
 
 
 LEARNED = ("hidden", "position", "head_cosine", "own")
@@ -135,16 +135,16 @@ LEARNED = ("hidden", "position", "head_cosine", "own")
 
 
 class Output(NamedTuple):
-    """What the last stage returns."""
+    """Output of the last stage."""
 
     sums: Tensor
     """fp32 (or fp64) `[n]`: sums over the micro-batch, in the order of the objective's `sum_names`."""
     notes: Tensor | None = None
-    """`[occurrences, hidden]`: the notes taken, see `objectives/notes.py`."""
+    """`[occurrences, hidden]`: new notes of rare words, see `objectives/notes.py`."""
 
 
 class End(NamedTuple):
-    """What an objective makes its sums of, in the last stage."""
+    """Input of an objective's sums in the last stage."""
 
     state: State
     hidden: Tensor
@@ -152,7 +152,7 @@ class End(NamedTuple):
     head: Any
     """The model's head, a module of `model/heads.py`."""
     predicted: Tensor | None = None
-    """`[num_predicted, hidden]`: hidden states where masked LM predicts, in the order of the labels."""
+    """`[num_predicted, hidden]`: hidden states of the predicted tokens, in the order of the labels."""
 
 
 class Judge(Protocol):
@@ -164,13 +164,13 @@ class Judge(Protocol):
 
     @property
     def looks_inside(self) -> bool:
-        """Whether layers are to call `look_inside`."""
+        """True if layers must call `look_inside`."""
 
     def modules(self, hidden_size: int) -> nn.Module | None:
         """Return the objective's own modules, or None."""
 
     def look_inside(self, state: State, attended: Any) -> Any:
-        """Return the `own` of the next state, from what entered a layer and its `Attended`."""
+        """Return the next state's `own`, computed from a layer's input state and its `Attended`."""
 
     def output(self, end: End) -> Output:
-        """Return the sums of the objective's terms and rates, and the notes taken."""
+        """Return the sums of the objective's terms and rates, and the new notes."""

@@ -1,10 +1,10 @@
-"""What an objective is: its terms, rates and counts, its draws, the model it builds, and its sums.
+"""The contract of an objective: its terms, rates and counts, its draws, the model it builds, and its sums.
 
     loss = Σ_terms weight · (sum over the global batch ÷ count over the global batch)
 
-Losses, weights, the log's labels and what is exported all follow from the class. A subclass says what it adds to masked
-LM, TCD and HCD; `megatron_ddrp/config/registry.py` names it. An objective gives sums, never means: no micro-batch, rank
-or stage may divide by its own count.
+Losses, weights, the log's labels and the exported parts all follow from the class. A subclass defines its additions to
+masked LM, TCD and HCD; `megatron_ddrp/config/registry.py` names it. An objective returns sums, never means: no
+micro-batch, rank or stage may divide by its own count.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Term:
     per: str
     """Name of the count that divides its sum."""
     label: str
-    """Name in the progress line."""
+    """Label in the progress line."""
     weight: float
     similarity: str | None = None
-    """Key of the mean where `--log-similarity` measures it."""
+    """Key of its mean when `--log-similarity` measures it in validation."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A ratio that is logged and not trained on."""
+    """A ratio that is logged but not trained on."""
 
     name: str
     """Key in metrics.jsonl."""
     of: str
-    """Name of the sum that is divided."""
+    """Name of the sum that is the dividend."""
     per: str
-    """Name of the sum or count that divides it."""
+    """Name of the sum or count that is the divisor."""
     label: str | None = None
-    """Name in the progress line; None leaves it out."""
+    """Label in the progress line; None leaves it out."""
 
 
 Counter = Callable[[Batch], int]
@@ -68,9 +68,9 @@ def count_predicted(batch: Batch) -> int:
 
 
 def count_sequences(batch: Batch) -> int:
-    """Return the number of documents with at least two tokens."""
+    """Return the number of documents of at least two tokens."""
     rows, seq = batch.document_ids.shape
-    numbers = batch.document_ids + np.arange(rows)[:, None] * (seq + 1)  # one per document: a row holds at most seq
+    numbers = batch.document_ids + np.arange(rows)[:, None] * (seq + 1)  # unique per document: a row holds at most seq
     return int((np.bincount(numbers[batch.document_ids > 0]) >= 2).sum())
 
 
@@ -80,47 +80,47 @@ def count_tokens(batch: Batch) -> int:
 
 
 class Objective:
-    """Masked LM with TCD and HCD beside it (eq. 19). Holds settings and no tensor."""
+    """Masked LM, with TCD and HCD as optional terms (eq. 19). Holds settings and no tensors."""
 
     tcd_weight, hcd_weight, rtd_weight = 0.0, 0.0, 50.0
-    """`--tcd-weight`, `--hcd-weight` and `--rtd-weight` where none is given."""
+    """Defaults of `--tcd-weight`, `--hcd-weight` and `--rtd-weight`."""
 
     options: Mapping[str, Number] = MappingProxyType({})
     """Names of the objective's own numbers in `--objective-options`, with their defaults and ranges."""
 
     mask_share, random_share = 0.8, 0.1
-    """Shares of the selected pieces that become [MASK] and a random piece; the rest stays (BERT's)."""
+    """Shares of the selected pieces that become [MASK] and a random piece; the rest stays unchanged (BERT's shares)."""
 
     rates: tuple[Rate, ...] = ()
-    """What is logged beside the terms."""
+    """Ratios that are logged beside the terms."""
 
     counts: Mapping[str, Counter] = MappingProxyType(
         {"predicted": count_predicted, "sequences": count_sequences, "tokens": count_tokens}
     )
-    """Name → what is counted in a micro-batch, in numpy. A subclass adds its own to these three."""
+    """Name → function that counts in a micro-batch, in numpy. A subclass adds its own to these three."""
 
     generates = False
-    """Whether a generator replaces tokens and the model proper detects them."""
+    """True if a generator replaces tokens and the model proper detects them."""
 
     looks_inside: bool = False
-    """Whether every layer of the model proper calls `look_inside`."""
+    """True if every layer of the model proper calls `look_inside`."""
 
     kept_maps: int = 0
-    """Maps of attention, fp32 `[seq, seq]` per head, that `look_inside` keeps in each layer for the backward pass."""
+    """Attention maps, fp32 `[seq, seq]` per head, that `look_inside` keeps in each layer for the backward pass."""
 
     exported = "masked-lm"
-    """The head that an exported folder has, a key of `HEADS` in `conversion/families/contract.py`."""
+    """Head of an exported folder, a key of `HEADS` in `conversion/families/contract.py`."""
 
     left_out: tuple[str, ...] = ("head.own.",)
-    """Beginnings of the names of parameters that are not exported."""
+    """Prefixes of the names of parameters that are not exported."""
 
     travelling: tuple[type, ...] = ()
-    """The named tuples in `Draws.own` and `State.own`, which a pipeline sends from rank to rank."""
+    """Named tuples in `Draws.own` and `State.own`, which a pipeline sends from rank to rank."""
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
         self.numbers = config.numbers(self.options)
-        """Name in `options` → the number given, or its default."""
+        """Name in `options` → given number, or its default."""
 
     @property
     def notes_share(self) -> float:
@@ -129,7 +129,7 @@ class Objective:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """The summands of the loss, in the one order that there is."""
+        """Terms of the loss, in a fixed order."""
         tcd, hcd = self.config.tcd_weight or 0.0, self.config.hcd_weight or 0.0
         return (
             Term("lm_loss", "predicted", "mlm", 1.0),
@@ -139,7 +139,7 @@ class Objective:
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Names of the sums that the last stage gives: the terms', then what the rates divide, and divide by."""
+        """Names of the sums that the last stage returns: the terms', then the dividends and divisors of the rates."""
         sums = [rate.of for rate in self.rates]
         sums += [rate.per for rate in self.rates if rate.per not in self.counts]
         return tuple(dict.fromkeys((*(term.name for term in self.terms), *sums)))
@@ -155,11 +155,11 @@ class Objective:
         return Bert(config, self, checkpoint_activations)
 
     def generator_config(self, config: ModelConfig) -> ModelConfig | None:
-        """Return the sizes of the generator that is trained beside a model of `config`, or None."""
+        """Return the configuration of the generator that is trained beside a model of `config`, or None."""
         return None
 
     def modules(self, hidden_size: int) -> nn.Module | None:
-        """Return modules of the last stage that are trained with the model, `head.own` there, or None."""
+        """Return modules of the last stage that are trained with the model, as `head.own`, or None."""
         return None
 
     def draw(self, batch: Batch, model: ModelConfig, seed: int, step: int) -> Draws:
@@ -181,10 +181,10 @@ class Objective:
         return None
 
     def look_inside(self, state: State, attended: Attended) -> Any:
-        """Return the `own` of the next state: a named tuple of sums, a type in `travelling`, to which a layer adds.
+        """Return the next state's `own`: a named tuple of sums, of a type in `travelling`, to which each layer adds.
 
-        Called inside each layer where `looks_inside`, `state` being the one that entered. `state.inputs.draws.own` is
-        None where nobody asks for the sums, as when the model is fine-tuned.
+        Each layer calls this if `looks_inside`; `state` is the layer's input. `state.inputs.draws.own` is None if the
+        sums are not needed, as in fine-tuning.
         """
         return state.own
 
@@ -196,12 +196,12 @@ class Objective:
         return {**self.own_sums(end), "tcd_loss": tcd, "hcd_loss": state.head_cosine / len(state.heads)}
 
     def own_sums(self, end: End) -> dict[str, Tensor]:
-        """Return the sums beside those of TCD and HCD: here −log p(label) over the predicted tokens."""
+        """Return the sums other than TCD's and HCD's: here −log p(label) over the predicted tokens."""
         logits = end.head.logits(end.predicted)
         return {"lm_loss": end.head.lm_sum(logits, end.state.inputs.predicted_labels)}
 
     def output(self, end: End) -> Output:
-        """Return the sums in their order, and the notes taken."""
+        """Return the sums in the order of `sum_names`, and the new notes."""
         sums = self.sums(end)
         if set(sums) != set(self.sum_names):
             wanted = f"its terms and rates need {sorted(self.sum_names)}"
@@ -216,7 +216,7 @@ class Objective:
 
 @cache
 def make_objective(config: ObjectiveConfig) -> Objective:
-    """Return the objective that the settings name. Raises `UserError` where its class contradicts itself."""
+    """Return the objective that the settings name. Raise `UserError` if its class contradicts itself."""
     objective = objective_class(config.objective)(config)
     for term in objective.terms:
         if term.per not in objective.counts:
@@ -229,15 +229,15 @@ def make_objective(config: ObjectiveConfig) -> Objective:
 
 
 def count(objective: Objective, micro_batches: Iterable[Batch]) -> np.ndarray:
-    """Return int64 `[counts]`: this rank's part of the objective's counts, in their order."""
+    """Return int64 `[counts]`: this rank's share of the objective's counts, in their order."""
     batches = list(micro_batches)
     return np.array([sum(counter(batch) for batch in batches) for counter in objective.counts.values()], np.int64)
 
 
 def losses_of(totals: Mapping[str, float], objective: Objective) -> dict[str, float]:
-    """Return a row of the log: the loss, its terms that have a weight, and the rates.
+    """Return a row of the log: the loss, its terms with a weight, and the rates.
 
-    `totals` has the sums of `sum_names` and the counts, by name, over one or several whole global batches.
+    `totals` holds the sums of `sum_names` and the counts by name, over one or several whole global batches.
     """
     means = {term.name: totals[term.name] / max(1, totals[term.per]) for term in objective.terms}
     total = sum(term.weight * means[term.name] for term in objective.terms)

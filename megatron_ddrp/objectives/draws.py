@@ -1,10 +1,10 @@
-"""Random draws of the objectives: the tokens of TCD, the heads of HCD, the noise of ELECTRA's replacements.
+"""Random draws of the objectives: TCD's tokens, HCD's heads, the noise of ELECTRA's replacements.
 
-Every draw is a pure function of (seed, step, layer | sequence, position), so that every layout, rank and resumed run
-draws the same. n′ = 0 or m′ = 0 means all.
+Every draw is a pure function of (seed, step, layer | sequence, position), so every layout, rank and resumed run draws
+the same. n′ = 0 or m′ = 0 means all.
 
-Open reading: the paper draws TCD's tokens "uniformly in sequence order", which may mean evenly spaced tokens; ours are
-random without replacement.
+Open reading: the paper draws TCD's tokens "uniformly in sequence order", which may mean evenly spaced tokens. Ours are
+random, without replacement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from megatron_ddrp.data.randomness import hash_uint64
 def sample_tokens(
     valid: np.ndarray, sequence_ids: np.ndarray, position_ids: np.ndarray, count: int, seed: int, step: int
 ) -> np.ndarray:
-    """int64 `[batch, seq]`: 1 at `count` valid tokens of each row, without replacement; all where fewer or 0."""
+    """Return int64 `[batch, seq]`: 1 at `count` valid tokens of each row, drawn without replacement.
+
+    A row with fewer valid tokens has all of them, as every row has if `count` is 0.
+    """
     if count == 0:
         return valid.astype(np.int64)
     keys = hash_uint64(seed, "tcd", np.uint64(step), sequence_ids, position_ids)  # [batch, seq]
@@ -29,7 +32,7 @@ def sample_tokens(
 
 
 def sample_heads(num_layers: int, num_heads: int, count: int, seed: int, step: int) -> np.ndarray:
-    """int64 `[layers, count]`: a fresh draw of heads for each layer, ascending; all of them where `count` is 0."""
+    """Return int64 `[layers, count]`: a separate draw of heads for each layer, ascending; all heads if `count` is 0."""
     count = count or num_heads
     layer, head = np.meshgrid(np.arange(num_layers), np.arange(num_heads), indexing="ij")
     keys = hash_uint64(seed, "hcd", np.uint64(step), layer, head)  # [layers, heads]
@@ -37,6 +40,6 @@ def sample_heads(num_layers: int, num_heads: int, count: int, seed: int, step: i
 
 
 def sample_keys(sequence_ids: np.ndarray, position_ids: np.ndarray, seed: int, step: int) -> Tensor:
-    """int64 `[batch, seq]`: what each token's Gumbel noise grows from, on the CPU."""
+    """Return int64 `[batch, seq]` on the CPU: the key of each token's Gumbel noise."""
     keys = hash_uint64(seed, "replace", np.uint64(step), sequence_ids, position_ids)
     return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32).astype(np.int64))

@@ -1,8 +1,8 @@
-"""ELECTRA (Clark et al., arXiv:2003.10555): masked LM for a generator, replaced-token detection for a discriminator.
+"""ELECTRA (Clark et al., arXiv:2003.10555): masked LM trains a generator, replaced-token detection a discriminator.
 
     loss = MLM(generator) + 50 · RTD(discriminator)
 
-The model is in `model/electra.py`, the formulas of sampling and detection in `model/replacing.py`.
+`model/electra.py` has the model, `model/replacing.py` the formulas of sampling and detection.
 """
 
 from __future__ import annotations

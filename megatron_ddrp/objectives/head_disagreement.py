@@ -1,4 +1,4 @@
-"""Masked LM with heads that disagree (Li et al., arXiv:1810.10183): the nearest relative of HCD.
+"""Masked LM with heads that disagree (Li et al., arXiv:1810.10183), the published method closest to HCD.
 
     loss = MLM − Σ_parts λ · D,  D ≤ 0, of h heads with values V^a, probabilities P^a and outputs O^a = P^a V^a
 
@@ -6,16 +6,17 @@
     output      D = −(1/h²) Σ_{a,b} cos(O^a, O^b)            per token
     attention   D = −(1/h²) Σ_{a,b} Σ_{i,j} P^a_ij P^b_ij    per document
 
-A cosine is that of each token, then the mean over the tokens of a document. Documents of at least two tokens count, as
-for TCD and HCD. Pairs a = b are in the sum, so that D has a closed form over all heads: with unit vectors v̂,
+A cosine is taken per token, then averaged over the tokens of a document. Only documents of at least two tokens count,
+as for TCD and HCD. The sum includes the pairs a = b, which gives D a closed form over all heads: with unit vectors v̂,
 −D = ‖(1/h) Σ_a v̂_a‖², and ‖(1/h) Σ_a P^a‖² for the maps. −D is logged, and its sum over layers is minimised.
 
-HCD is another term: it takes the cosine of whole maps of logits, before the softmax, of a few sampled heads, without
-self-pairs, as a mean over layers. Options: `output`, `value` and `attention` are λ; a part of weight 0 is not computed.
+HCD is a different term: it compares whole maps of logits, before the softmax, of a few sampled heads, without the pairs
+a = b, and averages over layers. The options `output`, `value` and `attention` are λ; a part of weight 0 is not
+computed.
 
-Open readings: the paper's D is of one layer and input; how tokens, sequences and layers add up is ours. Outputs are
-those that the model goes on with, dropout on the probabilities included; the maps are those before dropout. `attention`
-computes the maps apart from the attention backend and keeps h · n² probabilities per layer.
+Open readings: the paper defines D for one layer and one input; we chose how tokens, sequences and layers add up.
+Outputs are those that the output projection reads, after dropout on the probabilities; maps are taken before dropout.
+`attention` computes the maps separately from the attention backend and keeps h · n² probabilities per layer.
 """
 
 from __future__ import annotations
@@ -40,29 +41,28 @@ PARTS = ("value", "output", "attention")
 
 
 class DocumentLengths(NamedTuple):
-    """What the layers need to know of the documents."""
+    """Facts about documents that the layers need."""
 
     lengths: Tensor
-    """int64 `[batch, seq]`: tokens of the document that each token belongs to; 0 at padding and in documents of one
-    token."""
+    """int64 `[batch, seq]`: number of tokens in each token's document; 0 at padding and in documents of one token."""
 
 
 class Agreement(NamedTuple):
-    """How much the heads agree, on the way through the layers."""
+    """Agreement of the heads, summed on the way through the layers."""
 
     sums: Tensor
     """fp32 (or fp64) `[parts]`: −D of the parts with a weight, summed over documents and layers."""
 
 
 class HeadDisagreement(MaskedLM):
-    """Masked LM and the disagreement of all heads of each layer."""
+    """Masked LM, and the disagreement of all heads of each layer."""
 
     options = {part: Number(float(part == "output"), "[0, inf)") for part in PARTS}
     travelling = (DocumentLengths, Agreement)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts with a weight."""
+        """Names of the parts with a weight above 0."""
         return tuple(part for part in PARTS if self.numbers[part])
 
     @property
@@ -99,15 +99,15 @@ def _loss(part: str) -> str:
 
 
 def document_lengths(document_ids: np.ndarray) -> np.ndarray:
-    """Return `DocumentLengths.lengths` of int64 `[batch, seq]`."""
+    """Return `DocumentLengths.lengths` for document numbers, int64 `[batch, seq]`."""
     rows, seq = document_ids.shape
-    numbers = document_ids + np.arange(rows)[:, None] * (seq + 1)  # one per document: a row holds at most seq
+    numbers = document_ids + np.arange(rows)[:, None] * (seq + 1)  # unique per document: a row holds at most seq
     lengths = np.bincount(numbers.ravel())[numbers]
     return np.where((document_ids > 0) & (lengths > 1), lengths, 0)
 
 
 def agreement(part: str, attended: Attended, lengths: Tensor) -> Tensor:
-    """Return −D of a part of one layer, summed over documents: fp32 (or fp64) scalar."""
+    """Return −D of one part in one layer, summed over documents: fp32 (or fp64) scalar."""
     if part == "attention":
         mean = attended.mean_of_heads(attention_map(attended.attending))  # [b, s, s]
         weights = (lengths > 0).to(mean.dtype)

@@ -4,16 +4,16 @@
     note of an occurrence:           mean of the last hidden states from k tokens before the word to k after it
     after the step:                  NoteDict(w) ← (1 − γ) NoteDict(w) + γ · (mean note of w in the global batch)
 
-Departure: a word's first note is stored unblended, and before it λ acts as 0. A second source says that the dictionary
-starts from random vectors and blends from the first note on; ours never puts noise into the input.
+Departure: a word's first note is stored unblended, and before it λ acts as 0. Random
+vectors, blended from the first note on, would put noise into the input.
 
-Where the paper is silent: a window ends with its sequence, [CLS] and [SEP] included, and the true count divides. A note
-is read only where no piece of its word is selected for masking, since it would name the label. Under ELECTRA the
-discriminator's hidden states make the notes; generator and discriminator read them at the same places. No gradient
-enters a note.
+Where the paper is silent: a window ends with its sequence, including [CLS] and [SEP], and the mean divides by the true
+number of tokens. A note is read only if no piece of its word is selected for masking, since the note would reveal the
+label. Under ELECTRA the discriminator's hidden states make the notes; generator and discriminator read them at the same
+places. No gradient enters a note.
 
-The dictionary lives in host memory, not on a GPU and not among the parameters: a step touches a few hundred of its
-rows. Every process holds the same copy, since every process applies the same update.
+The dictionary is in host memory, not on a GPU and not among the parameters, because a step uses only a few hundred of
+its rows. Every process holds the same copy, because every process applies the same update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ddrp.data.batches.rare_words import Occurrences, RareWords, find_o
 from megatron_ddrp.model.notes import NoteInputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Value of `--notes-dtype` → type of the stored notes."""
+"""Value of `--notes-dtype` → dtype of the stored notes."""
 
 
 def window_places(windows: np.ndarray) -> np.ndarray:
@@ -39,12 +39,12 @@ def window_places(windows: np.ndarray) -> np.ndarray:
 
 
 class NoteDictionary:
-    """The notes of rare words, in host memory; `objective` gives λ, γ, k and the type.
+    """Notes of rare words, in host memory; `objective` gives λ, γ, k and the dtype.
 
     Attributes:
-        words: the words, numbered from 1.
-        notes: `[words, hidden]` in the chosen type; rows of words not met yet are 0, and take no memory.
-        met: bool `[words]`, whether a word has a note.
+        words: the rare words, numbered from 1.
+        notes: `[words, hidden]` in the chosen dtype; rows of words not met yet are 0 and take no memory.
+        met: bool `[words]`, True for words that have a note.
     """
 
     def __init__(self, words: RareWords, hidden_size: int, objective: ObjectiveConfig) -> None:
@@ -55,11 +55,11 @@ class NoteDictionary:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the notes once every word was met."""
+        """Memory of the notes when every word has been met."""
         return self.notes.nbytes
 
     def inputs(self, batch: Batch) -> tuple[NoteInputs, Occurrences]:
-        """What the model needs for a micro-batch of numpy arrays, and whose the new notes will be."""
+        """Return the model's note inputs for a micro-batch of numpy arrays, and the occurrences for new notes."""
         found = find_occurrences(batch, self.window)
         words = torch.from_numpy(found.read_words) - 1  # [m]
         known = self.met[words]
@@ -68,10 +68,10 @@ class NoteDictionary:
         return NoteInputs(places, vectors, torch.from_numpy(window_places(found.windows))), found
 
     def update(self, occurrences: np.ndarray, notes: np.ndarray | Tensor) -> None:
-        """Take in all notes `[n, hidden]` of a global batch; `occurrences` int64 `[n, 3]`: word, sequence, position.
+        """Add all notes `[n, hidden]` of a global batch; `occurrences` int64 `[n, 3]`: word, sequence, position.
 
-        The order of the rows is free: they are summed in double precision by (word, sequence, position), so that every
-        layout ends with the same dictionary. Notes that are not finite, from a step that overflowed, are left out.
+        Rows may come in any order: they are sorted by (word, sequence, position) and summed in double precision, so
+        every layout gets the same dictionary. Notes that are not finite, from a step that overflowed, are left out.
         """
         notes = torch.as_tensor(notes)
         finite = np.flatnonzero(notes.isfinite().all(-1).numpy())

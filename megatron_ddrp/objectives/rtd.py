@@ -2,10 +2,10 @@
 
     loss = MLM(generator) + λ · RTD(discriminator),  λ = `--rtd-weight`, 10 as in the released code
 
-The selected pieces always become [MASK]. The model is in `model/rtd.py`; how the two share an embedding is there.
+The selected pieces always become [MASK]. `model/rtd.py` has the model and its shared embedding.
 
-Departure: one backward pass and one step of the optimizer for both models, where the released code by default steps
-the generator first and the discriminator then. E_D so has the E_G of before the step.
+Departure: one backward pass and one optimizer step train both models. The released code by default steps the generator
+first and the discriminator next. So our E_D uses E_G from before the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_ddrp.objectives.electra import ReplacedTokenDetection
 
 
 class DisentangledDetection(ReplacedTokenDetection):
-    """ELECTRA's two losses, for models that share an embedding without pulling it in two directions."""
+    """ELECTRA's two losses, for models that share an embedding without training it in two directions."""
 
     mask_share, random_share = 1.0, 0.0
     rtd_weight = 10.0

@@ -2,11 +2,12 @@
 
     loss = MLM + w · mean over sequences of  Σ_{i≠j} max(0, ρ − cos(h_i, h_i) + cos(h_i, h_j)) / (n (n − 1))
 
-h_i are the last hidden states of the n tokens of a sequence. cos(h_i, h_i) = 1, so a pair counts where its cosine is
-above 1 − ρ. Options: `weight` is w, `margin` is ρ.
+h_i are the last hidden states of the n tokens of a sequence. cos(h_i, h_i) = 1, so a pair counts if its cosine is above
+1 − ρ. Options: `weight` is w, `margin` is ρ.
 
-Departure: the released code divides by the pairs of the whole batch, padding left out; ours by the pairs of each
-sequence, as TCD, its nearest relative, does. TCD has no hinge and so a closed form; this takes n² cosines.
+Departure: the released code divides by the number of pairs in the whole batch, without padding; ours divides by the
+pairs of each sequence, like TCD, the closest term. TCD has no hinge and so has a closed form; this loss needs n²
+cosines.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_ddrp.objectives.mlm import MaskedLM
 
 
 class TokenContrast(MaskedLM):
-    """Masked LM and the contrast of every two tokens of a sequence."""
+    """Masked LM, and the contrast of every two tokens of a sequence."""
 
     options = {"weight": Number(1.0, "[0, inf)"), "margin": Number(0.5, "[0, 2]")}
 
@@ -37,7 +38,7 @@ class TokenContrast(MaskedLM):
 
 
 def contrast_sum(hidden: Tensor, documents: Tensor, margin: float) -> Tensor:
-    """Return the sum over documents of the mean hinge of their pairs of tokens; 0 for one with fewer than two.
+    """Return the sum over documents of the mean hinge over their pairs of tokens; 0 for documents of one token.
 
     `hidden` `[batch, seq, hidden]`, `documents` bool `[batch, documents, seq]` → fp32 (or fp64) scalar.
     """

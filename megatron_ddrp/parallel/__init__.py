@@ -1,1 +1,1 @@
-"""The only place that talks to torch.distributed."""
+"""Parallel layouts; the only folder that imports torch.distributed."""

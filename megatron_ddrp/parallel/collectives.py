@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel ranks: one that autograd passes through (g of arXiv:1909.08053), and plain ones.
+"""Sums over tensor-parallel ranks: one for autograd (g of arXiv:1909.08053), and a plain one.
 
 Its counterpart f, whose gradient is such a sum, is in `column_maps.py`.
 """
@@ -23,12 +23,12 @@ class _SumOfRanks(torch.autograd.Function):
 
 
 def sum_of_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """g: the sum of the tensor-parallel ranks' x, used by all of them alike, so that its gradient is that of each."""
+    """Return x summed over the tensor-parallel ranks (g). All ranks use it alike, so each x has the sum's gradient."""
     return _SumOfRanks.apply(x, ranks)
 
 
 def all_reduced(x: Tensor, ranks: Ranks, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """A new tensor: x summed (or its largest) over the tensor-parallel ranks, outside of autograd."""
+    """Return a new tensor outside of autograd: x summed, or its maximum, over the tensor-parallel ranks."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, operation, group=ranks.tensor_group)
     return result

@@ -1,10 +1,10 @@
-"""Linear maps of which this rank has some rows, with their gradients' exchange hidden behind their weights' gradients.
+"""Linear maps of which this rank has some rows. Their gradient exchange runs beside the weights' gradients.
 
     forward     x → whole rows (f, or an all-gather) → x Wᵢᵀ + bᵢ           for all maps i of one input
     backward    dx = Σᵢ gᵢ Wᵢ;  start to sum dx over the ranks;  dWᵢ = gᵢᵀ x, dbᵢ = Σ gᵢ;  wait for dx
 
-Maps that share an input, as query, key and value do, are one node of the graph: their dx is one tensor that travels
-once. On GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
+Maps that share an input, such as query, key and value, are one node of the graph, so their dx is one tensor that is
+exchanged once. On GPUs the exchange runs beside the products of dWᵢ, half of the backward pass's work in these maps.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron_ddrp.model.fused import gradient_of_input, gradients_of_parameters
 from megatron_ddrp.parallel.process_group import Ranks
 
 Wait = Callable[[], Tensor]
-"""Waits for an exchange that runs, and returns its result."""
+"""Function that waits for a running exchange and returns its result."""
 
 
 class Entrance(NamedTuple):
-    """How a tensor enters a region whose ranks use it in their own ways, so that its gradients add up."""
+    """Entry of a tensor into a region whose ranks use it differently, so that their gradients must be summed."""
 
     there: Callable[[Tensor], Tensor]
-    """Returns what the ranks use."""
+    """Function that returns the tensor for use on the ranks."""
     back: Callable[[Tensor], Wait]
-    """Starts to sum up the gradients of that; the result is the gradient of what entered. May write into them."""
+    """Function that starts to sum that tensor's gradients into the original's gradient. May overwrite its argument."""
 
 
 def replicated(ranks: Ranks) -> Entrance:
-    """Return how a tensor enters that all tensor-parallel ranks hold alike (f in the paper)."""
+    """Return the entrance of a tensor that is equal on all tensor-parallel ranks (f in the paper)."""
     return Entrance(lambda x: x.view_as(x), partial(_start_sum, ranks=ranks))
 
 
@@ -82,18 +82,18 @@ class _ColumnMaps(torch.autograd.Function):
 
 
 def enter(x: Tensor, entrance: Entrance) -> Tensor:
-    """Return what the ranks use of `x`, for whatever they do with it."""
+    """Return the tensor that the ranks use of `x`, for any use."""
     return _Enter.apply(x, entrance)
 
 
 def column_map(x: Tensor, entrance: Entrance, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return our part of a linear map's output; `x` `[.., in]`, `weight` `[out / tensor_size, in]`."""
+    """Return this rank's part of a linear map's output; `x` `[.., in]`, `weight` `[out / tensor_size, in]`."""
     return _ColumnMaps.apply(x, entrance, weight, bias)[0]
 
 
 def column_maps(x: Tensor, entrance: Entrance, maps: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Return our part of the outputs of maps that share an input."""
-    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights for a module's own calls alone
+    """Return this rank's part of the outputs of maps that share an input."""
+    if any(hasattr(each.weight, "ds_id") for each in maps):  # ZeRO 3 gathers weights only for a module's own call
         entered = enter(x, entrance)
         return tuple(each(entered) for each in maps)
     return _ColumnMaps.apply(x, entrance, *(parameter for each in maps for parameter in (each.weight, each.bias)))

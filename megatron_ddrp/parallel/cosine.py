@@ -1,12 +1,12 @@
-"""HCD over heads of all tensor-parallel ranks (eq. 18): exact, the same draw of heads in every layout.
+"""HCD over heads of all tensor-parallel ranks (eq. 18): exact, with the same draw of heads in every layout.
 
-Sampled heads travel: each rank puts in the queries and keys of those it has, `[2, b, m′, s, d]` in all, with their
-part of the tables or of the bias where these are by head; then every rank computes the same cosine. Of all heads,
-Σ_a A_a/‖A_a‖ travels instead, one `[b, s, s]` sum, whatever the number of heads.
+If HCD samples heads, they are exchanged: each rank contributes the queries and keys of its own, `[2, b, m′, s, d]` in
+total, and their part of the tables or of the bias if these are per head; then every rank computes the same cosine. If
+HCD compares all heads, Σ_a A_a/‖A_a‖ is exchanged instead, one `[b, s, s]` sum for any number of heads.
 
-Gradients go back without communication: what comes out is replicated, so each rank's part of its gradient is its own
-heads' slice. Tables that all heads share are replicated already, and each rank's heads add to their gradient, which is
-summed later (`tensor_parallel`): so the cosine's share must be counted by one rank alone.
+Gradients need no communication: the result is replicated, so each rank's part of its gradient is the slice of its own
+heads. Tables that all heads share are replicated already. `tensor_parallel` sums their gradient over the ranks, so only
+one rank may count the cosine's share of it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from megatron_ddrp.parallel.process_group import Ranks
 
 
 class CosineOfAllRanks:
-    """Mean pairwise cosine of some heads' logits, wherever the heads are."""
+    """Mean pairwise cosine of some heads' logits, for heads on any rank."""
 
     def __init__(self, ranks: Ranks, terms_by_head: bool) -> None:
-        """`terms_by_head` says whether the position terms hold a part for each head, or one for all."""
+        """Keep `terms_by_head`: true if the position terms have a part per head, false if all heads share one."""
         self.ranks, self.terms_by_head = ranks, terms_by_head
 
     def __call__(self, attending: Attending) -> Tensor:
-        """Return the cosine summed over the counted documents; `attending` has our own heads, and the wanted ones by
-        global number."""
+        """Return the cosine summed over the counted documents.
+
+        `attending` has this rank's queries and keys; its `heads` are global numbers.
+        """
         return sum_of_counted(self._by_document(attending), attending)
 
     def _by_document(self, attending: Attending) -> Tensor:
@@ -50,7 +52,7 @@ class CosineOfAllRanks:
 
     @staticmethod
     def _total(attending: Attending, documents: Tensor) -> Tensor:
-        """Σ_a A_a/‖A_a‖ over our own heads, `[b, s, s]`."""
+        """Return Σ_a A_a/‖A_a‖ over this rank's heads, `[b, s, s]`."""
         query, key = _wide(attending.query), _wide(attending.key)
         if attending.compares_content:
             return similarity.content_total(query, key, documents)
@@ -58,7 +60,7 @@ class CosineOfAllRanks:
         return similarity.logits_total(attention_logits(query, key, terms), _allowed(attending), documents)
 
     def _terms_of(self, heads: Tensor, terms: PositionTerms, dtype: torch.dtype) -> PositionTerms:
-        """Return the terms of `heads`: fetched if they are by head, else the shared ones, which learn on one rank."""
+        """Return the terms of `heads`: exchanged if they are per head, else shared, with a gradient on rank 0 only."""
 
         def chosen(tensor: Tensor, dimension: int) -> Tensor:
             if self.terms_by_head:
@@ -70,7 +72,7 @@ class CosineOfAllRanks:
         return terms.map(chosen)
 
     def _own(self, tensor: Tensor, heads: Tensor, dimension: int) -> Tensor:
-        """Return `heads` along `dimension`: our own ones, and zeros in place of those that other ranks have."""
+        """Return `heads` along `dimension`, with zeros in place of the heads of other ranks."""
         own = heads - self.ranks.tensor_rank * tensor.shape[dimension]
         here = (own >= 0) & (own < tensor.shape[dimension])
         chosen = tensor.index_select(dimension, torch.where(here, own, 0))
@@ -83,5 +85,5 @@ def _allowed(attending: Attending) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return `x` in fp32 at least."""
+    """Return `x` in fp32 or wider."""
     return x.float() if x.dtype.itemsize < 4 else x

@@ -1,10 +1,10 @@
-"""One rank's part of the pipeline: consecutive stages of the model's one list, and what is sent between two parts.
+"""One rank's part of the pipeline: consecutive stages of the model's one list, and the messages between two parts.
 
-`Inputs` and `State` are nested named tuples (`model/stages.py`). Between ranks they travel as two flat tensors: one of
-the floats that receive gradients (`LEARNED`), bit for bit, and one of bytes with all the rest. One float tensor means
-one backward pass through a part: DeepSpeed runs one per float tensor of a tuple, through layers that all of them came
-from. A header describes the nesting, types and shapes and holds Python's numbers. It goes from host to host (`Mail`):
-no rank asks its GPU for it.
+`Inputs` and `State` are nested named tuples (`model/stages.py`). They travel between ranks as two flat tensors: the
+floats that receive gradients (`LEARNED`), bit for bit, and the bytes of all the rest. With one float tensor, a part
+runs one backward pass; DeepSpeed would run one per float tensor of a tuple, each through layers that all of them came
+from. A header describes the nesting, types and shapes, and holds Python's numbers. It travels from host to host
+(`Mail`), so no rank has to ask its GPU for it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_ddrp.parallel.process_group import Ranks
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
 HEADER = 256
-"""Integers that describe what travels."""
+"""Length of a header, in integers."""
 
 NONE, TENSOR, TUPLE, NAMED, INTEGER, TRUTH = range(6)
-"""First number of each item in the header."""
+"""Kinds of items: the first number of each item in the header."""
 
 
 def split_stages(stages: Sequence[nn.Module], num_parts: int) -> list[list[nn.Module]]:
-    """Cut the model's stages into parts of equally many layers; inner parts take one more where some must.
+    """Cut the model's stages into parts with equally many layers; if some need one more, inner parts come first.
 
-    What is no layer goes with the layer after it, and the head with the last.
+    A stage that is not a layer goes with the layer after it; the head goes with the last layer.
     """
     places = [place for place, stage in enumerate(stages) if isinstance(stage, (EncoderLayer, DecodingStage))]
     size, rest = divmod(len(places), num_parts)
@@ -61,11 +61,11 @@ class PipelinePart(nn.Module):
         self.number = 0
 
     def begin_step(self, seed: Callable[[int], None]) -> None:
-        """Call `seed(number)` before each of the coming micro-batches in training, counted from 0."""
+        """Call `seed(number)` before each coming micro-batch in training; `number` counts from 0."""
         self.seed, self.number = seed, 0
 
     def forward(self, sent: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | Output:
-        """Return what the next part takes, or the model's output, from what the part before sent."""
+        """Return the next part's input, or the model's output, from the two tensors of the previous part."""
         if self.training:
             self.seed(self.number)
             self.number += 1
@@ -74,13 +74,13 @@ class PipelinePart(nn.Module):
 
 
 class Mail:
-    """Headers, in the order of the micro-batches: within one process, from each `send` to the next `receive`."""
+    """Headers in the order of the micro-batches, within one process: each `post` is read by the next `take`."""
 
     def __init__(self) -> None:
         self._here: deque[Tensor] = deque()
 
     def post(self, header: Tensor, is_first: bool) -> None:
-        """Send a header, int64 `[HEADER]` on the CPU; `is_first` says that it describes what enters the first part."""
+        """Send a header, int64 `[HEADER]` on the CPU; `is_first` is true if it describes the first part's input."""
         self._here.append(header)
 
     def take(self) -> Tensor:
@@ -89,7 +89,7 @@ class Mail:
 
 
 class MailOfRanks(Mail):
-    """Headers from each rank of a pipeline to the next. The first rank writes to itself what enters its part."""
+    """Headers from each rank of a pipeline to the next. The first rank sends the header of its input to itself."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class MailOfRanks(Mail):
 
 
 class Courier:
-    """Turns `Inputs` and `State` into two flat tensors and back."""
+    """Converter between `Inputs` or `State` and two flat tensors."""
 
     def __init__(self, travelling: tuple[type, ...] = (), mail: Mail | None = None) -> None:
-        """`travelling` are the named tuples that the objective adds, alike on all ranks; `mail` carries the headers."""
+        """Keep `travelling`, the objective's named tuples (equal on all ranks), and `mail`, which carries headers."""
         self.named: tuple[Any, ...] = (Inputs, State, Batch, Draws, NoteInputs, Layout, *travelling)
         self.mail = mail or Mail()
 
     def send(self, given: Inputs | State) -> tuple[Tensor, Tensor]:
-        """Return (the floats that receive gradients, flat; all the rest as bytes), and post the header."""
+        """Return (floats that receive gradients, flat; all the rest as bytes), and post the header."""
         leaves = list(_leaves(given))
         header = [len(leaves)]
         for x, is_learned in leaves:
@@ -135,7 +135,7 @@ class Courier:
         return floats, torch.cat([x.contiguous().flatten().view(torch.uint8) for x in rest])
 
     def receive(self, floats: Tensor, rest: Tensor) -> Any:
-        """Return the `Inputs` or `State` that `send` was given."""
+        """Return the `Inputs` or `State` from which `send` made the two tensors."""
         header = iter(self.mail.take().tolist())
         described = []
         for _ in range(next(header)):
@@ -149,7 +149,7 @@ class Courier:
         return self._build(header, (next(learned) if d[0] else next(others_there) for d in described))
 
     def _nesting(self, value: Any) -> list[int]:
-        """Return numbers that say how tensors, None and numbers are nested in named tuples and tuples."""
+        """Return numbers that describe the nesting of tensors, None and numbers in named tuples and tuples."""
         if value is None or isinstance(value, Tensor):
             return [NONE if value is None else TENSOR]
         if isinstance(value, int):
@@ -160,7 +160,7 @@ class Courier:
         return numbers + [number for item in value for number in self._nesting(item)]
 
     def _build(self, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Any:
-        """Return the value of which `_nesting` gave the numbers, filled with its tensors in their order."""
+        """Return the value that `_nesting` described as `numbers`, filled with its tensors in order."""
         kind = next(numbers)
         if kind in (NONE, TENSOR):
             return None if kind == NONE else next(tensors)
@@ -173,7 +173,7 @@ class Courier:
 
 
 def _leaves(value: Any, is_learned: bool = False) -> Iterator[tuple[Tensor, bool]]:
-    """Yield every tensor inside nested tuples, and whether it is a float that receives a gradient."""
+    """Yield every tensor inside nested tuples, with true if it is a float that receives a gradient."""
     if isinstance(value, Tensor):
         yield value, is_learned and value.is_floating_point()
     elif isinstance(value, State):
@@ -185,7 +185,7 @@ def _leaves(value: Any, is_learned: bool = False) -> Iterator[tuple[Tensor, bool
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bits of all tensors, one after the other, in the narrowest of their types."""
+    """Return the bits of all tensors, one after the other, in the narrowest of their dtypes."""
     carrier = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
     return torch.cat([x.contiguous().flatten().view(carrier) for x in tensors])
 

@@ -1,8 +1,8 @@
-"""Ranks: who we are in the grid of layouts, sums over all of us, and errors that all of us agree on.
+"""Ranks: this process's place in the grid of layouts, sums over all ranks, and errors that all ranks agree on.
 
-The grid has three axes. Tensor-parallel neighbours share every layer, pipeline neighbours hand layers' outputs on, and
-data-parallel ones hold the same weights and see other samples. Ranks count along tensor first, then data, then
-pipeline, which is the order of DeepSpeed's `PipeModelDataParallelTopology`: those who talk most sit closest.
+The grid has three axes. Tensor-parallel ranks share every layer, pipeline ranks pass layers' outputs on, and
+data-parallel ranks hold the same weights and see other samples. Ranks count along tensor first, then data, then
+pipeline, like DeepSpeed's `PipeModelDataParallelTopology`: ranks that exchange most have neighbouring numbers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """This process among all of the run, and the groups that it talks to (None in a run of one rank)."""
+    """Place of this process in the run, and the groups that it communicates with (None in a run of one rank)."""
 
     rank: int
     world_size: int
     device: torch.device
     data_rank: int = 0
-    """Which share of the samples this rank reads; equal along the tensor and pipeline axes."""
+    """Number of this rank's share of the samples; equal along the tensor and pipeline axes."""
     data_size: int = 1
     tensor_rank: int = 0
-    """Which part of every layer's weights this rank holds."""
+    """Number of this rank's part of every layer's weights."""
     tensor_size: int = 1
     pipeline_rank: int = 0
-    """Which of the model's layers this rank holds: 0 the first, with the embeddings."""
+    """Number of this rank's pipeline stage; 0 holds the embeddings and the first layers."""
     pipeline_size: int = 1
     data_group: Any = None
     """Ranks with the same weights."""
@@ -47,23 +47,23 @@ class Ranks(NamedTuple):
     model_group: Any = None
     """Ranks that together hold one whole model: the tensor and pipeline axes."""
     pipeline_group: Any = None
-    """The ranks of our pipeline, which talk through host memory (gloo) in it; None without a pipeline."""
+    """Ranks of this pipeline, for messages through host memory (gloo); None without a pipeline."""
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the losses arise here."""
+        """True if this rank computes losses."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def reports_losses(self) -> bool:
-        """Whether the losses arise here, and are not those of the tensor-parallel rank before us once more."""
+        """True if this rank computes losses and no tensor-parallel rank before it computes the same ones."""
         return self.is_last_stage and self.tensor_rank == 0
 
 
 def start(config: ParallelConfig) -> Ranks:
     """Join the other ranks (nccl on GPUs, gloo on CPUs). Works under `deepspeed`, `torchrun`, `srun` and `python`.
 
-    Raises `UserError` where the layout does not divide the ranks, before any of them waits for another.
+    Raise `UserError` if the layout does not divide the ranks, before any rank waits for another.
     """
     complete_environment()
     config.data_parallel_size(int(os.environ["WORLD_SIZE"]))
@@ -72,7 +72,7 @@ def start(config: ParallelConfig) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    # DeepSpeed names no timeout for its own groups: they would wait torch's half hour for a host without a cable.
+    # DeepSpeed sets no timeout for its own groups, so they would wait torch's half hour for a host that is gone.
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     if not dist.is_initialized():
         join("nccl" if device.type == "cuda" else "gloo", timeout)
@@ -80,7 +80,7 @@ def start(config: ParallelConfig) -> Ranks:
 
 
 def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
-    """Find our place on each axis and make the groups that we are in."""
+    """Find this rank's place on each axis and create its groups."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor_size, pipeline_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     data_size = config.data_parallel_size(world_size)
@@ -105,10 +105,10 @@ def place_in_grid(device: torch.device, config: ParallelConfig) -> Ranks:
 
 
 def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta, backend: str | None = None) -> Any:
-    """The group of our row of `members` `[groups, size]`; None in a run of one rank, which talks to nobody.
+    """Return the group of this rank's row of `members` `[groups, size]`; None in a run of one rank.
 
-    Every rank makes every group, in one order: groups that their members alone know are named by how many groups each
-    member has, which differs once a pipeline has its own.
+    Every rank creates every group, in one order. Groups that only their members create are named by the number of
+    groups that each member has, and that number differs once a pipeline has its own.
     """
     if members.numel() == 1:
         return None
@@ -121,7 +121,7 @@ def _own_group(members: Tensor, rank: int, timeout: datetime.timedelta, backend:
 
 @contextlib.contextmanager
 def lost_rank_in_one_line() -> Iterator[None]:
-    """Raise the death or silence of another rank, noticed in a collective call, as a `UserError`; bugs stay bugs."""
+    """Raise the death or silence of another rank in a collective call as a `UserError`; other errors pass unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -133,18 +133,18 @@ def lost_rank_in_one_line() -> Iterator[None]:
             raise UserError(f"rank {rank} cannot meet the other ranks: {cause}; give a free --master_port") from error
         raise UserError(
             f"rank {rank} lost another rank: {cause}; that rank's own output says why; start the same command again to "
-            "go on from the last checkpoint"
+            "resume from the last checkpoint"
         ) from error
 
 
 def is_first_on_host() -> bool:
-    """Tell whether this rank does what is to be done once per host, such as reading local files."""
+    """Return whether this rank does the work that is needed once per host, such as reading local files."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 @contextlib.contextmanager
 def agreed_errors_told_once(program: str | None = None) -> Iterator[None]:
-    """Let rank 0 print an error that every rank raises; no rank ends before, for then launchers kill rank 0 too."""
+    """Let rank 0 print an error that all ranks raise. All exit together: launchers kill the others after one exit."""
     try:
         yield
     except UserError as error:
@@ -152,29 +152,29 @@ def agreed_errors_told_once(program: str | None = None) -> Iterator[None]:
             raise
         if dist.get_rank() == 0:
             print_error(str(error), program)
-        with contextlib.suppress(RuntimeError):  # a rank that is gone by now
+        with contextlib.suppress(RuntimeError):  # a rank may be gone already
             dist.barrier()
         raise SystemExit(error.exit_code) from error
 
 
 def stop() -> None:
-    """Leave together: without the barrier a fast rank's exit can abort a slow one."""
+    """Wait for all ranks, then leave the process group; without the barrier a fast rank's exit can abort a slow one."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
-    """The sum over all ranks, or over those of a group, in place."""
+    """Sum `tensor` over all ranks, or over those of a group, in place, and return it."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def row_counts(number: int, ranks: Ranks) -> Tensor:
-    """Return how many rows each rank gives to `gather_rows`, int64 `[ranks]`; a collective call.
+    """Return the number of rows that each rank contributes to `gather_rows`, int64 `[ranks]`; a collective call.
 
-    `number` is of this rank. Tensor-parallel neighbours hold equal rows, and only last stages have any: each sample
-    counts once. A GPU may still be busy with the result.
+    `number` is this rank's. Tensor-parallel ranks hold equal rows, and only last pipeline stages have any, so each
+    sample counts once. A GPU may still be computing the result.
     """
     if ranks.world_size == 1:
         return torch.tensor([number])
@@ -184,7 +184,7 @@ def row_counts(number: int, ranks: Ranks) -> Tensor:
 
 
 def gather_rows(rows: Tensor, counts: list[int], ranks: Ranks) -> Tensor:
-    """Return rows `[n, width]` of all ranks, the first `counts` of each: `[all, width]`; a collective call."""
+    """Return the first `counts` rows `[n, width]` of each rank, joined: `[all, width]`; a collective call."""
     if ranks.world_size == 1:
         return rows
     own = counts[ranks.rank]
@@ -196,7 +196,7 @@ def gather_rows(rows: Tensor, counts: list[int], ranks: Ranks) -> Tensor:
 
 
 def largest_on_device(number: int, device: torch.device) -> Tensor:
-    """Return the largest number that any rank has, an int64 scalar that a GPU may still be busy with."""
+    """Return the largest number of any rank, an int64 scalar that a GPU may still be computing."""
     if dist.get_world_size() == 1:
         return torch.tensor(number)
     largest = torch.full((), number, device=device)
@@ -205,21 +205,21 @@ def largest_on_device(number: int, device: torch.device) -> Tensor:
 
 
 def largest_over_ranks(number: int, device: torch.device) -> int:
-    """Return the largest number that any rank has."""
+    """Return the largest number of any rank."""
     return int(largest_on_device(number, device))
 
 
 def gather_objects(item: T) -> list[T]:
-    """Every rank's `item`, in the order of ranks: small things of plain Python."""
+    """Return every rank's `item`, in the order of ranks; for small Python objects."""
     items: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
 
 
 def agree(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; where it fails with a `UserError` on any, raise that one error on all of them.
+    """Run `action` on every rank; if any rank raises a `UserError`, raise that one error on all of them.
 
-    Without this, a rank that stops alone leaves the others waiting at their next collective until the timeout.
+    Without this, a rank that stops alone leaves the others waiting in their next collective call until the timeout.
     """
     result, message = None, None
     try:

@@ -1,4 +1,4 @@
-"""Bring the processes of a run together, each listening where docs/launching.md, "Ports", says."""
+"""Connection of a run's processes. docs/launching.md, "Ports", says where each process listens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ddrp.errors import UserError
 
 
 def complete_environment() -> None:
-    """Give torch the variables that `deepspeed` and `torchrun` set: under plain `python` and under `srun` as well."""
+    """Set the variables that `deepspeed` and `torchrun` set for torch, also under plain `python` and `srun`."""
     if "RANK" in os.environ:
         return
     slurm = "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
@@ -28,10 +28,10 @@ def complete_environment() -> None:
 
 
 def join(backend: str, timeout: datetime.timedelta) -> None:
-    """Form the process group: without a port for one rank, through a store at MASTER_ADDR for several."""
+    """Form the process group: one rank needs no port, several use a store at MASTER_ADDR."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if _is_loopback(os.environ.get("MASTER_ADDR", "localhost")) and "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, so nobody else need reach us
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, so listen to no other
     if world_size == 1:
         _join_alone(backend, timeout)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself hosts the store
@@ -42,10 +42,10 @@ def join(backend: str, timeout: datetime.timedelta) -> None:
 
 
 def _join_alone(backend: str, timeout: datetime.timedelta) -> None:
-    """Form a process group of one rank, by torch's backend without communication, since any other opens a port.
+    """Form a process group of one rank with torch's backend without communication; any other backend opens a port.
 
-    One rank's calls have to copy their input to their output. Not all of them do in every version of torch; where they
-    do not, the real backend serves.
+    With one rank, each collective call must copy its input to its output. Some versions of torch do not do so for all
+    of them; then the real backend is used.
     """
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers it
 
@@ -56,7 +56,7 @@ def _join_alone(backend: str, timeout: datetime.timedelta) -> None:
 
 
 def _copies_to_itself() -> bool:
-    """Return whether the calls that DeepSpeed and we make give a single rank its own input back."""
+    """Return whether the collective calls of DeepSpeed and of this package return a single rank's own input."""
     given = torch.arange(1.0, 5.0)
     calls: tuple[Callable[[Tensor], object], ...] = (
         lambda got: dist.all_gather_into_tensor(got, given),
@@ -69,14 +69,14 @@ def _copies_to_itself() -> bool:
     )
     outputs = [torch.zeros(4) for _ in calls]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer names, which torch 2.6 does not have
+        warnings.simplefilter("ignore", FutureWarning)  # the newer names do not exist in torch 2.6
         for call, got in zip(calls, outputs, strict=True):
             call(got)
     return all(torch.equal(got, given) for got in outputs)
 
 
 def _open_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts."""
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(f"{missing[0]} is not set, but RANK is: let deepspeed or torchrun set both, or set none")
@@ -94,10 +94,10 @@ def _open_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist
 
 
 def listen(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at one address; None where the store has to listen on every interface.
+    """Return a socket that listens at one address, or None if the store must listen on every interface.
 
-    It has to where the address belongs to another machine that forwards to this one, and where a host name stands for
-    the loopback interface on this machine alone, as in Debian's /etc/hosts. Raises `OSError` where the port is taken.
+    That is so if the address belongs to another machine that forwards to this one, or if a host name means the loopback
+    interface on this machine only, as in Debian's /etc/hosts. Raise `OSError` if the port is taken.
     """
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(place[0]).is_loopback and not _is_loopback(address):

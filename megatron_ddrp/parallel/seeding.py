@@ -1,4 +1,4 @@
-"""The seed of what torch draws between two seeds: dropout of a micro-batch, of a rank, of a step of fine-tuning."""
+"""Seeds of torch's random draws: dropout of a micro-batch, of a rank, of a fine-tuning step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
-    """Make the draws on the CPU and on `device` those that follow `torch.manual_seed(seed)`.
+    """Seed torch's draws on the CPU and on `device`, as `torch.manual_seed(seed)` does.
 
-    `torch.manual_seed` seeds every kind of device that torch knows, and for each that this machine lacks it keeps a
-    stack trace: a millisecond in all, which a small layer would be computed in.
+    `torch.manual_seed` seeds every kind of device that torch knows, and keeps a stack trace for each kind that this
+    machine lacks. That takes a millisecond, enough time to compute a small layer.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Sequence parallelism (Korthikanti et al., arXiv:2205.05198), laid over a model that tensor parallelism has cut.
+"""Sequence parallelism (Korthikanti et al., arXiv:2205.05198), added to a model that tensor parallelism has cut.
 
-Between the cut regions tensor parallelism leaves hidden states whole on all T ranks. Here each rank has a T-th of every
-row there, `[batch, seq / T, hidden]`: LayerNorms, residual sums and dropout work on its part, and remember that alone.
+Between the cut regions, tensor parallelism keeps whole hidden states on all T ranks. Here each rank keeps a T-th of
+every row there, `[batch, seq / T, hidden]`; LayerNorms, residual sums and dropout work on that part and store only it.
 
     embeddings → split ┐ ┌→ enter → attention    → leave ┐ ┌→ enter → feed-forward → leave ┐ ┌→ join → heads
                        └─┴──────────────── + ────────────┴─┴──────────────── + ────────────┴─┘
@@ -12,12 +12,12 @@ row there, `[batch, seq / T, hidden]`: LayerNorms, residual sums and dropout wor
     leave   reduce-scatter               all-gather           where it has g
     join    all-gather                   own part
 
-An all-reduce is a reduce-scatter and an all-gather, so that in a layer as much travels as before. What lies inside the
-regions, before and after sees whole rows and does not change: attention with HCD, embeddings, notes, TCD, heads.
-Parameters used on parts get the sum of the ranks' gradients. Zeros fill up the last part where T does not divide a row.
-What was gathered is kept for the backward pass; the paper keeps the part alone and gathers once more.
+An all-reduce is a reduce-scatter and an all-gather, so a layer exchanges as much as before. Code inside, before and
+after the regions sees whole rows and does not change: attention with HCD, embeddings, notes, TCD, heads. Parameters
+used on parts get the sum of the ranks' gradients. If T does not divide a row, zeros pad the last part. Gathered states
+are kept for the backward pass; the paper keeps only the part and gathers again.
 
-DeBERTa's mask decoder applies the last layer to a few tokens of whole rows: there f and g stay as they are.
+DeBERTa's mask decoder applies the last layer to a few tokens of whole rows; f and g stay unchanged there.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ class _Exchange(torch.autograd.Function):
 
 
 def split(whole: Tensor, ranks: Ranks) -> Tensor:
-    """`[batch, seq, hidden]`, alike on all tensor-parallel ranks → our part `[batch, ⌈seq / T⌉, hidden]`."""
+    """Return this rank's part `[batch, ⌈seq / T⌉, hidden]` of `[batch, seq, hidden]`, which is equal on all ranks."""
     return _Exchange.apply(whole, partial(_part_of, ranks), partial(_all_gathered, ranks, whole.shape[1]))
 
 
 def gathered(length: int, ranks: Ranks) -> Entrance:
-    """Return how parts enter as `[batch, length, hidden]`, used by each rank in its own way."""
+    """Return the entrance of parts into a region as `[batch, length, hidden]`, which each rank uses differently."""
     return Entrance(partial(_all_gathered, ranks, length), partial(_start_reduce_scatter, ranks))
 
 
 def leave(summand: Tensor, ranks: Ranks) -> Tensor:
-    """Each rank's summand `[batch, seq, hidden]` → our part of the sum."""
+    """Return this rank's part of the sum over ranks of `summand` `[batch, seq, hidden]`."""
     return _Exchange.apply(summand, partial(_reduce_scattered, ranks), partial(_all_gathered, ranks, summand.shape[1]))
 
 
 def join(part: Tensor, length: int, ranks: Ranks) -> Tensor:
-    """Parts → `[batch, length, hidden]`, used by all ranks alike."""
+    """Return all parts as `[batch, length, hidden]`, which all ranks use alike."""
     return _Exchange.apply(part, partial(_all_gathered, ranks, length), partial(_part_of, ranks))
 
 
 def _parts(ranks: Ranks, whole: Tensor) -> Tensor:
-    """`[batch, seq, ..]` → `[T, batch, ⌈seq / T⌉, ..]`, filled up with zeros."""
+    """Return `[batch, seq, ..]` → `[T, batch, ⌈seq / T⌉, ..]`, padded with zeros."""
     missing = -whole.shape[1] % ranks.tensor_size
     padded = F.pad(whole, (0, 0, 0, missing)) if missing else whole
     return padded.unflatten(1, (ranks.tensor_size, -1)).transpose(0, 1)
@@ -115,10 +115,10 @@ def _start_reduce_scatter(ranks: Ranks, whole: Tensor) -> Wait:
 
 
 class Rows:
-    """What the modules below know of each other: the rows that a layer works on now.
+    """State that the modules below share: the rows that a layer works on now.
 
     Attributes:
-        length: tokens of the whole rows of which the layer has parts; None where it is given whole ones.
+        length: tokens of the whole rows of which the layer has parts; None if the layer has whole rows.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -126,12 +126,12 @@ class Rows:
         self.length: int | None = None
 
     def shared(self, parameters: Tensor) -> Tensor:
-        """Return parameters that are alike on all ranks, for use on these rows."""
+        """Return parameters that are equal on all ranks, for use on the current rows."""
         return parameters if self.length is None else enter(parameters, replicated(self.ranks))
 
     @property
     def entrance(self) -> Entrance:
-        """How a part, or whole rows, enter a cut region as whole rows."""
+        """Entrance of a part, or of whole rows, into a cut region as whole rows."""
         return replicated(self.ranks) if self.length is None else gathered(self.length, self.ranks)
 
     def join(self, state: State) -> State:
@@ -140,7 +140,7 @@ class Rows:
 
 
 class EncoderLayerOfParts(EncoderLayer):
-    """A layer that takes and returns parts; the last one returns whole rows."""
+    """A layer whose input and output are parts; the last layer returns whole rows."""
 
     rows: Rows
 
@@ -150,12 +150,12 @@ class EncoderLayerOfParts(EncoderLayer):
         return self.rows.join(state) if self.number == self.config.num_layers - 1 else state
 
     def runs_compiled(self, hidden: Tensor) -> bool:
-        """Return False: LayerNorms and dropout are modules of their own here, which meet the other ranks."""
+        """Return False: LayerNorms and dropout must stay modules, because they exchange with other ranks."""
         return False
 
 
 class ProjectingOfParts(ProjectingOfRanks):
-    """A block that gathers the rows which enter."""
+    """A block that gathers its input rows."""
 
     rows: Rows
 
@@ -165,15 +165,15 @@ class ProjectingOfParts(ProjectingOfRanks):
 
 
 class FeedForwardOfParts(ProjectingOfParts, FeedForwardOfRanks):
-    """A feed-forward block that gathers the rows which enter."""
+    """A feed-forward block that gathers its input rows."""
 
 
 class SelfAttentionOfParts(ProjectingOfParts, SelfAttentionOfRanks):
-    """Attention that gathers the rows which enter."""
+    """Attention that gathers its input rows."""
 
 
 class GeluLinearOfParts(ColumnParallelGeluLinear):
-    """A feed-forward block's first map, which gathers the rows that enter."""
+    """A feed-forward block's first map, which gathers its input rows."""
 
     rows: Rows
 
@@ -183,7 +183,7 @@ class GeluLinearOfParts(ColumnParallelGeluLinear):
 
 
 class RowParallelLinearToParts(RowParallelLinear):
-    """A `RowParallelLinear` of whose output this rank gets its part, unless the rows are whole."""
+    """A `RowParallelLinear` that returns this rank's part of the output, unless the rows are whole."""
 
     rows: Rows
 
@@ -194,7 +194,7 @@ class RowParallelLinearToParts(RowParallelLinear):
 
 
 class NormOfParts(Norm):
-    """A norm whose parameters learn from all parts."""
+    """A norm whose parameters get gradients from all parts."""
 
     rows: Rows
 
@@ -205,7 +205,7 @@ class NormOfParts(Norm):
 
 
 class SplittingNorm(NormOfParts):
-    """The embeddings' norm: whole rows come in."""
+    """The embeddings' norm, whose input is whole rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.rows.length = x.shape[1]
@@ -213,7 +213,7 @@ class SplittingNorm(NormOfParts):
 
 
 class LinearOfParts(nn.Linear):
-    """The projection behind `SplittingNorm`, whose parameters learn from all parts."""
+    """The projection after `SplittingNorm`; its parameters get gradients from all parts."""
 
     rows: Rows
 
@@ -223,7 +223,7 @@ class LinearOfParts(nn.Linear):
 
 
 class DropoutOfParts(nn.Dropout):
-    """Dropout that draws for each part its own, and alike on all ranks where the rows are whole."""
+    """Dropout that draws separately for each part; on whole rows all ranks draw alike."""
 
     rows: Rows
 
@@ -235,7 +235,7 @@ class DropoutOfParts(nn.Dropout):
 
 
 class MaskDecoderOfParts(EnhancedMaskDecoder):
-    """The mask decoder works on whole rows, until the next layer begins or embeddings are split."""
+    """A mask decoder that works on whole rows, until the next layer begins or embeddings are split."""
 
     rows: Rows
 
@@ -255,11 +255,11 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"(layers\.\d+|embeddings)\.dropout", DropoutOfParts),
     (r"mask_decoder", MaskDecoderOfParts),
 )
-"""(pattern of the end of a module's name, what a module of that name becomes, where it is a subclass)."""
+"""(pattern of the end of a module's name, subclass that such a module becomes if it is of the subclass's base)."""
 
 
 def apply_sequence_parallel(model: nn.Module, ranks: Ranks) -> None:
-    """Make a model that `apply_tensor_parallel` has cut keep parts of the rows between its cut regions, in place."""
+    """Make a model that `apply_tensor_parallel` has cut keep only parts of rows between its cut regions, in place."""
     rows = Rows(ranks)
     specialise(model, PARALLEL, rows=rows)
     for module in model.modules():

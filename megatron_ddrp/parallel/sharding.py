@@ -1,11 +1,11 @@
-"""Which rank holds what: how tensor parallelism cuts each parameter, and the way there and back.
+"""Tensor parallelism's cut of each parameter, and the conversion between parts and whole tensors.
 
-One table says it for the layers that every model has; an encoding says it for its own parameters and buffers
-(`by_head`). What is in neither is held whole by all tensor-parallel ranks. Rank t of T holds block t of T equal blocks
-along the dimension given. The vocabulary is padded to a multiple of 128 first, in every layout alike.
+One table names the cut parameters of the layers that every model has; `by_head` of an encoding names its own parameters
+and buffers. Every tensor-parallel rank holds all others whole. Rank t of T holds block t of T equal blocks along the
+cut dimension. The vocabulary is padded to a multiple of 128 first, in every layout.
 
-Parameters are known by the name they have in the whole model, on one device: `layers.3.attention.query.weight`. A
-pipeline stage holds a part of the model under other names; `local_parameters` gives them by the names of the whole.
+Parameters are known by their names in the whole model on one device: `layers.3.attention.query.weight`. A pipeline
+stage holds a part of the model under other names; `local_parameters` returns them by the names of the whole.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_ddrp.config import ModelConfig, encoding_class
 from megatron_ddrp.parallel.process_group import Ranks
 
 ROWS, COLUMNS = 0, 1
-"""Dimensions of a weight `[out, in]`: cut by rows a layer yields a part of its output, by columns it takes a part of
-its input."""
+"""Dimensions of a weight `[out, in]`. A layer cut by rows computes a part of its output; a layer cut by columns reads
+a part of its input."""
 
 SPLIT = (
     (r"embeddings\.(token|difference)\.weight", ROWS),
@@ -31,11 +31,11 @@ SPLIT = (
     (r"feed_forward\.(input|gate)\.(weight|bias)", ROWS),
     (r"feed_forward\.output\.weight", COLUMNS),
 )
-"""(pattern of the end of a parameter's name, the dimension that is cut)."""
+"""(pattern of the end of a parameter's name, cut dimension)."""
 
 
 def split_dimension(name: str, config: ModelConfig) -> int | None:
-    """The dimension along which tensor parallelism cuts a parameter or buffer of the whole model; None = whole."""
+    """Return the dimension along which tensor parallelism cuts a parameter or buffer; None if it stays whole."""
     encoding = encoding_class(config.position_encoding)
     for module, by_head in (("position", encoding.by_head), ("layer_position", encoding.layer_part.by_head)):
         for parameter, dimension in by_head.items():
@@ -48,7 +48,7 @@ def split_dimension(name: str, config: ModelConfig) -> int | None:
 
 
 def own_part(name: str, whole: Tensor, config: ModelConfig, ranks: Ranks) -> Tensor:
-    """This rank's part of a whole parameter, or of a tensor shaped like it (a gradient, an Adam moment): a view."""
+    """Return this rank's part of a whole parameter, or of a tensor of its shape (gradient, Adam moment), as a view."""
     dimension = split_dimension(name, config)
     if dimension is None or ranks.tensor_size == 1:
         return whole
@@ -56,7 +56,10 @@ def own_part(name: str, whole: Tensor, config: ModelConfig, ranks: Ranks) -> Ten
 
 
 def gather_whole(name: str, local: Tensor, config: ModelConfig, ranks: Ranks) -> Tensor:
-    """The inverse of `own_part`, on every tensor-parallel rank; a collective call among them, on `ranks.device`."""
+    """Return the whole tensor of which `local` is this rank's `own_part`, on every tensor-parallel rank.
+
+    A collective call among these ranks, on `ranks.device`.
+    """
     dimension = split_dimension(name, config)
     if dimension is None or ranks.tensor_size == 1:
         return local
@@ -66,20 +69,20 @@ def gather_whole(name: str, local: Tensor, config: ModelConfig, ranks: Ranks) ->
 
 
 def name_parameters(model: nn.Module) -> None:
-    """Write its name in the whole model onto each parameter and module, where it stays when the model is cut up."""
+    """Store on each parameter and module its name in the whole model; the name stays when the model is cut."""
     for name, item in (*model.named_parameters(), *model.named_modules()):
         item.whole_name = name  # type: ignore[assignment, union-attr]
 
 
 def whole_name(item: nn.Parameter | nn.Module) -> str | None:
-    """Name of a parameter or module in the whole model, where `name_parameters` wrote it down."""
+    """Return the name of a parameter or module in the whole model, if `name_parameters` stored it, else None."""
     return getattr(item, "whole_name", None)
 
 
 def local_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's parameters by their names in the whole model; a module that was never cut up keeps its own names.
+    """Return this rank's parameters by their names in the whole model; a model that was never cut keeps its names.
 
-    Tied weights have one name: with a pipeline, its first and its last stage both hold `embeddings.token.weight`.
+    Tied weights have one name: the first and the last stage of a pipeline both hold `embeddings.token.weight`.
     """
     return {whole_name(parameter) or name: parameter for name, parameter in module.named_parameters()}
 

@@ -1,15 +1,16 @@
-"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053), laid over a finished model from outside.
+"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053), added to a finished model from outside.
 
-The model is initialised whole, so that every layout starts from the same weights; then each rank keeps its part of what
-`sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows needs no other code: it is a smaller layer. What
-the cut does need is in one table, `PARALLEL`: a module becomes a subclass of its own class that overrides the methods
-which meet other ranks. Where replicated tensors enter a cut region, their gradient is summed over the ranks (f in the
-paper, `column_maps.py`); where parts of a sum leave it, they are added up (g, `sum_of_ranks`).
+The model is initialised whole, so every layout starts from the same weights. Then each rank keeps its part of the
+parameters that `sharding.SPLIT` and the encodings' `by_head` name. A layer cut by rows is a smaller layer and needs no
+other code. Modules that need other code are in one table, `PARALLEL`: each becomes a subclass of its own class that
+overrides the methods which exchange with other ranks. Where replicated tensors enter a cut region, their gradient is
+summed over the ranks (f in the paper, `column_maps.py`); where parts of a sum leave it, they are added up (g,
+`sum_of_ranks`).
 
-Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads alone, so each
-sees a part of their gradient. The parts are summed on the parameter itself, whatever the encoding does with it; what
-belongs to single heads is cut, and its gradient stays on its rank. Dropout inside the cut attention differs by rank;
-outside it is alike.
+Every rank uses the position parameters that all heads share (those not in `by_head`) for its own heads only, so it
+computes a part of their gradient. A hook on the parameter sums the parts, for any encoding. Parameters of single heads
+are cut, and their gradients stay on their rank. Dropout inside the cut attention differs by rank; elsewhere all ranks
+draw alike.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron_ddrp.parallel.vocabulary import MaskedLMHeadOfRanks, VocabularyPar
 
 
 class ProjectingOfRanks(Projecting):
-    """A block of whose linear maps this rank has some rows each."""
+    """A block with some rows of each linear map on this rank."""
 
     ranks: Ranks
 
@@ -48,16 +49,16 @@ class ProjectingOfRanks(Projecting):
 
     @property
     def entrance(self) -> Entrance:
-        """How hidden states enter."""
+        """Entrance of hidden states into the block."""
         return replicated(self.ranks)
 
 
 class FeedForwardOfRanks(ProjectingOfRanks, FeedForward):
-    """A feed-forward block of which this rank has some columns of the inner width."""
+    """A feed-forward block with some columns of the inner width on this rank."""
 
 
 class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
-    """Attention of which this rank has some heads."""
+    """Attention with some heads on this rank."""
 
     def own_randomness(self) -> contextlib.AbstractContextManager:
         return own_randomness(self.ranks)
@@ -72,7 +73,7 @@ class SelfAttentionOfRanks(ProjectingOfRanks, SelfAttention):
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear map of which this rank has some rows: takes the whole input, gives its part of the output."""
+    """A linear map with some rows on this rank: reads the whole input, returns its part of the output."""
 
     ranks: Ranks
 
@@ -81,7 +82,7 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class ColumnParallelGeluLinear(GeluLinear):
-    """A `GeluLinear` of which this rank has some rows."""
+    """A `GeluLinear` with some rows on this rank."""
 
     ranks: Ranks
 
@@ -93,17 +94,17 @@ class ColumnParallelGeluLinear(GeluLinear):
 
     @property
     def entrance(self) -> Entrance:
-        """How the input enters."""
+        """Entrance of the input into the map."""
         return replicated(self.ranks)
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear map of which this rank has some columns: takes its part of the input, gives the whole output."""
+    """A linear map with some columns on this rank: reads its part of the input, returns the whole output."""
 
     ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[.., in / tensor_size]` → `[.., out]`, the bias added once, to the sum."""
+        """Return `[.., in / tensor_size]` → `[.., out]`; the bias is added once, to the sum."""
         total = sum_of_ranks(F.linear(x, self.weight), self.ranks)
         return total if self.bias is None else total + self.bias
 
@@ -117,11 +118,11 @@ PARALLEL: tuple[tuple[str, type[nn.Module]], ...] = (
     (r"head", MaskedLMHeadOfRanks),
     (r"head\.decoder", ColumnParallelLinear),
 )
-"""(pattern of the end of a module's name, what a module of that name becomes, where it is a subclass)."""
+"""(pattern of the end of a module's name, subclass that such a module becomes if it is of the subclass's base)."""
 
 
 def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
-    """Leave this rank's part of a whole model, in place, and make its parts work together."""
+    """Cut a whole model to this rank's part, in place, and connect it with the other ranks' parts."""
     if ranks.tensor_size == 1:
         return
     _keep_own_parts(model, config, ranks)
@@ -130,21 +131,21 @@ def apply_tensor_parallel(model: nn.Module, config: ModelConfig, ranks: Ranks) -
 
 
 def specialise(model: nn.Module, table: Sequence[tuple[str, type[nn.Module]]], **attributes: Any) -> None:
-    """Make each module that `table` names an instance of the subclass given there, with some more attributes.
+    """Turn each module named in `table` into an instance of its subclass there, and set `attributes` on it.
 
-    The module stays the same object with the same parameters, so that what shares it goes on sharing it.
+    The module stays the same object with the same parameters, so everything that shares it still shares it.
     """
     for name, module in model.named_modules():
         for pattern, subclass in table:
             base = next(one for one in subclass.__mro__ if not one.__module__.startswith(__package__))
             if re.search(rf"(^|\.){pattern}$", name) and isinstance(module, base):
-                own = type(module)  # an objective's model may have a subclass of its own there
+                own = type(module)  # an objective's model may use a subclass of its own here
                 module.__class__ = subclass if issubclass(subclass, own) else type(own.__name__, (subclass, own), {})
                 vars(module).update(attributes)
 
 
 def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None:
-    """Replace each parameter and buffer that is cut by this rank's part; tied ones stay tied, frozen ones frozen."""
+    """Replace each cut parameter and buffer by this rank's part; tied ones stay tied, frozen ones stay frozen."""
     parts: dict[int, Tensor] = {}
     for module_name, module in model.named_modules():
         for name, whole in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -155,13 +156,13 @@ def _keep_own_parts(model: nn.Module, config: ModelConfig, ranks: Ranks) -> None
                 part = own_part(full_name, whole.detach(), config, ranks).clone()
                 if isinstance(whole, nn.Parameter):
                     part = nn.Parameter(part, whole.requires_grad)
-                    part.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norms count each part
+                    part.tensor_model_parallel = True  # type: ignore[attr-defined]  # so DeepSpeed's norms count each part
                 parts[id(whole)] = part
             setattr(module, name, parts[id(whole)])
 
 
 def _sum_shared_position_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Make each trained position parameter that all heads share receive the sum of the ranks' gradients."""
+    """Sum the gradients of trained position parameters that all heads share over the ranks, with a hook on each."""
     shared = {
         parameter
         for module in model.modules()
@@ -175,9 +176,9 @@ def _sum_shared_position_gradients(model: nn.Module, ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def own_randomness(ranks: Ranks) -> Iterator[None]:
-    """Random draws of this rank's own, from a seed that torch's state gives; that state goes on alike on all ranks.
+    """Draw random numbers of this rank's own, from a seed drawn from torch's state, which stays equal on all ranks.
 
-    Nothing is kept between calls, so that recomputing a layer from the state it began with draws the same again.
+    Nothing is kept between calls, so a layer recomputed from its initial state draws the same numbers again.
     """
     seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):

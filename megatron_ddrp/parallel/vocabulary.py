@@ -1,7 +1,7 @@
 """Embedding, cross entropy and sampling over a vocabulary of which each tensor-parallel rank holds some rows.
 
-Logits are never gathered: the ranks exchange the largest logit of each predicted token, and two numbers a token more,
-the sum of the exponentials and the label's logit. The padding of the vocabulary comes in as −∞ and takes no part.
+Logits are never gathered. The ranks exchange the largest logit of each predicted token, and two numbers more per token:
+the sum of the exponentials and the label's logit. The padding of the vocabulary has logits of −∞ and takes no part.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from megatron_ddrp.parallel.process_group import Ranks
 
 
 def _own_rows(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each id here, 0 for an id of another rank, and whether the id is here."""
+    """Return the local row of each id, 0 for an id of another rank, and true for each id of this rank."""
     rows = ids - first
     here = (rows >= 0) & (rows < count)
     return torch.where(here, rows, 0), here
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """Some rows of an embedding; a token's vector comes from the rank that has it."""
+    """Some rows of an embedding; each token's vector comes from the rank that holds its row."""
 
     ranks: Ranks
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """int64 `[..]` → `[.., hidden]`, alike on all ranks."""
+        """Return int64 `[..]` → `[.., hidden]`, equal on all ranks."""
         rows, here = _own_rows(input_ids, self.ranks.tensor_rank * len(self.weight), len(self.weight))
         return sum_of_ranks(F.embedding(rows, self.weight) * here.unsqueeze(-1), self.ranks)
 
 
 class MaskedLMHeadOfRanks(MaskedLMHead):
-    """A masked-LM head whose logits are those of some pieces, alike in what it returns on all ranks."""
+    """A masked-LM head with the logits of some pieces; its results are equal on all ranks."""
 
     ranks: Ranks
 
@@ -47,7 +47,7 @@ class MaskedLMHeadOfRanks(MaskedLMHead):
         return _CrossEntropyOfRanks.apply(logits, labels, self.first_piece, self.ranks)
 
     def winner(self, scores: Tensor, columns: Tensor) -> Tensor:
-        """Return the piece of the largest score, of equal ones the first; `scores`, `columns` `[n]` are our best."""
+        """Return the piece of the largest score, the first of equal ones; `scores` and `columns` `[n]` are local."""
         largest = all_reduced(scores, self.ranks, dist.ReduceOp.MAX)
         pieces = torch.where(scores == largest, columns + self.first_piece, torch.iinfo(torch.int64).max)
         return all_reduced(pieces, self.ranks, dist.ReduceOp.MIN)

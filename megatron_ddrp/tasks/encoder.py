@@ -1,7 +1,7 @@
-"""The encoder to be fine-tuned, from a training checkpoint of this project or a Hugging Face folder.
+"""Loading of an encoder with its tokenizer from a training checkpoint or a Hugging Face folder.
 
-Both end as a module that maps a Batch to hidden states, beside the tokenizer that belongs to it. Everything comes from
-the folder that was named; nothing is fetched, and no code in the folder is run.
+Both become a module that maps a Batch to hidden states. Everything comes from the given folder: nothing is downloaded,
+and no code in the folder is run.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Encoder:
     """Name of the encoder in tables."""
     folder: Path
     module: nn.Module
-    """Maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
+    """Module that maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
     tokenizer: Tokenizer
     hidden_size: int
     max_length: int
-    """Longest sequence that it knows positions for."""
+    """Longest sequence that the encoder has positions for, in tokens."""
     fingerprint: str
-    """Changes when any weight does."""
+    """Hash of the weights; it changes if any weight changes."""
     origin: str
-    """Which weights were loaded, missing and left unused, and which damage was skipped; for people."""
+    """Sentence for the user about loaded, missing and unused weights and about skipped damage."""
     rebuild: Callable[[], nn.Module] | None = None
-    """Makes the same architecture with new random weights; set where these are wanted."""
+    """Builder of the same architecture with random weights; None if runs start from the loaded weights."""
     pair_separators: int = 1
-    """Separators between the two texts of a pair."""
+    """Number of separators between the two texts of a pair."""
     family_model: Callable[[nn.Module, str, Labels], nn.Module] | None = None
-    """Puts the head of the encoder's own family on a fresh copy; None where it has no family but ours."""
+    """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
-        """Return a copy to fine-tune: the loaded weights, or new random ones drawn from `seed`."""
+        """Return a copy to fine-tune, with the loaded weights or with random weights drawn from `seed`."""
         if self.rebuild is None:
             return copy.deepcopy(self.module).to(device)
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ class Encoder:
 
 
 class TrainedEncoder(nn.Module):
-    """A model of this project as an encoder."""
+    """Encoder around a model of this project."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -74,11 +74,11 @@ class TrainedEncoder(nn.Module):
 def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
-    A model of this project always carries its head; with `masked_lm` so does one of a Hugging Face folder.
+    A training checkpoint always brings its masked-LM head; with `masked_lm` a Hugging Face folder does too.
 
     Raises:
-        UserError: the folder is of neither kind, cannot be loaded, or its tokenizer has more pieces than its model; or
-            `masked_lm`, and the folder lacks the weights of that head.
+        UserError: the folder is of neither kind or cannot be loaded, its tokenizer does not fit its model, or with
+            `masked_lm` it lacks the weights of that head.
     """
     path = folder / "config.json"
     if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
@@ -95,7 +95,7 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
 def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encoder:
     from megatron_ddrp.model import build_model
 
-    remarks: list[str] = []  # told with the origin: every worker and rank loads, one of them tells
+    remarks: list[str] = []  # part of the origin: every worker and rank loads, but only one prints it
     model, tokenizer, config = read_model(choose_checkpoint(folder, tell=remarks.append))
     _refuse_foreign_tokenizer(folder, tokenizer, config.model.vocab_size, spare=0)
     model.merge_embeddings()
@@ -116,9 +116,9 @@ def _load_checkpoint(folder: Path, random_init: bool, masked_lm: bool) -> Encode
 
 
 def pair_separators(config: Any, tokenizer: Tokenizer) -> int:
-    """Return how many separators stand between two texts: 2 in the RoBERTa family, which has no second segment.
+    """Return the number of separators between two texts: 2 in the RoBERTa family, which has no second segment.
 
-    `config` is that of one of our models, as a run or as an export of it has it.
+    `config` is the configuration of a training checkpoint or of an export.
     """
     return 2 if config.num_segments == 1 and tokenizer.pieces[tokenizer.cls_id] == "<s>" else 1
 
@@ -131,12 +131,12 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     names = {name for name, _ in encoder.model.named_parameters()}
     missing = sorted(names & found.missing)
     if 2 * len(missing) > len(names):
-        raise UserError(f"--load {folder}: its weights are of another model than its config.json; copy it again")
+        raise UserError(f"--load {folder}: its weights do not belong to its config.json; copy the folder again")
     is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
     if masked_lm and missing:
         raise UserError(
             f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the folder lacks "
-            f"{_names(missing)}; give the folder of a masked language model"
+            f"{_names(missing)}; use the folder of a masked language model"
         )
     return Encoder(
         _name(folder, random_init),
@@ -156,8 +156,8 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
 def _refuse_foreign_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int, spare: int) -> None:
     if not rows - spare <= tokenizer.vocab_size <= rows:
         raise UserError(
-            f"--load {folder}: its tokenizer has {tokenizer.vocab_size} pieces and its model embeds {rows}; "
-            "put the vocabulary there that the model was trained with"
+            f"--load {folder}: its tokenizer has {tokenizer.vocab_size} pieces but its model embeds {rows}; "
+            "put the vocabulary of the model's training into the folder"
         )
 
 
@@ -181,13 +181,13 @@ def _name(folder: Path, random_init: bool) -> str:
 
 
 def _settings(config: Any) -> str:
-    """Return a Hugging Face configuration as text, without the folder and the version that it came from."""
+    """Return a Hugging Face configuration as text, without the names of its folder and version."""
     known = config.to_dict()
     return json.dumps({key: known[key] for key in sorted(known.keys() - {"_name_or_path", "transformers_version"})})
 
 
 def _fingerprint(model: nn.Module, random_settings: str | None) -> str:
-    """Return a fingerprint of the weights, or of shapes and settings where the weights are random ones."""
+    """Return a hash of the weights; for random weights, of the settings and the shapes."""
     digest = hashlib.sha256(b"" if random_settings is None else f"random weights {random_settings}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

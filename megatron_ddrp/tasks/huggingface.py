@@ -1,6 +1,6 @@
-"""Encoders out of Hugging Face folders: as data. No code of a folder is run, whatever it asks for.
+"""Encoders from Hugging Face folders. Code in a folder is never run, even if its config.json asks for it.
 
-Folders that megatron-ddrp convert wrote are loaded by our own classes, others by those of transformers itself.
+Our classes load folders that megatron-ddrp convert wrote; the classes of transformers load all others.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.errors import UserError
 
 ROBERTA_FAMILY = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet")
-"""Model types with two separators in a pair and position numbers that begin after the padding's."""
+"""Model types with two separators in a pair, and with positions numbered from the padding id + 1."""
 MOST_LAYERS = 1000
 SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-"""Attributes that the configurations of most encoders have; the first two are needed."""
+"""Size attributes of most encoders' configurations; the first two are required."""
 
 
 class HuggingFaceEncoder(nn.Module):
-    """A BERT-class model of transformers as an encoder."""
+    """Encoder around a BERT-class model of transformers."""
 
     def __init__(self, model: Any):
         super().__init__()
         if _pooler_weights(model):
-            model.pooler = None  # every run has a new one
+            model.pooler = None  # every run creates its own pooler
         self.model = model
         self.has_segments = getattr(model.config, "type_vocab_size", 0) > 1
 
@@ -47,14 +47,14 @@ class HuggingFaceEncoder(nn.Module):
 
 
 class Labels(NamedTuple):
-    """What a head predicts, as Hugging Face configurations say it."""
+    """Labels of a head and its problem type, as in Hugging Face configurations."""
 
     names: tuple[str, ...]
     problem_type: str | None
 
 
 class FamilyModel(nn.Module):
-    """A model of transformers with its family's own head."""
+    """Model of transformers with the head of its family."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -64,7 +64,7 @@ class FamilyModel(nn.Module):
 
     @classmethod
     def on_top_of(cls, encoder: nn.Module, head: str, labels: Labels) -> FamilyModel:
-        """Return a model with the encoder's weights and a new head, drawn from torch's generator.
+        """Return a model with the encoder's weights and a new head, initialised from torch's generator.
 
         Raises:
             UserError: the family has no such head.
@@ -72,7 +72,7 @@ class FamilyModel(nn.Module):
         assert isinstance(encoder, HuggingFaceEncoder)
         config = copy.deepcopy(encoder.model.config)
         if head == "qa":
-            config.num_labels = 2  # the logits of the first and of the last piece
+            config.num_labels = 2  # logits of an answer's first and last piece
         else:
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: number for number, name in enumerate(labels.names)}
@@ -81,11 +81,13 @@ class FamilyModel(nn.Module):
         base = getattr(model, model.base_model_prefix)
         missing, unexpected = base.load_state_dict(encoder.model.state_dict(), strict=False)
         if unexpected or [name for name in missing if "pooler" not in name]:
-            raise UserError(f"{type(model).__name__} holds another encoder than {type(encoder.model).__name__}")
+            raise UserError(
+                f"{type(model).__name__} does not contain the encoder {type(encoder.model).__name__}: use another one"
+            )
         return cls(model)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the head's outputs, float32: `[batch, labels]`, or `[batch, seq, labels]` for pieces."""
+        """Return the head's outputs, float32: `[batch, labels]`, or `[batch, seq, labels]` for heads on pieces."""
         segments = {"token_type_ids": batch.segment_ids} if self.has_segments else {}
         output = self.model(batch.input_ids, attention_mask=(batch.document_ids > 0).long(), **segments)
         if "start_logits" in output:
@@ -113,27 +115,27 @@ class Folder:
     config: Any
     model: Any
     build: Callable[[Any], nn.Module]
-    """Makes a model with new random weights from `config`."""
+    """Function that builds a model with random weights from `config`."""
     missing: set[str]
     unexpected: set[str]
-    """Names of weights that the encoder does not use, its pooler's among them."""
+    """Names of weights that the encoder does not use, including its pooler's."""
     max_length: int
-    """Longest sequence that the model knows positions for."""
+    """Longest sequence that the model has positions for, in tokens."""
 
     pair_separators: int
-    """Separators between the two texts of a pair."""
+    """Number of separators between the two texts of a pair."""
 
 
 def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool = False) -> Folder:
-    """Load the model of a folder whose config.json holds `values`, in fp32 on the CPU; `masked_lm`: under that head.
+    """Load the model of a folder in fp32 on the CPU, with `masked_lm` under its masked-LM head.
 
-    Raises `UserError`, one line, for whatever is wrong with the folder.
+    `values` are the content of config.json. Raises `UserError`, one line, if the folder cannot be loaded.
     """
     try:
         from transformers import logging
     except ImportError:
         raise UserError(f"--load {folder} is a Hugging Face folder: it needs pip install 'megatron-ddrp[hf]'") from None
-    logging.set_verbosity_error()  # its list of unused weights is about a head that we do not use
+    logging.set_verbosity_error()  # transformers would list the weights of an unused head
     logging.disable_progress_bar()
     if values["model_type"] == OWN_MODEL_TYPE:
         FAMILIES[OWN_MODEL_TYPE].model_config(folder / "config.json", values)
@@ -160,28 +162,28 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
         safely = {"local_files_only": True, "trust_remote_code": False}
         config, build = AutoConfig.from_pretrained(folder, **safely), auto.from_config
         if config.is_encoder_decoder or getattr(config, "is_decoder", False):
-            raise ValueError(f"{config.model_type} is no encoder; give a BERT, RoBERTa, ELECTRA, DeBERTa, …")
+            raise ValueError(f"{config.model_type} is no encoder; use a BERT, RoBERTa, ELECTRA, DeBERTa, …")
         _check_sizes(folder, config)
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
-            read_weights(folder)  # refuses a pickle in our own words
+            read_weights(folder)  # refuses an unsafe pickle with our own message
         model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
     separators = 2 if config.model_type in ROBERTA_FAMILY else 1
     longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if separators == 2 else 0)
     for known in (config, model.config):
-        known.dtype = torch.float32  # a folder in half precision would make new models of it half too
+        known.dtype = torch.float32  # otherwise new models of a half-precision folder would be in half precision
     missing = set(report["missing_keys"])
     unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
     return Folder(config, model.float(), build, missing, unexpected, longest, separators)
 
 
 def _pooler_weights(model: Any) -> set[str]:
-    """Return the names of the pooler's weights, which are not used; none for a model without a pooler."""
+    """Return the names of the pooler's weights; none for a model without a pooler."""
     pooler = getattr(model, "pooler", None)
     return set() if pooler is None else {f"pooler.{name}" for name, _ in pooler.named_parameters()}
 
 
 def _check_sizes(folder: Path, config: Any) -> None:
-    """Refuse sizes that no encoder has, before transformers builds a model of them."""
+    """Raise `UserError` for impossible sizes before transformers builds a model."""
     path = folder / "config.json"
     found = {key: getattr(config, key) for key in SIZES if getattr(config, key, None) is not None}
     for key in {*SIZES[:2], *found}:
@@ -199,11 +201,12 @@ def _reason(error: Exception) -> str:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of tokenizer.json, else that of vocab.txt, else of another vocabulary in the folder."""
+    """Load the tokenizer from tokenizer.json, else from vocab.txt, else from another vocabulary in the folder."""
     settings = tokenizer_settings(folder)
     if (folder / "tokenizer.json").is_file():
         return build_tokenizer("HuggingFace", tokenizer_model=folder)
     if not (folder / "vocab.txt").is_file():
-        return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)  # which names the file
+        # Without any vocabulary build_tokenizer raises an error that names the missing file.
+        return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)
     kind = "BertWordPieceLowerCase" if settings["do_lower_case"] else "BertWordPieceCase"
     return build_tokenizer(kind, vocab_file=folder / "vocab.txt")

@@ -1,4 +1,4 @@
-"""Hardware and versions, which pages and finished jobs record."""
+"""Hardware and package versions, as recorded in pages and in finished jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def hardware() -> str:
-    """Return this machine in words: `2 x Some GPU, 16 cores of Some CPU`."""
+    """Return a description of this machine, such as `2 x Some GPU, 16 cores of Some CPU`."""
     gpus = gpu_names()
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return ", ".join([*counted, f"{os.cpu_count()} cores of {_cpu_name()}"])
@@ -38,7 +38,7 @@ def _cpu_name() -> str:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide results."""
+    """Return the versions of Python and of the packages that affect results."""
     found = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:

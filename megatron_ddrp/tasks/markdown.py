@@ -1,4 +1,4 @@
-"""The pieces of Markdown that our pages are made of. Names (folders, models, log lines) are shown as they stand."""
+"""Markdown for our pages. Names (folders, models, log lines) are escaped, so that they appear unchanged."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _MARKUP = re.compile(r"(`[^`]+`)|(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])")
-"""Code, or the inside of an emphasis."""
+"""Pattern of `code` (group 1) or *emphasised text* (group 2)."""
 
 
 def escape(name: str) -> str:
-    """Return a name as Markdown that shows it unchanged, in a paragraph or in a table's cell, on one line."""
+    """Return Markdown that shows a name unchanged on one line of a paragraph or of a table cell."""
     line = re.sub(r"[\x00-\x1f\x7f\u2028\u2029]+", " ", name)
     return re.sub(r"([\\`*\[\]|])", r"\\\1", line.translate(_ENTITIES))
 
 
 def marked(text: str) -> str:
-    """Return a paragraph as Markdown: *stars* emphasise, `backticks` mark code, and everything else is escaped."""
+    """Return a paragraph as Markdown; keep *emphasis* and `code`, escape everything else."""
     done, at = "", 0
     for found in _MARKUP.finditer(text):
         done += escape(text[at : found.start()]) + (found[1] or f"*{escape(found[2])}*")
@@ -27,7 +27,7 @@ def marked(text: str) -> str:
 
 
 def code(lines: Sequence[str]) -> str:
-    """Return lines as a block of code, whatever backticks are in them."""
+    """Return lines as a fenced code block; the lines may contain backticks."""
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
     return "\n".join([fence, *lines, fence])
@@ -35,15 +35,15 @@ def code(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells shown as they stand, below a marked-up caption where there is one."""
+    """Table of escaped cells below an optional caption, which may have markup."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     is_paper: bool = False
-    """Whether the numbers are the paper's, which look different from ours."""
+    """Whether the numbers are the paper's, which are shown in italics."""
     wordy: Sequence[int] = ()
-    """Columns that hold sentences. These and the first one are aligned to the left."""
+    """Numbers of the columns with sentences. These and the first column are aligned to the left."""
 
     def __str__(self) -> str:
         star = "*" if self.is_paper else ""

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def with_random_weights(name: str) -> str:
-    """Return what tables call the encoder `name` when it starts from random weights."""
+    """Return the name in tables of the encoder `name` with random weights."""
     return f"{name}, random weights"

@@ -1,6 +1,6 @@
-"""Pages from templates: Markdown, and the same page as one HTML file that loads nothing from outside.
+"""Pages from templates: Markdown, and the same page as one self-contained HTML file.
 
-The templates are the files in `templates/`. They get objects and show them; what is computed is computed in Python.
+The templates are the files in `templates/`. They only show values; Python computes them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FILTERS = {"name": escape, "marked": marked, "code": code}
 
 
 def require_packages(extra: str, *packages: str) -> None:
-    """Raise `UserError` that names the extra where one of the packages that a page needs is missing."""
+    """Raise `UserError` naming the extra to install if one of `packages` is missing."""
     for package in packages:
         if find_spec(package) is None:
             raise UserError(f"the page needs {package}: pip install 'megatron-ddrp[{extra}]'")
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template's text with these values, ended by one line break."""
+    """Return a template's text with these values and one final line break."""
     environment = Environment(
         loader=PackageLoader("megatron_ddrp.tasks"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -35,13 +35,13 @@ def render(template: str, **values: Any) -> str:
 
 
 def to_html(text: str, title: str, folder: Path) -> str:
-    """Return a page of Markdown as one HTML file; it holds its figures, which are files below `folder`."""
+    """Return a page of Markdown as one HTML file that contains its figures, which are files below `folder`."""
     from markdown import Markdown
     from markdown.inlinepatterns import SimpleTextInlineProcessor
     from markdown.treeprocessors import Treeprocessor
 
     class Finish(Treeprocessor):
-        """Put the figures into the page, and let wide tables scroll."""
+        """Step that puts the figures into the page and lets wide tables scroll."""
 
         def run(self, root: Any) -> None:
             for image in root.iter("img"):
@@ -53,7 +53,7 @@ def to_html(text: str, title: str, folder: Path) -> str:
                 scroll.append(table)
 
     converter = Markdown(extensions=["fenced_code", "tables"], output_format="html")
-    underscores = SimpleTextInlineProcessor("(_+)")  # names may hold them; they emphasise nothing
+    underscores = SimpleTextInlineProcessor("(_+)")  # names may contain underscores, which mean no emphasis here
     converter.inlinePatterns.register(underscores, "underscores", 75)
     converter.treeprocessors.register(Finish(converter), "finish", 0)
     return render("page.html.jinja", title=title, body=converter.convert(text))

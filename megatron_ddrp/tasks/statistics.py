@@ -1,4 +1,4 @@
-"""Means, spreads and paired differences over seeds and over test items, and the word for what they show."""
+"""Means, spreads and paired differences over seeds and over test items, and verdicts about them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 VISIBLE, NOT_VISIBLE, OPPOSITE, ONE_SEED = "visible", "not visible", "opposite", "one seed: no spread"
 
 BOOTSTRAP_SAMPLES = 2000
-"""Samples of every bootstrap. Their random numbers are the same each time, so that a page can be written again."""
+"""Number of samples of every bootstrap. The seed is fixed, so that a page can be reproduced."""
 BOOTSTRAP_SEED = 1234
 
 BySeed = Mapping[int, float]
-"""Seed → a value of one arm."""
+"""Seed → value of one arm."""
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return Student's 95 % interval of the mean of at least two values."""
+    """Return Student's 95 % interval of the mean of two or more values."""
     from scipy.stats import t
 
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
@@ -64,12 +64,12 @@ class Difference(Spread):
 
 
 def spread(values: BySeed) -> Spread | None:
-    """Return the spread of an arm's values; None where there is none."""
+    """Return the spread of an arm's values; None without a value."""
     return Spread(tuple(values[seed] for seed in sorted(values))) if values else None
 
 
 def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference | None:
-    """Return `first` − `second` at every common seed, with `relative` as a share of `second`; None without a seed."""
+    """Return `first` − `second` at every common seed; None without one. With `relative`, divide by `second`."""
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
@@ -77,7 +77,7 @@ def paired(first: BySeed, second: BySeed, relative: bool = False) -> Difference 
 
 
 def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
-    """Return (mean x, mean y, lowest y, highest y) at each point of curves that have the same points."""
+    """Return (mean x, mean y, lowest y, highest y) over curves, point by point, up to the end of the shortest curve."""
     points = []
     for at in zip(*curves, strict=False):
         values = [y for _, y in at]
@@ -86,11 +86,11 @@ def mean_and_band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple
 
 
 def bootstrap_macro_average(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the macro average (mean over groups of each group's mean) of every bootstrap sample, `[samples]`.
+    """Return the macro average (the mean of the groups' means) of every bootstrap sample, `[samples]`.
 
-    A sample draws as many groups as there are, with replacement, and from each drawn group as many items as it has
-    (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8, both levels with replacement). A
-    group of one item counts as it stands: for groups of which only the mean is known. `groups`: each `[items]`.
+    A sample draws groups with replacement, as many as there are, and items with replacement from each drawn group, as
+    many as it has (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). Each of `groups`
+    is `[items]`; a group whose mean alone is known has one item.
     """
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     drawn = generator.integers(len(groups), size=(BOOTSTRAP_SAMPLES, len(groups)))
@@ -98,14 +98,14 @@ def bootstrap_macro_average(groups: Sequence[np.ndarray]) -> np.ndarray:
     for number, group in enumerate(groups):
         places = drawn == number
         values, counts = np.unique(group, return_counts=True)
-        # Items of one value are alike, so how often each value is drawn is all that matters.
+        # Items with equal values are interchangeable, so only the number of draws per value matters.
         times = generator.multinomial(len(group), counts / len(group), size=np.count_nonzero(places))
         means[places] = times @ values / len(group)
     return means.mean(axis=1)
 
 
 def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
-    """Return the central 95 % of bootstrap samples `[samples]`."""
+    """Return the 2.5 % and 97.5 % quantiles of bootstrap samples `[samples]`."""
     low, high = np.quantile(samples, (0.025, 0.975))
     return float(low), float(high)
 
@@ -113,6 +113,6 @@ def percentile_interval(samples: np.ndarray) -> tuple[float, float]:
 def paired_bootstrap(differences: Sequence[np.ndarray]) -> tuple[float, float]:
     """Return the 95 % interval of the macro average of differences between two models on the same items.
 
-    `differences`: first − second model per item, one array `[items]` per group (one paradigm of minimal pairs).
+    `differences` has one array `[items]` per group (a paradigm of minimal pairs): first minus second model.
     """
     return percentile_interval(bootstrap_macro_average(differences))

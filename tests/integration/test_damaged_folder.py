@@ -36,7 +36,7 @@ def run(three_steps: Path, tmp_path: Path) -> Path:
 
 def told(stdout: str) -> list[str]:
     """The notices before the first step."""
-    return [line for line in stdout.splitlines() if " latest" in line or "/latest" in line or "passed over" in line]
+    return [line for line in stdout.splitlines() if " latest" in line or "/latest" in line or "skipped" in line]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_two_ranks_pass_a_damaged_state_over_together(
     path.write_text(json.dumps(state), encoding="utf-8")
     result = start_ranks(flags(save=run, load=run, train_iters=4), world_size=2).check()
     (line,) = told(result.stdout[0])
-    assert line.startswith(f"passed over {run / 'iter_0000003'}: state.json is damaged (") and reason in line
+    assert line.startswith(f"skipped {run / 'iter_0000003'}: state.json is damaged (") and reason in line
     assert "at step 2" in result.stdout[0] and [lines(stderr) for stderr in result.stderr] == [[], []]
 
 

@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     rows, wanted = training_rows(folder), tensors(newest(folder))
     damage(folder / "iter_0000006" / file)
     said = start_ranks(flags(save=folder, load=folder, train_iters=6, save_interval=2)).check().stdout[0]
-    (line,) = [line for line in said.splitlines() if line.startswith("passed over")]
+    (line,) = [line for line in said.splitlines() if line.startswith("skipped")]
     assert "iter_0000006" in line and reason in line and file in line
     assert f"resumed from {folder} at step 4" in said
     assert training_rows(folder) == rows

@@ -95,7 +95,7 @@ def test_a_damaged_latest_falls_back_to_the_newest_whole_checkpoint(damage, run)
     checkpoint.refuse_folders(run, run)
     flip(run / "iter_0000006" / FILE)
     name, told = chosen(run)
-    assert name == "iter_0000004" and len(told) == 2 and "passed over" in told[1]
+    assert name == "iter_0000004" and len(told) == 2 and "skipped" in told[1]
 
 
 @pytest.mark.parametrize("damage", LATEST_DAMAGES.values(), ids=LATEST_DAMAGES)
@@ -175,7 +175,7 @@ def test_a_damaged_state_is_passed_over(damage, run):
     damage(run / "iter_0000006")
     name, (line,) = chosen(run)
     assert name == "iter_0000004"
-    assert line.startswith(f"passed over {run / 'iter_0000006'}: state.json is ")
+    assert line.startswith(f"skipped {run / 'iter_0000006'}: state.json is ")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ READERS = {
 def test_every_reader_passes_a_changed_file_over_and_says_so(reader, run, capsys):
     flip(run / "iter_0000006" / FILE)
     told = reader(run) + capsys.readouterr().err
-    assert told.count(f"passed over {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
+    assert told.count(f"skipped {run / 'iter_0000006'}: {FILE} has the CRC-32 ") == 1
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)

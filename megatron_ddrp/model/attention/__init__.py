@@ -1,1 +1,1 @@
-"""The one attention: what it computes, and the backends that do."""
+"""The attention function: its logits, and the backends that compute it."""

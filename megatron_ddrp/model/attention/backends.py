@@ -1,9 +1,9 @@
-"""The one attention: logits (logits.py), mask, softmax, dropout, value, for every encoding.
+"""Attention for every encoding: logits (logits.py), mask, softmax, dropout, value.
 
-Backends: `eager` uses the logits A as they are and is the reference; `sdpa` hands everything but Q·K to torch's fused
-attention as a dense bias; `blocked` (blocked.py) works in cache-sized tiles and is the fastest on CPUs; `triton`
-(triton_attention.py) works in tiles with kernels of its own on GPUs and computes A again in the backward pass. Each
-takes an `Attending` and returns HCD's mean pairwise cosine as well, by the cheapest way it has.
+Backends: `eager` stores the logits A and is the reference. `sdpa` passes all terms but Q·K to torch's fused attention
+as a dense bias. `blocked` (blocked.py) works in cache-sized tiles and is the fastest on CPUs. `triton`
+(triton_attention.py) works in tiles on GPUs, with kernels of its own, and recomputes A in the backward pass. Each takes
+an `Attending` and also returns HCD's mean pairwise cosine, by its cheapest method.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
@@ -30,7 +30,7 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 
 
 def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Compute the reference: A is materialised, masked with a finite value and normalised in fp32 at least."""
+    """Compute the reference: store A, mask it with a finite value and normalise in fp32 or wider."""
     query, key, value, terms, document_ids, heads, dropout, *_ = attending
     logits = attention_logits(query, key, terms)
     allowed = allowed_pairs(document_ids, attending.window)
@@ -48,8 +48,8 @@ def eager_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     """Call torch's fused attention with a dense bias `[b, h, s, s]`.
 
-    Where the encoding adds nothing, full rows take no mask, so that flash attention serves; others, and any rows under
-    a window, go to varlen attention where it can serve, and take a mask `[b, 1, s, s]` where not.
+    If the encoding adds nothing to the logits, full rows need no mask, so flash attention can compute them. Other rows,
+    and all rows under a window, use varlen attention where it is available and a mask `[b, 1, s, s]` elsewhere.
     """
     attending, cosine = tapped_cosine(attending)
     query, key, value, terms, document_ids, _, dropout, *_ = attending
@@ -60,7 +60,7 @@ def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     elif mask is None and not attending.full:
         if attending.layout is not None and why_not_varlen(attending.demand) is None:
             return varlen_attention(attending), cosine
-        # A fully masked row of a boolean mask is NaN: let padding attend to padding, nobody reads it.
+        # A fully masked row of a boolean mask gives NaN, so padding attends to padding; its output is never read.
         allowed = allowed_pairs(document_ids, attending.window)
         mask = allowed | ~allowed.any(-1, keepdim=True)
     context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=terms.scale)
@@ -68,7 +68,7 @@ def sdpa_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
 
 
 def cpu_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Call `blocked_attention`, with HCD apart where it compares other logits or has a cheaper closed form."""
+    """Call `blocked_attention`; compute HCD separately if it compares other logits or has a cheaper closed form."""
     if attending.terms.compared is attending.terms and not attending.compares_content:
         return blocked_attention(attending)
     attending, cosine = tapped_cosine(attending)
@@ -85,9 +85,9 @@ def attend_from(
     dropout: float,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention of some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → the same.
+    """Compute attention for some queries only: `query` `[b, h, m, d]`, at `places` `[b, m]` of the sequence → the same.
 
-    `key`, `value` `[b, h, s, d]`. The queries stand at arbitrary places, so offsets are gathered, m·s of them.
+    `key`, `value` `[b, h, s, d]`. The queries' places are arbitrary, so m·s offsets are gathered.
     """
     batch, num_heads, count, _ = query.shape
     seq, terms = key.shape[2], terms.by_offset
@@ -114,39 +114,39 @@ def attend_from(
 
 
 def probabilities(logits: Tensor, allowed: Tensor, dropout: float) -> Tensor:
-    """Apply softmax over the allowed pairs, masked with a finite value, in fp32 at least; then dropout."""
+    """Return the softmax over the allowed pairs, masked with a finite value, in fp32 or wider; then apply dropout."""
     masked = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     return F.dropout(masked.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), dropout)
 
 
 def attention_map(attending: Attending) -> Tensor:
-    """Return the probabilities of every head before dropout, fp32 (or fp64) `[b, h, s, s]`, whatever the backend."""
+    """Return the probabilities of every head before dropout, fp32 (or fp64) `[b, h, s, s]`, for any backend."""
     logits = attention_logits(attending.query, attending.key, attending.terms)
     return probabilities(logits, allowed_pairs(attending.document_ids, attending.window), 0.0)
 
 
 BACKENDS: dict[str, Backend] = {"eager": eager_attention, "sdpa": sdpa_attention, "blocked": cpu_attention}
-"""Backends that run everywhere."""
+"""Backends that run on every device."""
 
 GPU_BACKENDS = {"triton": (triton_attention, why_not_triton)}
-"""Backends for some GPUs, each with the function that says why it cannot serve."""
+"""Backends for some GPUs, each with the function that returns the reason why it cannot run."""
 
 
 def backend_function(name: str) -> Backend:
-    """Return the attention of a backend's name."""
+    """Return the attention function of a backend."""
     return BACKENDS[name] if name in BACKENDS else GPU_BACKENDS[name][0]
 
 
 def refusal(name: str, demand: Demand) -> str | None:
-    """Say in one line why a backend cannot serve here; None where it can."""
+    """Return the reason why a backend cannot run here, in one line, or None if it can."""
     return GPU_BACKENDS[name][1](demand) if name in GPU_BACKENDS else None
 
 
 def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = True) -> tuple[str, str]:
-    """Return the backend that `--attention-backend` means for an encoding, and the reason in a few words.
+    """Return the backend that `--attention-backend` selects for an encoding, and the reason in a few words.
 
-    `in_logits` says whether the encoding adds anything to the logits, `full` whether this micro-batch's rows are one
-    document each, without padding; under a window that makes no difference.
+    `in_logits` is true if the encoding adds anything to the logits. `full` is true if each row of this micro-batch is
+    one document without padding; it makes no difference under a window.
     """
     if name != "auto":
         return name, "as asked for"
@@ -162,9 +162,9 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
 
 
 def _auto_with_terms(demand: Demand) -> tuple[str, str]:
-    """Choose for an encoding with terms in the logits.
+    """Choose a backend for an encoding with terms in the logits.
 
-    A bias that the whole batch shares is no exception: sdpa writes and sums its gradient as `[b, h, s, s]`.
+    Triton also serves a bias that the whole batch shares: sdpa would write and sum its gradient as `[b, h, s, s]`.
     """
     reason = why_not_triton(demand)
     if reason is None:
@@ -173,10 +173,10 @@ def _auto_with_terms(demand: Demand) -> tuple[str, str]:
 
 
 def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
-    """Choose for an encoding that adds nothing to the logits.
+    """Choose a backend for an encoding that adds nothing to the logits.
 
     For rows with padding or several documents varlen attention needs no mask but has no dropout. Triton's kernels have
-    it, and leave other documents out as well. Both leave out what lies outside of a window, which flash cannot.
+    dropout and skip other documents too. Both skip pairs outside the window, which flash attention cannot.
     """
     if demand.window is not None:
         return _auto_in_window(demand)
@@ -190,9 +190,9 @@ def _auto_without_terms(demand: Demand, full: bool) -> tuple[str, str]:
 
 
 def _auto_in_window(demand: Demand) -> tuple[str, str]:
-    """Choose for the local layers of an encoding that adds nothing to the logits."""
+    """Choose a backend for the local layers of an encoding that adds nothing to the logits."""
     if why_not_varlen(demand) is None:
         return "sdpa", "varlen for local layers"
     if why_not_triton(demand) is None:
-        return "triton", "leaves out what lies outside of a window"
+        return "triton", "skips pairs outside the window"
     return "sdpa", "works on every GPU; a mask for local layers"

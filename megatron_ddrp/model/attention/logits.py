@@ -1,9 +1,9 @@
-"""The attention logits A of every encoding, and what HCD (eq. 18) needs of them.
+"""Attention logits A of every encoding, and HCD's cosine of these logits (eq. 18).
 
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
-`attention_logits` materialises A and is the reference. HCD compares the logits of some heads by their inner products,
-which for content alone have a closed form. Names: b = batch, h = heads, s = sequence, d = head size.
+`attention_logits` stores A and is the reference. HCD compares the logits of some heads through their inner products,
+which have a closed form for content-only logits. Names: b = batch, h = heads, s = sequence, d = head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 
 
 def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
-    """Mark the pairs with the same non-zero document id, with a window those at most so far apart.
+    """Mark the pairs with the same non-zero document id; with a window, only those at most `window` tokens apart.
 
     `document_ids` `[b, s]` → bool `[b, 1, s, s]`.
     """
@@ -31,16 +31,16 @@ def allowed_pairs(document_ids: Tensor, window: int | None = None) -> Tensor:
 
 
 def position_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor | None:
-    """Return everything in A but Q·K·scale, `[1 or b, h, s, s]`, or None where the encoding adds nothing.
+    """Return A without Q·K·scale, `[1 or b, h, s, s]`, or None if the encoding adds nothing to the logits.
 
-    No `[s, s, d]` arises.
+    Never builds a tensor `[s, s, d]`.
     """
     parts, terms = [], terms.by_offset
     if terms.query_table is not None:
         per_offset = query @ terms.query_table.transpose(-1, -2)  # [b, h, s, num_relative]
         parts.append(spread(per_offset, terms.lowest, terms.highest) * terms.scale)
     if terms.key_table is not None:
-        # Row j of this matrix holds K_j·T^k by i − j, so its own "row − column" is j − i: bounds swap sign and place.
+        # Row j of this matrix holds K_j·T^k by i − j. Its "row − column" is j − i, so the bounds swap and change sign.
         per_offset = (key @ terms.key_table.transpose(-1, -2)).flip(-1)
         parts.append(spread(per_offset, -terms.highest, -terms.lowest).transpose(-1, -2) * terms.scale)
     if terms.bias is not None:
@@ -59,14 +59,14 @@ def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor
 
 
 def choose_heads(terms: PositionTerms, heads: Tensor) -> PositionTerms:
-    """Return the terms of some heads; tensors that all heads share stay as they are."""
+    """Return the terms of some heads; tensors that all heads share stay unchanged."""
     return terms.map(lambda x, dimension: x if x.shape[dimension] == 1 else x.index_select(dimension, heads))
 
 
 def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor:
-    """Return the mean pairwise cosine of the compared heads, whose parts are given, by the cheapest closed form.
+    """Return the mean pairwise cosine of the compared heads by the cheapest closed form.
 
-    `query`, `key` `[b, m′, s, d]` → `[b, documents]`.
+    `query`, `key` `[b, m′, s, d]` and `terms` hold the compared heads only. → `[b, documents]`.
     """
     if query.dtype.itemsize < 4:
         query, key = query.float(), key.float()
@@ -81,11 +81,11 @@ def _cosine(attending: Attending, query: Tensor, key: Tensor, terms: PositionTer
 
 
 class _TapHeads(torch.autograd.Function):
-    """Returns x and some of its heads.
+    """x and some of its heads.
 
     The backward pass adds the heads' gradient into the gradient of x in place. `index_select` would fill a tensor as
-    large as x with zeros and add all of it, several times the cost of HCD itself. So whatever else reads x must give
-    it a gradient tensor of its own, as matrix products and torch's fused attention do.
+    large as x with zeros and add all of it, which costs several times as much as HCD itself. Every other reader of x
+    must therefore return a gradient tensor of its own, as matrix products and torch's fused attention do.
     """
 
     @staticmethod
@@ -100,7 +100,7 @@ class _TapHeads(torch.autograd.Function):
 
 
 def tapped_cosine(attending: Attending) -> tuple[Attending, Tensor | None]:
-    """Return a call of attention without HCD, and HCD's mean pairwise cosine summed over the counted documents."""
+    """Return the call of attention without HCD, and HCD's mean pairwise cosine summed over the counted documents."""
     query, key, terms, heads = attending.query, attending.key, attending.terms.compared, attending.heads
     if not len(heads):
         return attending, None

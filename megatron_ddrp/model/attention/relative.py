@@ -1,12 +1,12 @@
-"""Between relative offsets and pairs without a gather: `[.., n, num_relative]` ↔ `[.., n, n]`.
+"""Conversion between relative offsets and pairs without a gather: `[.., n, num_relative]` ↔ `[.., n, n]`.
 
-The rows of a relative table serve the offsets i − j = highest, …, lowest. In a buffer whose n rows are
-n + num_relative − 1 long, the offsets of a row stand side by side, and each row's band begins one place to the right of
-the band above. So the band is a strided view, with one clipped bin on its left and one on its right. Spreading offsets
-over pairs takes two writes, and its adjoint one read and two sums, without the atomic additions of a scatter on GPUs.
+The rows of a relative table serve the offsets i − j = highest, …, lowest. Take a buffer of n rows, each
+n + num_relative − 1 long. The offsets of a row are adjacent, and each row's band begins one place to the right of the
+band above, so the band is a strided view, with one clipped bin on its left and one on its right. Spreading offsets over
+pairs takes two writes, and its adjoint one read and two sums, without the atomic additions of a scatter on GPUs.
 
-Offsets are taken between *rows*. Within a document positions run 0, 1, …, so i − j of the rows is i − j of the
-positions; pairs of two documents get a value that the attention mask then removes.
+Offsets are differences of *rows*. Within a document positions are 0, 1, …, so i − j of the rows equals i − j of the
+positions; pairs of two documents get a value that the attention mask removes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _band(padded: Tensor, num_relative: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _left_of_band(rows: int, num_relative: int, device: torch.device) -> Tensor:
-    """Mark the columns before the band of their row, bool `[t, t + num_relative − 1]`."""
+    """Mark the columns before each row's band, bool `[t, t + num_relative − 1]`."""
     column = torch.arange(rows + num_relative - 1, device=device)
     return column < torch.arange(rows, device=device)[:, None]
 
@@ -35,7 +35,7 @@ def spread_values(per_offset: Tensor, highest: int) -> Tensor:
     """Spread `[.., n, num_relative]` to `[.., n, n]` (a view with longer rows), without autograd."""
     n, num_relative = per_offset.shape[-2:]
     left = _left_of_band(n, num_relative, per_offset.device)
-    # `where` keeps the strides of a transposed input; the band's strides hold for a contiguous buffer only.
+    # `where` keeps the strides of a transposed input, but the band's strides need a contiguous buffer.
     padded = torch.where(left, per_offset[..., -1:], per_offset[..., :1]).contiguous()  # [.., n, n + num_relative − 1]
     _band(padded, num_relative).copy_(per_offset.flip(-1))
     return padded[..., highest : highest + n]
@@ -48,7 +48,7 @@ def collect_values(per_pair: Tensor, num_relative: int, highest: int) -> Tensor:
     padded[..., highest : highest + n] = per_pair
     per_offset = _band(padded, num_relative).flip(-1)
     left = _left_of_band(n, num_relative, per_pair.device)
-    dtype = torch.promote_types(per_pair.dtype, torch.float32)  # `after` is a difference: half precision would cancel
+    dtype = torch.promote_types(per_pair.dtype, torch.float32)  # `after` is a difference, so it needs precision
     before = padded.masked_fill(~left, 0).sum(-1, dtype=dtype)  # [.., n]
     after = per_pair.sum(-1, dtype=dtype) - per_offset.sum(-1, dtype=dtype) - before
     per_offset[..., -1] += before

@@ -1,6 +1,6 @@
 """BERT's learned absolute positions (Devlin et al., arXiv:1810.04805; eq. 1–2 of the DDRP paper).
 
-    A[i,j] = Q_i·K_j / √d,    the position embedding of i being added to the input of the first layer.
+    A[i,j] = Q_i·K_j / √d,    where the position embedding of i is added to the input of the first layer.
 
 No departure from the paper.
 """

@@ -3,10 +3,10 @@
     A[i,j] = Q_i·K_j / √d − m_h·|i − j|
     m_h = 2^(−8(h+1)/H),  h = 0, …, H − 1, for H heads, a power of two
 
-i = query, j = key. For other H, with P the largest power of two below: the slopes of P heads, then every other one of
-2P heads from the first on, as many as are missing. Nothing is learned: `--relative-distance` is refused, and
+i = query, j = key. For other H, let P be the largest power of two below H: take the slopes of P heads, then every other
+slope of 2P heads, starting with the first, until there are H. Nothing is learned: `--relative-distance` is refused, and
 `--relative-table` changes nothing. HCD compares the logits without this bias: the heads' biases are multiples of one
-another, so their cosine would be near 1 whatever the model learns.
+another, so their cosine would be near 1 for every model.
 """
 
 import torch
@@ -16,7 +16,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 
 
 class Alibi(PositionEncoding):
-    """ALiBi's encoding; `heads` are the numbers of the heads that are here."""
+    """ALiBi's encoding; `heads` holds the numbers of this module's heads."""
 
     is_relative = True
     relative_distance = None
@@ -43,7 +43,7 @@ class Alibi(PositionEncoding):
 
 
 def slopes(heads: Tensor, num_heads: int) -> Tensor:
-    """Return m of the heads numbered `heads` int64 `[n]`, of `num_heads` in all: float64 `[n]`."""
+    """Return m of the heads numbered `heads` int64 `[n]`, of `num_heads` in total: float64 `[n]`."""
     power = 1 << (num_heads.bit_length() - 1)
     number = torch.where(heads < power, 2 * (heads + 1), 2 * (heads - power) + 1)  # m = 2^(−8 · number / 2P)
     return (-4 * number.double() / power).exp2()

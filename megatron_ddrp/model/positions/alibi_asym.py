@@ -1,13 +1,13 @@
-"""ALiBi with slopes of its own for each direction, learned (variant 3 in the notes of ALiBi's released code).
+"""ALiBi with separate learned slopes for each direction (variant 3 in the notes of ALiBi's released code).
 
     A[i,j] = Q_i·K_j / √d − m^L_h·(i − j)₊ − m^R_h·(j − i)₊,    m = softplus(a)
 
-i = query, j = key; x₊ = max(x, 0), so m^L_h acts on keys to the left. a^L and a^R are `[heads]` each, shared by all
-layers unless `--relative-table per-layer`. `--relative-distance` is refused.
+i = query, j = key; x₊ = max(x, 0), so m^L_h acts on keys to the left. a^L and a^R are `[heads]` each; all layers share
+them unless `--relative-table per-layer` is given. `--relative-distance` is refused.
 
 Departures: the notes give no initialisation that keeps slopes positive. Ours start at the symmetric slopes of
-`alibi.py`, left and right alike, and softplus keeps them above 0. Weight decay does not act on a: a = 0 is no smaller
-slope but ln 2, steeper than every slope that a head starts with. HCD compares logits with this bias, since it is
+`alibi.py` in both directions, and softplus keeps them above 0. Weight decay does not act on a, because a = 0 means a
+slope of ln 2, steeper than every slope that a head starts with. HCD compares logits with this bias, since it is
 learned.
 """
 
@@ -34,7 +34,7 @@ class AlibiAsym(PositionEncoding):
         self.left, self.right = nn.Parameter(start), nn.Parameter(start.clone())
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Return (v `[heads, 2·seq − 1]`,) in fp32 at least, for the offsets i − j = −(seq − 1), …, seq − 1."""
+        """Return (v `[heads, 2·seq − 1]`,) in fp32 or wider, for the offsets i − j = −(seq − 1), …, seq − 1."""
         length = position_ids.shape[1]
         wide = torch.promote_types(self.left.dtype, torch.float32)
         to_left, to_right = (F.softplus(a.to(wide)).unsqueeze(1) for a in (self.left, self.right))  # [heads, 1]

@@ -2,10 +2,12 @@
 
     A[i,j] = Q_i · (K_j + K^r[σ(i,j)]) / √d,    σ(i,j) = clip(i − j, −r_s, r_s − 1) + r_s
 
-i = query, j = key. `K^r` is `[2·r_s, d]`, shared by the heads, and by all layers unless `--relative-table per-layer`.
+i = query, j = key. `K^r` is `[2·r_s, d]`; all heads share it, and all layers too unless `--relative-table per-layer` is
+given.
 
-Departures: Shaw et al. also add a table to the values, which the DDRP paper leaves out for every model; they index by
-j − i and clip at ±k, 2·k + 1 rows. The DDRP paper's 2·r_s rows make the clip one step shorter to the left of the key.
+Departures: Shaw et al. also add a table to the values, which the DDRP paper omits for every model. They index by j − i
+and clip at ±k, which gives 2·k + 1 rows. With the DDRP paper's 2·r_s rows, offsets with the key to the left are clipped
+one step earlier.
 """
 
 from torch import Tensor

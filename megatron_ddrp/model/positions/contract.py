@@ -1,11 +1,11 @@
-"""The contract between position encodings and the one attention: an encoding hands over data, not a code path.
+"""The contract between position encodings and attention: an encoding returns data and adds no code path.
 
     A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
 i is the query and j the key. Every relative encoding uses `r(i,j) = clip(i − j, lowest, highest) − lowest`, so two
-integers say which row of a table serves which pair. Bucketed distances fit as well: `table_row` says which offsets
-share a row of the tables. Q and K may be rotated first (`LayerPositions.rotate`). Attention never asks which encoding
-it serves.
+integers decide which row of a table serves which pair. Bucketed distances fit as well: `table_row` names the offsets
+that share a row of the tables. Q and K may be rotated first (`LayerPositions.rotate`). Attention never asks which
+encoding it serves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class Sizes(Protocol):
-    """The settings of a model that an encoding may read. `ModelConfig` has them, and so has an exported folder's."""
+    """Settings of a model that an encoding may read. `ModelConfig` and an exported folder's configuration have them."""
 
     @property
     def num_layers(self) -> int: ...
@@ -49,33 +49,33 @@ class Sizes(Protocol):
 
 
 HEAD_DIMENSIONS: Mapping[str, int] = MappingProxyType({"query_table": 0, "key_table": 0, "bias": 1, "offset_bias": 0})
-"""Tensor fields of `PositionTerms` → the dimension along which their heads lie, of size 1 where heads share."""
+"""Tensor field of `PositionTerms` → dimension of its heads, which has size 1 if all heads share the tensor."""
 
 
 @dataclass(frozen=True)
 class PositionTerms:
-    """The position part of the attention logits for one forward pass."""
+    """Position part of the attention logits for one forward pass."""
 
     scale: float
-    """Factor on the content and table terms."""
+    """Factor of the content and table terms."""
     query_table: Tensor | None = None
-    """T^q `[1 or heads, num_relative, head_dim]`; 1 = shared by the heads. `[1 or heads, rows, head_dim]` with
-    `table_row`."""
+    """T^q `[1 or heads, num_relative, head_dim]`; 1 = shared by the heads. With `table_row`, `[1 or heads, rows,
+    head_dim]`."""
     key_table: Tensor | None = None
-    """T^k, shaped as T^q."""
+    """T^k, of the same shape as T^q."""
     bias: Tensor | None = None
-    """B `[1 or batch, heads, seq, seq]`, added unscaled."""
+    """B `[1 or batch, heads, seq, seq]`, added without the scale."""
     lowest: int = 0
     """Smallest i − j with a row of its own; this row also serves all smaller ones."""
     highest: int = 0
     """Largest i − j with a row of its own; this row also serves all larger ones."""
     offset_bias: Tensor | None = None
-    """v `[1 or heads, num_relative]`, added unscaled."""
+    """v `[1 or heads, num_relative]`, added without the scale."""
     biases_compared: bool = True
-    """Whether HCD compares B and v with the rest of the logits. An encoding without parameters says no: its heads'
-    biases are alike whatever the model learns."""
+    """True if HCD compares B and v with the rest of the logits. False suits encodings without parameters: their heads'
+    biases are alike for every model."""
     table_row: Tensor | None = None
-    """int64 `[num_relative]`, never falling: the row of T^q and T^k that serves each offset. None: each has its own."""
+    """int64 `[num_relative]`, non-decreasing: row of T^q and T^k for each offset. None: each offset has its own row."""
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
@@ -88,7 +88,7 @@ class PositionTerms:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensor fields, in the order of `HEAD_DIMENSIONS`."""
+        """Tensor fields, in the order of `HEAD_DIMENSIONS`."""
         return tuple(getattr(self, name) for name in HEAD_DIMENSIONS)
 
     @property
@@ -97,7 +97,7 @@ class PositionTerms:
 
     @property
     def by_offset(self) -> PositionTerms:
-        """The same terms with a row of the tables for each offset: these themselves, unless offsets share rows."""
+        """These terms with one table row per offset, or themselves if no offsets share a row."""
         row = self.table_row
         if row is None:
             return self
@@ -106,13 +106,13 @@ class PositionTerms:
 
     @property
     def compared(self) -> PositionTerms:
-        """The terms of the logits that HCD compares: these themselves, unless it leaves out the biases."""
+        """Terms of the logits that HCD compares: these, without the biases unless `biases_compared`."""
         if self.biases_compared or (self.bias is None and self.offset_bias is None):
             return self
         return replace(self, bias=None, offset_bias=None)
 
     def within(self, window: int) -> PositionTerms:
-        """Return the terms for attention over the offsets −window, …, window alone: other rows are left out."""
+        """Return the terms for attention over the offsets −window, …, window, without the rows of other offsets."""
         lowest, highest = max(self.lowest, -window), min(self.highest, window)
         if (lowest, highest) == (self.lowest, self.highest):
             return self
@@ -126,115 +126,115 @@ class PositionTerms:
         return PositionTerms(self.scale, *fields)
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> PositionTerms:
-        """Return the terms with other tensor fields, given in the order of `HEAD_DIMENSIONS`."""
+        """Return these terms with other tensor fields, in the order of `HEAD_DIMENSIONS`."""
         return replace(self, **dict(zip(HEAD_DIMENSIONS, tensors, strict=True)))  # type: ignore[arg-type]
 
     def map(self, function: Callable[[Tensor, int], Tensor]) -> PositionTerms:
-        """Apply `function(tensor, dimension of its heads)` to every tensor field that is set."""
+        """Apply `function(tensor, dimension of its heads)` to every tensor field that is set, and return the terms."""
         pairs = zip(self.tensors, HEAD_DIMENSIONS.values(), strict=True)
         return self.with_tensors(None if x is None else function(x, dimension) for x, dimension in pairs)
 
 
 Map = Callable[[Tensor], Tensor]
-"""A linear map of hidden states onto the heads that are here, `[.., hidden]` → `[.., heads · head_dim]`."""
+"""Linear map of hidden states to this module's heads, `[.., hidden]` → `[.., heads · head_dim]`."""
 
 NOTHING_BY_HEAD: Mapping[str, int] = MappingProxyType({})
 
 PROJECTIONS_BY_HEAD: Mapping[str, int] = MappingProxyType(
     {f"{projection}.{kind}": 0 for projection in ("query", "key") for kind in ("weight", "bias")}
 )
-"""The weights and biases of linear maps `query` and `key` onto all heads, for `by_head`."""
+"""Weights and biases of linear maps `query` and `key` to all heads, for `by_head`."""
 
 
 class LayerPositions(nn.Module):
-    """Base of an encoding's part in every layer."""
+    """Base of the part of an encoding that each layer has of its own."""
 
     is_local = False
-    """Whether the layer attends within `--local-attention` alone; each layer sets it on its own part."""
+    """True if the layer attends within `--local-attention` only; each layer sets it on its own part."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
-    """Parameters and buffers that belong to single heads → the dimension along which the heads lie."""
+    """Parameters and buffers that belong to single heads → dimension of the heads."""
 
     uses_maps = False
-    """Whether `of_layer` applies the layer's maps: then every tensor of `terms` has its own part for each head."""
+    """True if `of_layer` applies the layer's maps; then every tensor of `terms` has a separate part per head."""
 
     def __init__(self, config: Sizes) -> None:
         super().__init__()
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Map the shared tensors to this layer's tensors; by default they are the same."""
+        """Return this layer's tensors for the tensors that layers share; by default they are the same."""
         return tensors
 
     def of_layer(self, tensors: tuple[Tensor, ...], query: Map, key: Map) -> tuple[Tensor, ...]:
-        """Return what `forward` gives; a part that needs the layer's maps of queries and keys overrides it."""
+        """Return `forward`'s result. A part that needs the layer's maps of queries and keys overrides this."""
         return self(tensors)
 
     def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
-        """Turn queries or keys `[batch, heads, seq, head_dim]` by their positions `[batch, seq]`; by default not."""
+        """Rotate queries or keys `[batch, heads, seq, head_dim]` by positions `[batch, seq]`; default: no rotation."""
         return states
 
 
 class PositionEncoding(nn.Module):
     """Base of the encodings that `config/registry.py` names.
 
-    `forward` computes the tensors that depend on parameters, once a pass for a shared table or once a layer; `terms`
-    names them. The two are apart because the tensors travel between pipeline stages and their names need not.
+    `forward` computes the tensors that depend on parameters, once per pass for a shared table or once per layer;
+    `terms` names them. They are separate because the tensors travel between pipeline stages and their names need not.
     """
 
     is_relative = False
-    """Whether the logits depend on i − j; the analysis of the triangle effect takes such encodings."""
+    """True if the logits depend on i − j; the analysis of the triangle effect accepts such encodings."""
 
     relative_distance: int | None = 64
     """Default of `--relative-distance`; None for an encoding that refuses the flag."""
 
     in_logits = True
-    """Whether the encoding adds anything to the attention logits."""
+    """True if the encoding adds anything to the attention logits."""
 
     adds_absolute_embedding = False
-    """Whether, by default, a learned absolute position embedding joins the input (`--absolute-embedding`)."""
+    """True if, by default, a learned absolute position embedding is added to the input (`--absolute-embedding`)."""
 
     decodes_absolute = False
-    """Whether, by default, absolute positions join just before the masked-LM head (enhanced mask decoder)."""
+    """True if, by default, absolute positions are added just before the masked-LM head (enhanced mask decoder)."""
 
     limits_length = False
-    """Whether sequences longer than `seq_length` have no positions."""
+    """True if tokens beyond `seq_length` have no position."""
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
-    """Parameters and buffers that belong to single heads → the dimension along which the heads lie.
+    """Parameters and buffers that belong to single heads → dimension of the heads.
 
-    All other parameters serve all heads. Where some belong to single heads, here or in `layer_part`, every tensor of
-    `terms` must have its own part for each head.
+    All heads share the other parameters. If any parameter belongs to single heads, here or in `layer_part`, every
+    tensor of `terms` must have a separate part per head.
     """
 
     gains: frozenset[str] = frozenset()
-    """Parameters on which weight decay does not act, since 0 is no small value of them: factors around 1, as a
-    LayerNorm's weights are, and the arguments of a softplus."""
+    """Parameters without weight decay, because 0 is not a small value for them: factors around 1, like a LayerNorm's
+    weights, and arguments of a softplus."""
 
     layer_part: type[LayerPositions] = LayerPositions
-    """What each layer does to the tensors before `terms` names them."""
+    """Class of the part that each layer has of its own; it maps the tensors before `terms` names them."""
 
     def __init__(self, config: Sizes) -> None:
         super().__init__()
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors of `terms` for `position_ids` int64 `[batch, seq]`; those of integers learn nothing."""
+        """Return the tensors of `terms` for `position_ids` int64 `[batch, seq]`; integer tensors get no gradient."""
         return ()
 
     def of_rows(self, position_ids: Tensor, restarts: bool) -> tuple[Tensor, ...]:
-        """Return what `forward` gives, where the caller knows whether any row counts anew after its first token.
+        """Return `forward`'s result; `restarts` is true if a row restarts its positions after its first token.
 
-        An encoding that needs to know overrides it, since reading `position_ids` means waiting for a GPU.
+        An encoding that depends on `restarts` overrides this, since reading `position_ids` means waiting for a GPU.
         """
         return self(position_ids)
 
     @staticmethod
     def refusal(config: Sizes) -> str | None:
-        """Say in one line why the encoding cannot serve a model of these sizes; None where it can."""
+        """Return the reason why the encoding cannot serve a model of these sizes, in one line, or None if it can."""
         return None
 
     @staticmethod
     def terms(config: Sizes, tensors: tuple[Tensor, ...]) -> PositionTerms:
-        """Name the tensors that `forward` gave."""
+        """Return the terms made of the tensors from `forward`."""
         return PositionTerms(scale=config.head_dim**-0.5)
 
 

@@ -4,17 +4,17 @@
     ρ(i,j)  = 0 for i = j, 1 for i < j (the key is to the right), 2 for i > j                  (eq. 11)
     δ(i,j)  = |clip(i − j, −(r_s−1), r_s−1)|                                                   (eq. 12)
 
-i = query, j = key. `D` is `[3, d]`, `K^rd` is `[r_s, d]`; both are shared by the heads, and by all layers unless
-`--relative-table per-layer`. That is 3·d + r_s·d parameters, 4,288 for a base model, as section 5.4 counts.
+i = query, j = key. `D` is `[3, d]` and `K^rd` is `[r_s, d]`; all heads share both, and all layers too unless
+`--relative-table per-layer` is given. That is 3·d + r_s·d parameters, 4,288 for a base model, as in section 5.4.
 
-Closed gaps: eq. 12 leaves the clip's bounds open; r_s − 1 makes δ use exactly the r_s rows that the paper counts. The
-initialisation is not given. Departures: `D` is drawn around 1 with a deviation of 0.5 (`--direction-init spread`), all
-else as every embedding is, and weight decay, which pulls towards 0, does not act on this gain. With both around 0
-(`embedding`) their product starts, and for thousands of steps stays, too small to learn from. With `D` close to 1
-(`ones`) the rows for +k and −k start equal and stay so. docs/results.md has the measurements.
+Closed gaps: eq. 12 leaves the clip's bounds open; with r_s − 1, δ uses exactly the r_s rows that the paper counts. The
+paper gives no initialisation. Departures: `D` is drawn around 1 with a deviation of 0.5 (`--direction-init spread`),
+and weight decay, which pulls towards 0, does not act on it; `K^rd` is drawn like every embedding. If both start around
+0 (`embedding`), their product is too small to learn from, and stays so for thousands of steps. If `D` starts close to 1
+(`ones`), the rows for +k and −k start equal and stay equal. docs/results.md has the measurements.
 
 Open reading: the paper does not say whether BERT's absolute embedding stays in the input. Its parameter count "compared
-with BERT" reads literally only if it stays. Ours leaves it out; `--absolute-embedding` puts it back.
+with BERT" holds literally only if it stays. Ours omits it; `--absolute-embedding` adds it.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ DIRECTION_INITS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "free": lambda noise, std: noise,
     "embedding": lambda noise, std: std * noise,
 }
-"""Name in `--direction-init` → initial D from standard normal `noise` `[3, head_dim]` and `init_method_std`."""
+"""Value of `--direction-init` → initial D from standard normal `noise` `[3, head_dim]` and `init_method_std`."""
 
 
 class Ddrp(PositionEncoding):
@@ -63,5 +63,5 @@ class Ddrp(PositionEncoding):
 
 
 def _reach(relative_distance: int) -> int:
-    """Return the largest |i − j| with a row of its own: r_s − 1, but 1 for r_s = 1, where ρ alone differs."""
+    """Return the largest |i − j| with a row of its own: r_s − 1, or 1 if r_s = 1, because ρ still has three values."""
     return max(relative_distance - 1, 1)

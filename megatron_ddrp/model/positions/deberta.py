@@ -3,12 +3,13 @@
     A[i,j] = ( Q_i·K_j + Q_i·(P W^{K,r})[δ(i,j)] + K_j·(P W^{Q,r})[δ(i,j)] ) / √(3d)
     δ(i,j) = clip(i − j + k, 0, 2k − 1)
 
-i = query, j = key. `P` is `[2k, D]`, shared by all layers unless `--relative-table per-layer`; the projections are each
-layer's own, `W^{K,r}` without and `W^{Q,r}` with a bias. k is `--relative-distance`, 64 in the DDRP paper's comparison.
+i = query, j = key. `P` is `[2k, D]`; all layers share it unless `--relative-table per-layer` is given. Each layer has
+its own projections, `W^{K,r}` without a bias and `W^{Q,r}` with one. k is `--relative-distance`, 64 in the DDRP paper's
+comparison.
 
-Departures: the paper indexes the last term (position to content) by δ(j,i); the released code and Hugging Face's port
-index it by δ(i,j), and so do we. Absolute positions join in the enhanced mask decoder (`model/heads.py`), not here. As
-in the released code, dropout acts on P in every layer.
+Departures: the paper indexes the last term (position to content) by δ(j,i). The released code and Hugging Face's port
+use δ(i,j), and so do we. Absolute positions are added in the enhanced mask decoder (`model/heads.py`), not here. As in
+the released code, dropout acts on P in every layer.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""DeBERTa's attention as of version 2 and 3 (He et al., arXiv:2111.09543, and the released code of v2 and v3).
+"""DeBERTa's attention from version 2 on (He et al., arXiv:2111.09543, and the released code of v2 and v3).
 
     A[i,j] = ( Q_i·K_j + Q_i·(R̃ W^K + b^K)[δ(i,j)] + K_j·(R̃ W^Q + b^Q)[δ(i,j)] ) / √(3d)
     R̃ = LayerNorm(R),    δ(i,j) = clip(bucket(i − j) + b, 0, 2b − 1)
     bucket(x) = x for |x| ≤ b/2, else sign(x)·( ⌈ ln(|x| / (b/2)) / ln((M − 1) / (b/2)) · (b/2 − 1) ⌉ + b/2 )
 
-i = query, j = key; R is `[2b, D]`. b is `--relative-distance`, 256 unless given, and M is `--seq-length`; the buckets
-depend on both. W^K, b^K, W^Q and b^Q are the layer's own content projections (`share_att_key`), so that table and
-LayerNorm are all that is learned here. Both are shared by all layers unless `--relative-table per-layer`. Dropout acts
-on R̃ in every layer, before it is projected. Larger distances than M − 1 have the bucket of M − 1, as in the released
-code; Hugging Face's port reads other rows there.
+i = query, j = key; R is `[2b, D]`. b is `--relative-distance`, 256 by default, and M is `--seq-length`; the buckets
+depend on both. W^K, b^K, W^Q and b^Q are the layer's own content projections (`share_att_key`), so only the table and
+the LayerNorm are learned here. All layers share both unless `--relative-table per-layer` is given. Dropout acts on R̃
+in every layer, before the projection. Distances above M − 1 have the bucket of M − 1, as in the released code; Hugging
+Face's port reads other rows there.
 
 Departures: the enhanced mask decoder is off unless `--deberta-emd` is given, since ELECTRA's objective needs none and
 Hugging Face's port has none. The convolution of the two largest v2 models is left out.
@@ -44,7 +44,7 @@ class SharedProjections(LayerPositions):
 
 
 class DebertaV2(PositionEncoding):
-    """DeBERTa's encoding as of version 2; `relative` is R."""
+    """DeBERTa's encoding from version 2 on; `relative` is R."""
 
     is_relative = True
     relative_distance = 256
@@ -60,7 +60,7 @@ class DebertaV2(PositionEncoding):
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Return (R̃ `[rows, D]`, row of each offset i − j = −(seq − 1), …, seq − 1, int64 `[2·seq − 1]`).
 
-        The rows of R̃ are those that a sequence of this length reads.
+        R̃ has only the rows that a sequence of this length reads.
         """
         length = position_ids.shape[1]
         reach = self.buckets

@@ -1,8 +1,8 @@
-"""No positions at all.
+"""An encoder without positions.
 
     A[i,j] = Q_i·K_j / √d
 
-A control: an encoder without positions sees a bag of tokens, whose order changes no hidden state.
+A control: without positions the encoder sees a bag of tokens, so their order changes no hidden state.
 `--relative-distance` is refused, and `--relative-table` changes nothing.
 """
 
@@ -10,7 +10,7 @@ from megatron_ddrp.model.positions.contract import PositionEncoding
 
 
 class Nope(PositionEncoding):
-    """Encoding that adds nothing anywhere."""
+    """Encoding without any position information."""
 
     in_logits = False
     relative_distance = None

@@ -1,14 +1,14 @@
 """Rotary positions (Su et al., RoFormer, arXiv:2104.09864, eq. 34).
 
     A[i,j] = (R_i Q_i)·(R_j K_j) / √d
-    R_p turns the pair (x_t, x_{t + d/2}) by the angle p · θ^(−2t/d),  t = 0, …, d/2 − 1
+    R_p rotates the pair (x_t, x_{t + d/2}) by the angle p · θ^(−2t/d),  t = 0, …, d/2 − 1
 
-i = query, j = key. A rotation by i undone by a rotation by j depends on i − j alone. Values are not rotated. θ is
-`--rope-theta`, 10000 in the paper, and in layers with `--local-attention` `--local-rope-theta`. Nothing is learned:
+i = query, j = key. The product of two rotated vectors depends on i − j alone. Values are not rotated. θ is
+`--rope-theta`, 10000 in the paper; layers with `--local-attention` use `--local-rope-theta`. Nothing is learned:
 `--relative-distance` is refused, and `--relative-table` changes nothing.
 
 Departure: the paper pairs neighbours, (x_{2t}, x_{2t+1}). We pair the two halves of a head, as ModernBERT and Llama do
-in transformers. The rows of W^Q and W^K in the order 0, 2, 4, …, 1, 3, 5, … per head turn one model into the other.
+in transformers. Reordering the rows of W^Q and W^K to 0, 2, 4, …, 1, 3, 5, … per head turns one model into the other.
 """
 
 import torch
@@ -21,8 +21,8 @@ class Rotation(LayerPositions):
     """Rotation of queries and keys in one layer.
 
     Attributes:
-        theta: θ where the layer attends to whole documents. Training may change it; each call reads it.
-        local_theta: θ where the layer is local; None: as `theta`.
+        theta: θ of layers that attend to whole documents. Training may change it; each call reads it.
+        local_theta: θ of local layers; None means `theta`.
     """
 
     def __init__(self, config: Sizes) -> None:
@@ -45,14 +45,14 @@ class Rotation(LayerPositions):
 
 
 def set_theta(model: nn.Module, theta: float) -> None:
-    """Give every rotation of a model another θ, from the next pass on; local layers with a θ of their own keep it."""
+    """Set θ of every rotation in a model, from the next pass on. Local layers with a θ of their own keep it."""
     for module in model.modules():
         if isinstance(module, Rotation):
             module.theta = theta
 
 
 class Rope(PositionEncoding):
-    """Encoding that consists of the rotation in every layer."""
+    """Encoding by a rotation of queries and keys in every layer."""
 
     is_relative = True
     in_logits = False

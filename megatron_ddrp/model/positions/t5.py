@@ -2,12 +2,12 @@
 
     A[i,j] = Q_i·K_j / √d + β[bucket(j − i), h]
 
-i = query, j = key. β is `[32, heads]`, 16 buckets per direction, shared by all layers unless `--relative-table
-per-layer`; row 16 is never used. Up to 7 every distance has its own bucket. Wider buckets follow, up to
-`--relative-distance` (128 as in the released code), from where one bucket serves all larger distances.
+i = query, j = key. β is `[32, heads]`, 16 buckets per direction; all layers share it unless `--relative-table
+per-layer` is given. Row 16 is never used. Each distance up to 7 has its own bucket. Wider buckets follow up to
+`--relative-distance` (128, as in the released code); all larger distances share the last bucket.
 
-Departures: T5 leaves out the 1/√d and starts the weights smaller instead. Its table starts around 0 with a deviation of
-hidden_size^(−1/2), ours with `--init-method-std`, as every embedding does.
+Departures: T5 omits the 1/√d and starts its weights smaller instead. T5 draws its table with a deviation of
+hidden_size^(−1/2), ours uses `--init-method-std`, like every embedding.
 """
 
 import torch

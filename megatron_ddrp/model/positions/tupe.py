@@ -1,22 +1,22 @@
-"""TUPE: untied absolute positions, and T5's relative bias on top (Ke et al., arXiv:2006.15595; the seeds' slides).
+"""TUPE: untied absolute positions, plus T5's relative bias (Ke et al., arXiv:2006.15595).
 
     A[i,j] = (x_i W^Q)(x_j W^K) / √(2d)  +  B[h, i, j]
     TUPE-A:  B[h,i,j] = (p_{i+1} U^Q)(p_{j+1} U^K) / √(2d),  then [CLS] untied:
              B[h,i,0] = θ2 = (p_1 U^Q)(p_1 U^K) / √(2d),  B[h,0,j] = θ1 = (p_0 U^Q)(p_0 U^K) / √(2d)
     TUPE-R:  + T[bucket(j − i), h], with T[32] where j = 0 and T[16] where i = 0
 
-i = query, j = key, both counted from the [CLS] of their own document, so every packed document unties its own. `p` is
-a learned table of `seq_length + 1` rows behind a LayerNorm: the token at position t uses row t + 1, and row 0 is there
-for θ1 alone. `U^Q`, `U^K` are D → D with bias. The first column (θ2) is written before the first row (θ1). B is
-computed once a forward pass and shared by all layers, unless `--relative-table per-layer`.
+i = query, j = key, both counted from the [CLS] of their own document, so every packed document unties its own [CLS].
+`p` is a learned table of `seq_length + 1` rows, followed by a LayerNorm: the token at position t uses row t + 1, and
+only θ1 uses row 0. `U^Q`, `U^K` are D → D with bias. The first column (θ2) is written before the first row (θ1). B is
+computed once per forward pass and shared by all layers, unless `--relative-table per-layer` is given.
 
-The √(2d) and rows 16 and 32 follow the released code; the slides write 2·√d. T5's buckets (bidirectional, 32 of them)
-never use rows 16 and 32 themselves. T is added unscaled. All distances from `--relative-distance` on share one bucket a
-direction; it is 128 unless given, as in the released code.
+The √(2d) and rows 16 and 32 follow the released code. T5's 32 bidirectional buckets never use rows 16 and 32
+themselves. T is added without the scale. All distances from `--relative-distance` on share one bucket
+per direction; the default is 128, as in the released code.
 
-Open readings: the DDRP paper's footnote 5 (r_s = 64 "for all") may mean these buckets too; `--relative-distance 64`
-makes it so. HCD compares logits with B in them, though the same B serves all layers: the paper's "attention weights"
-have no exception.
+Open readings: the DDRP paper's footnote 5 (r_s = 64 "for all") may also mean these buckets; `--relative-distance 64`
+reads it so. HCD compares logits that include B, although all layers share one B: the paper makes no exception in its
+"attention weights".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_ddrp.model.positions.contract import PROJECTIONS_BY_HEAD, Position
 
 NUM_BUCKETS = 32
 FROM_CLS, TO_CLS = 16, 32
-"""Bucket rows of the pairs whose query, and whose key, is [CLS]."""
+"""Bucket rows of pairs whose query is [CLS], and of pairs whose key is [CLS]."""
 
 
 class TupeA(PositionEncoding):
@@ -52,9 +52,9 @@ class TupeA(PositionEncoding):
         return self(position_ids, restarts)
 
     def forward(self, position_ids: Tensor, restarts: bool | None = None) -> tuple[Tensor, ...]:
-        """Return (B `[1 or batch, heads, seq, seq]`,); 1 unless a row holds several documents.
+        """Return (B `[1 or batch, heads, seq, seq]`,); the first dimension is 1 unless a row holds several documents.
 
-        `restarts` says whether any does; None reads it from `position_ids`.
+        `restarts` is true if a row does; None reads it from `position_ids`.
         """
         by_position = self.by_position(position_ids.shape[1])  # [heads, seq, seq]
         if not (starts_anew(position_ids) if restarts is None else restarts):
@@ -101,9 +101,9 @@ class TupeR(TupeA):
 
 
 def starts_anew(position_ids: Tensor) -> bool:
-    """Return whether any row of `[batch, seq]` counts anew after its start, other than by the zeros of padding.
+    """Return whether a row of `[batch, seq]` restarts its positions after its first token, apart from padding's zeros.
 
-    A captured graph cannot ask; there the answer is True, which is right for every row and only takes more memory.
+    A captured graph cannot read them. It returns True, which is correct for every row and only takes more memory.
     """
     if torch.compiler.is_compiling():
         return True
@@ -121,8 +121,8 @@ def untie_cls(bias: Tensor, to_cls: Tensor, from_cls: Tensor) -> Tensor:
 def relative_bucket(offset: Tensor, largest_distance: int) -> Tensor:
     """Return T5's bucket of j − i (Raffel et al., arXiv:1910.10683); each direction has half of the buckets.
 
-    Distances below 8 have a bucket each, larger ones share logarithmic buckets. From `largest_distance` on every
-    distance has the last bucket, also where `largest_distance` is 8 or less.
+    Distances below 8 have a bucket each; larger ones share logarithmic buckets. All distances from `largest_distance`
+    on have the last bucket, even if `largest_distance` is 8 or less.
     """
     half = NUM_BUCKETS // 2
     exact = half // 2

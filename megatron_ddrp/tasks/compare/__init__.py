@@ -1,1 +1,1 @@
-"""`megatron-ddrp compare`: train the models of a plan at one budget, score and look into them, and write one page."""
+"""`megatron-ddrp compare`: train the models of a plan at one budget, score and analyse them, and write one page."""

@@ -1,4 +1,4 @@
-"""The command line of `megatron-ddrp compare`."""
+"""Command line of `megatron-ddrp compare`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
 
-DESCRIPTION = """Compare models at one budget: train each of a plan from the same seeds and data order, score them by
-minimal pairs, GLUE and tasks of your own, look inside, and write one page beside the paper's numbers.
+DESCRIPTION = """Compare models at one budget. The command trains all models of a plan with the same seeds and data
+order, scores them on minimal pairs, GLUE and your own tasks, analyses them, and writes one page, which also has the
+numbers of the DDRP+MTH paper.
 
-The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl holds one line per
-finished job, OUT/logs/ what each job printed, OUT/courses/ the checkpoints. Given again, the same command does what
-is missing: nothing finished is repeated, a half-trained run resumes from its checkpoint. Several commands may share
-one OUT, and a plan may be changed: what it shares with the old one is taken over.
+The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
+finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints. Run the same command again to do what is
+missing: it repeats no finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You
+may change the plan: jobs that it shares with the old plan are not repeated.
 
-  what it costs  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
-  do it          megatron-ddrp compare PLAN.yaml --output-dir OUT
+  expected time  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
+  run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
   own data       … --input wiki.jsonl novels.jsonl --glue-dir glue --minimal-pairs-dir blimp
 """
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of all flags, by concern."""
+    """Return the parser of all flags, in groups."""
     parser = ArgumentParser(description=DESCRIPTION)
-    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="what is compared")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="for everything that is made")
-    instead = parser.add_argument_group("instead of the plan's own")
-    instead.add_argument("--input", nargs="+", metavar="FILE", help="corpus.input: texts that a dataset is built from")
+    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan of the comparison")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="folder for all output")
+    instead = parser.add_argument_group("values that replace the plan's")
+    instead.add_argument("--input", nargs="+", metavar="FILE", help="corpus.input: texts to build a dataset from")
     instead.add_argument("--data-path", nargs="+", metavar="P", help="corpus.data_path: indexed datasets")
     instead.add_argument("--vocab-file", metavar="FILE", help="corpus.vocab_file")
     instead.add_argument("--glue-dir", metavar="DIR", help="glue.data_dir: GLUE's folder")
@@ -39,7 +40,7 @@ def build_parser() -> ArgumentParser:
     instead.add_argument("--no-tasks", action="store_true", help="leave the plan's own tasks out")
     instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
     mode = parser.add_argument_group("mode")
-    mode.add_argument("--page-only", action="store_true", help="only write the page anew, from what is finished by now")
+    mode.add_argument("--page-only", action="store_true", help="run nothing; write the page from the finished jobs")
     mode.add_argument(
         "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"
     )
@@ -47,7 +48,7 @@ def build_parser() -> ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; `given` holds what replaces values of the plan, by dotted key."""
+    """Parse the command line. `given` of the result has the values that replace the plan's, by dotted key."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.input and parsed.data_path:
@@ -57,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if parsed.minimal_pairs_dir and parsed.no_minimal_pairs:
         parser.error("--minimal-pairs-dir and --no-minimal-pairs exclude each other")
     if parsed.data_path and not parsed.vocab_file:
-        parser.error("--data-path needs --vocab-file, the vocabulary that the datasets were made with")
+        parser.error("--data-path needs --vocab-file, the vocabulary that made the datasets")
     given: dict[str, Any] = {
         "corpus.input": parsed.input,
         "corpus.data_path": parsed.data_path,

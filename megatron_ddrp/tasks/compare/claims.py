@@ -1,4 +1,4 @@
-"""What the paper claims, as differences between two arms of a plan that the data may show or not."""
+"""Claims of the DDRP+MTH paper as differences between two arms of a plan, and their verdicts."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
 
 PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
-"""Encoding → what the paper's tables call it; its TUPE has T5's relative biases, as tupe-r."""
+"""Encoding → name in the paper's tables; the paper's TUPE has T5's relative biases, as tupe-r."""
 BETTER = (
     ("bert-r", "absolute"), ("tupe-r", "absolute"), ("deberta", "absolute"), ("ddrp", "absolute"),
     ("ddrp", "bert-r"), ("ddrp", "tupe-r"), ("ddrp", "deberta"),
 )  # fmt: skip
-"""(better, worse) encodings of section 4.4.1."""
+"""Pairs (better, worse) of encodings in section 4.4.1 of the paper."""
 PAPER_COSTS = {"ddrp": "+5 %", "bert-r": "+5 %", "deberta": "+25 to 30 %"}
 PAPER_MTH_COST = "+4 %"
 PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
-"""Per cent of the sentences."""
+"""Shares of sentences in per cent."""
 
 _TITLES = {
-    VISIBLE: "*Visible*, the 95 % interval lies on the paper's side of 0",
-    OPPOSITE: "*Opposite*, the interval lies on the other side",
-    NOT_VISIBLE: "*Not visible*, the interval holds 0",
-    ONE_SEED: "*Not to be judged*, there is one common seed and no spread",
+    VISIBLE: "*Visible*, the 95 % interval is on the paper's side of 0",
+    OPPOSITE: "*Opposite*, the interval is on the other side of 0",
+    NOT_VISIBLE: "*Not visible*, the interval contains 0",
+    ONE_SEED: "*No verdict*, there is only one common seed and so no spread",
 }
 _SHOWN = {
     STEP_SECONDS: (100, 1, " %"), TRIANGLE: (100, 1, ""), LOSS: (1, 4, ""), TOKEN_SIMILARITY: (1, 4, ""),
     HEAD_SIMILARITY: (1, 4, ""), **dict.fromkeys(SPACE, (1, 4, "")), "effective rank": (1, 1, ""),
 }  # fmt: skip
-"""Measure → factor, digits and unit in tables; others are shares in points."""
+"""Measure → factor, digits and unit in tables; other measures are shares in points."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`first` − `second` of a measure lies on one side of 0."""
+    """Claim that the difference `first` − `second` of a measure has the sign `sign`."""
 
     text: str
     measure: str
@@ -57,9 +57,9 @@ class Claim:
     second: Arm
     sign: int
     paper: str = ""
-    """The paper's own difference, where it prints one."""
+    """Difference that the paper prints; empty without one."""
     is_papers: bool = True
-    """False for a measure that the paper does not compare by."""
+    """Whether the paper compares models by this measure."""
 
     @property
     def relative(self) -> bool:
@@ -67,12 +67,12 @@ class Claim:
         return self.measure == STEP_SECONDS
 
     def difference(self, results: Results) -> Difference | None:
-        """Return the difference of the arms; None where they have no seed in common yet."""
+        """Return the difference of the arms; None if they have no common seed yet."""
         return paired(results.of(self.measure, self.first), results.of(self.measure, self.second), self.relative)
 
 
 def all_claims(plan: Plan) -> list[Claim]:
-    """Return the claims that the plan's models can speak to."""
+    """Return the claims about pairs of models in the plan."""
     arms = {(m.encoding, m.objective): Arm(m) for m in reversed(plan.models) if not m.flags}
     claims: list[Claim] = []
     for encoding in dict.fromkeys(model.encoding for model in plan.models):
@@ -129,7 +129,7 @@ def _encodings(plan: Plan, better: Arm, worse: Arm) -> list[Claim]:
 
 
 def paper_row(arm: Arm) -> str | None:
-    """Return the name of an arm's row in the paper's tables; None where there is none."""
+    """Return the name of an arm's row in the paper's tables; None without such a row."""
     model = arm.model
     steps = "500k steps" if arm.half else "1M steps"
     objective = model.objective.upper()
@@ -141,50 +141,50 @@ def paper_row(arm: Arm) -> str | None:
 
 
 def paper_difference(first: Arm, second: Arm) -> str:
-    """Return the difference of the paper's GLUE averages as printed; empty where it has not both."""
+    """Return the difference of the paper's GLUE averages as text; empty if the paper lacks one of the two."""
     ours, theirs = paper_row(first), paper_row(second)
     return f"{PAPER_AVERAGES[ours] - PAPER_AVERAGES[theirs]:+.2f}" if ours and theirs else ""
 
 
 def number(measure: str, value: float, sign: str = "") -> str:
-    """Return a value of a measure, or with sign `+` a difference, as tables print it."""
+    """Return a value of a measure as tables show it; with `sign` "+" a difference."""
     factor, digits, unit = _SHOWN.get(measure, (100, 2, ""))
     return f"{factor * value:{sign}.{digits}f}{unit}"
 
 
 def summary(results: Results, claims: list[Claim]) -> list[str]:
-    """Return paragraphs on what this scale can and cannot show, from the differences alone."""
+    """Return one paragraph per verdict with the claims that have it."""
     found = {claim: difference for claim in claims if (difference := claim.difference(results))}
     paragraphs = []
     for verdict, title in _TITLES.items():
-        for papers, whose in ((True, ""), (False, " (by a measure that the paper does not print)")):
+        for papers, whose in ((True, ""), (False, " (by a measure that the paper does not use)")):
             texts = [c.text for c, d in found.items() if (d.verdict(c.sign), c.is_papers) == (verdict, papers)]
             if texts:
                 paragraphs.append(f"{title}{whose}: {'; '.join(texts)}.")
     if missing := [claim.text for claim in claims if claim not in found]:
-        paragraphs.append(f"*Not measured here or not yet*: {'; '.join(missing)}.")
+        paragraphs.append(f"*Not measured*, here or not yet: {'; '.join(missing)}.")
     return paragraphs
 
 
 class Resolution(NamedTuple):
-    """How small a difference could be and still be seen."""
+    """Size of the differences that the spread over seeds allows to see."""
 
     intervals: int
-    """Number of intervals that there are."""
+    """Number of intervals."""
     half_width: float | None
-    """Median half of an interval of GLUE averages, in points."""
+    """Median half-width of the intervals of GLUE averages, in points; None without one."""
     papers: list[float]
-    """The paper's differences of GLUE averages between the same models, in points."""
+    """Differences of GLUE averages between the same models in the paper, in points."""
 
     @property
     def seen(self) -> str:
-        """How many of the paper's differences would be seen with the spread that there is."""
+        """Number of the paper's differences that are larger than the half-width, in words."""
         able = sum(size > (self.half_width or 0.0) for size in self.papers)
         return {0: "none", len(self.papers): "all"}.get(able, f"{able} of {len(self.papers)}")
 
 
 def resolution(results: Results, claims: list[Claim]) -> Resolution:
-    """Return what the spread over the seeds allows to see."""
+    """Return the resolution of the claims' differences."""
     found = [(claim, difference) for claim in claims if (difference := claim.difference(results))]
     widths = [(high - low) / 2 for c, d in found if c.measure == GLUE and d.interval for low, high in [d.interval]]
     papers = [abs(float(claim.paper)) for claim, _ in found if claim.measure == GLUE and claim.paper]

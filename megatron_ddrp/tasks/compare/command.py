@@ -1,4 +1,4 @@
-"""`megatron-ddrp compare`: do what a plan asks for, as far as it is not done, and write the page."""
+"""`megatron-ddrp compare`: do the missing jobs of a plan and write the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_PACKAGES = ("markdown", "matplotlib")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do the jobs and write the page. Return 0 where all is there, 1 where a job failed."""
+    """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
     options = parse_arguments(arguments)
     plan = read_plan(options.plan, options.given)
     store = open_store(options.output_dir)
@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job in work.jobs():
                 print(f"{'done' if job.name in store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
             return 0
-        require_packages("compare", *PAGE_PACKAGES)  # now, and not when the page is due
+        require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
         stop_on_sigterm()
         runner = Runner(forecast, lambda line: print(line, flush=True))
         runner.run(work.first_jobs())
-        work.update()  # now the steps of a budget in minutes are known
+        work.update()  # the probes have given the steps of a budget in minutes
         runner.run(work.jobs())
         failed = bool(runner.failed)
     require_packages("compare", *PAGE_PACKAGES)

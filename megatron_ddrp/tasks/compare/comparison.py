@@ -1,4 +1,4 @@
-"""The measures beside each other: each model's difference to the baseline, its error over seeds and over items."""
+"""Differences of all models to the baseline under each measure, with intervals over seeds and over items."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Compared(NamedTuple):
     measure: str
     arm: Arm
     values: Spread
-    """One value per seed."""
+    """Values of the model, one per seed."""
     difference: Difference | None
-    """This model − the baseline at each common seed; None for the baseline and where no seed is common."""
+    """This model − the baseline at each common seed; None for the baseline and without a common seed."""
     over_items: Interval | None
-    """95 % interval of the mean difference on other test items; None where nothing is stored per item."""
+    """95 % interval of the mean difference from resampling test items; None if nothing is stored per item."""
 
 
 def measures(results: Results) -> list[str]:
-    """Return the measures that a plan compares by, in the order of the table."""
+    """Return the measures of the plan's comparison, in the order of the table."""
     plan = results.plan
     pairs = [MINIMAL_PAIRS] if plan.minimal_pairs else []
     return [LOSS, *pairs, *(task.name for task in plan.tasks), *([GLUE] if results.averaged else [])]
 
 
 def compare_all(results: Results) -> dict[str, list[Compared]]:
-    """Return every measure of the table, then GLUE's single tasks, with the models that have a value of it."""
+    """Return measure → models with a value, for the measures of the table and then for GLUE's single tasks."""
     tasks = results.plan.glue.tasks if results.plan.glue else ()
     return {measure: compare(results, measure) for measure in (*measures(results), *tasks)}
 
 
 def compare(results: Results, measure: str) -> list[Compared]:
-    """Return every model that has a value of the measure, in the plan's order."""
+    """Return the models that have a value of the measure, in the plan's order."""
     found = []
     for arm in results.arms:
         if values := spread(results.of(measure, arm)):
@@ -58,14 +58,14 @@ def _over_items(results: Results, measure: str, arm: Arm) -> Interval | None:
 
 
 def _tasks(results: Results, measure: str) -> Collection[str]:
-    """Return the tasks whose rows a measure is made of."""
+    """Return the tasks whose rows make up a measure."""
     if measure == GLUE:
         return results.averaged
     return [measure] if measure != LOSS else []
 
 
 def count_items(results: Results, measure: str) -> str:
-    """Return how many items a measure is made of, in words; empty where they are not counted."""
+    """Return the number of test items of a measure, in words; empty if they are not counted."""
     if measure == MINIMAL_PAIRS:
         pairs, paradigms = results.items.count_pairs()
         return f"{pairs:,} pairs, {paradigms} paradigm{'s' * (paradigms > 1)}" if pairs else ""
@@ -74,7 +74,7 @@ def count_items(results: Results, measure: str) -> str:
 
 
 def as_json(results: Results, compared: dict[str, list[Compared]]) -> list[dict[str, Any]]:
-    """Return what `compare_all` found, for programs."""
+    """Return the result of `compare_all` as JSON values."""
     return [
         {
             "measure": row.measure,

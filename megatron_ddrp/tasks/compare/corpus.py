@@ -1,4 +1,4 @@
-"""The data of all runs: indexed datasets that are there, or the jobs that build one from texts."""
+"""Data of all runs: existing indexed datasets, or the jobs that build one from texts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from megatron_ddrp.tasks.compare.jobs import Job, digest
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Plan
 
 _END = 1 << 20
-"""Bytes at each end of a file that its fingerprint reads."""
+"""Number of bytes at each end of a file that enter its fingerprint."""
 
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Data of a training command."""
+    """Data files of a training command."""
 
     data_path: tuple[str, ...]
     vocab_file: str
     tokenizer_type: str
     key: str
-    """Changes with the data."""
+    """Hash that changes with the data."""
     jobs: tuple[Job, ...]
-    """Jobs that build the files; none where these are there already."""
+    """Jobs that build the files; none for existing datasets."""
 
 
 def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
-    """Return the files of a plan's corpus. Raises `UserError` where an input is missing."""
+    """Return the files of a plan's corpus. Raises `UserError` for a missing input."""
     corpus = plan.corpus
     if corpus.data_path:
         assert corpus.vocab_file is not None
@@ -71,7 +71,7 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
 
 
 def fingerprint(plan: Plan, key: str, name: str) -> Any:
-    """Return the size and a sum of both ends of a file, or of all files in a folder."""
+    """Return the size and a hash of both ends of a file, or of all files in a folder."""
     path = Path(name)
     if path.is_dir():
         return [fingerprint(plan, key, str(inner)) for inner in sorted(path.rglob("*")) if inner.is_file()]
@@ -92,13 +92,13 @@ _PLACES = {
     "data_path": ("corpus.data_path", "--data-path PREFIX…"),
     "vocab_file": ("corpus.vocab_file", "--vocab-file FILE"),
     "glue": ("glue", "--glue-dir DIR, or --no-glue"),
-    "tasks": ("tasks", "files that are there, or --no-tasks"),
+    "tasks": ("tasks", "existing files, or --no-tasks"),
 }
-"""What a file is for → its key in the plan, and the flag that names another."""
+"""Purpose of a file → key in the plan, and the flag that replaces it."""
 
 
 def is_weight(word: str) -> bool:
-    """Return whether a word of a data path is a weight and no prefix."""
+    """Return whether a word of a data path is a weight instead of a prefix."""
     try:
         float(word)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The page's figures: curves with a band from the lowest to the highest seed, differences, and minimal pairs."""
+"""Figures of the page: curves with a band from the lowest to the highest seed, differences, and minimal pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = "training step"
 
 
 def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folder: Path) -> dict[str, Path]:
-    """Draw the figures that there are data for; return name → file. `compared` by measure."""
+    """Draw the figures that have data; return name → file. `compared` maps each measure to its models."""
     loss = "validation masked-LM loss [nats]"
     wanted = {
         "loss-steps": (_curves(results, LOSS), STEPS, loss),
@@ -40,7 +40,7 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
     drawn = {}
     for name, (curves, x_label, y_label) in wanted.items():
         path = folder / f"{name}.png"
-        path.unlink(missing_ok=True)  # an old one may be of data that are not there any more
+        path.unlink(missing_ok=True)  # an old figure may show data that no longer exist
         if any(curves.values()):
             draw_bands(curves, x_label, y_label, path)
             drawn[name] = path
@@ -50,7 +50,7 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
 
 
 def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str, Path]:
-    """Draw a figure if there are data for it; return its name → file."""
+    """Draw a figure if it has data; return its name → file."""
     path.unlink(missing_ok=True)
     if not data:
         return {}
@@ -59,14 +59,14 @@ def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str
 
 
 def compared_panels(results: Results, compared: Mapping[str, Sequence[Compared]]) -> dict[str, list[Compared]]:
-    """Return measure → models with a difference to the baseline; empty where nothing has an interval over items."""
+    """Return measure → models with a difference to the baseline; empty if no model has an interval over items."""
     panels = {measure: [row for row in compared[measure] if row.difference] for measure in measures(results)}
     has_items = any(row.over_items for rows in panels.values() for row in rows)
     return {measure: rows for measure, rows in panels.items() if rows} if has_items else {}
 
 
 def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> None:
-    """Draw one panel per measure: differences to the baseline, and their intervals over seeds and over items."""
+    """Draw one panel per measure with the differences to the baseline and their intervals over seeds and items."""
     plt = pyplot()
     arms = list(dict.fromkeys(row.arm for rows in panels.values() for row in rows))
     columns = min(len(panels), 2 if len(panels) == 4 else 3)
@@ -103,7 +103,7 @@ def _draw_difference(axis: Any, row: Compared, place: int, factor: int) -> None:
 
 
 def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
-    """Return arm → field of minimal pairs → accuracy, mean over the seeds."""
+    """Return arm → field of minimal pairs → mean accuracy over the seeds."""
     return {
         arm: {
             field: statistics.fmean(found[field] for found in by_seed.values())
@@ -115,7 +115,7 @@ def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
 
 
 def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> None:
-    """Draw fields × models as a heat map with the numbers in it; 50 % is a guess."""
+    """Draw a heat map of fields × models with numbers in its cells; guessing gives 50 %."""
     plt = pyplot()
     fields = list(dict.fromkeys(field for by_field in accuracies.values() for field in by_field))
     values = np.array([[100 * by_field[field] for by_field in accuracies.values()] for field in fields])
@@ -133,7 +133,7 @@ def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> No
 
 
 def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
-    """Draw one line per arm."""
+    """Draw one line per arm, the mean over seeds, with a band from the lowest to the highest seed."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.4), layout="constrained")
     for arm, style in styles(list(curves)).items():
@@ -150,7 +150,7 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
 
 
 def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
-    """Return a colour and marker per encoding, a line per objective; one of each per arm if two are alike."""
+    """Return arm → style: colour and marker by encoding, line by objective, or all by number if two would be equal."""
     kinds = [(arm.model.encoding, arm.model.objective) for arm in arms]
     if len(set(kinds)) < len(kinds):
         return {arm: run_style(number) for number, arm in enumerate(arms)}
@@ -165,9 +165,9 @@ def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
 
 
 def _curves(results: Results, measure: str, factor: float = 1.0, over_seconds: bool = False) -> Curves:
-    """Return the curves of a measure times `factor`, without the arms at half of the budget, which end elsewhere.
+    """Return the curves of a measure times `factor`, without the arms at half the budget, which end earlier.
 
-    With `over_seconds` steps become seconds of training: steps times the median step of their run.
+    With `over_seconds` x is the training time, the step times the median seconds per step of the run.
     """
     found: dict[Arm, list[Curve]] = {}
     for arm, by_seed in results.curves.get(measure, {}).items():

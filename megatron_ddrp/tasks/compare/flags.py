@@ -1,4 +1,4 @@
-"""Flags of the commands that a plan starts: read from its YAML, and written as words of a command line."""
+"""Flags of the commands that a plan starts: reading from its YAML, writing as words of a command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ddrp.config.reading import Place, options_of, read_settings
 from megatron_ddrp.errors import UserError
 
 Flags = tuple[tuple[str, Any], ...]
-"""(setting's name, value) pairs."""
+"""Pairs (name of a setting, value)."""
 
 DECIDED = {
     "position_encoding": "models",
@@ -30,21 +30,21 @@ DECIDED = {
     "vocab_file": "corpus",
     "tokenizer_type": "corpus",
 }
-"""Flags of `pretrain_bert.py` that a plan may not hold, and the key that decides each."""
+"""Flag of `pretrain_bert.py` that a plan must not have → the key that determines it."""
 
 
 def read_flags(values: Any, place: Place) -> Flags:
-    """Return the flags of `pretrain_bert.py` in a mapping. Raises `UserError` for one that a plan may not hold."""
+    """Return the flags of `pretrain_bert.py` in a mapping. Raises `UserError` for a flag in `DECIDED`."""
     options = options_of(*concerns().values())
     settings = read_settings(options, values or {}, place)
     for name in DECIDED:
         if name in settings:
-            raise place.at(name.replace("_", "-")).error(f"not here: {DECIDED[name]} decides it")
+            raise place.at(name.replace("_", "-")).error(f"not allowed here: {DECIDED[name]} determines it")
     return tuple((name, settings[name]) for name in options if settings.get(name) is not None)
 
 
 def make_config(settings: dict[str, Any], blame: str) -> Config:
-    """Return the configuration with these settings. Raises `UserError` that begins with `blame` for a wrong one."""
+    """Return the configuration with these settings. Raises `UserError` that begins with `blame` for invalid ones."""
     try:
         return config_of(settings)
     except UserError as error:
@@ -52,7 +52,7 @@ def make_config(settings: dict[str, Any], blame: str) -> Config:
 
 
 def words(flags: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return flags as the words that one types."""
+    """Return flags as words of a command line."""
     typed = []
     for name, value in flags:
         values = value if isinstance(value, (tuple, list)) else () if isinstance(value, bool) else (value,)

@@ -1,4 +1,4 @@
-"""How long jobs take, from the finished ones of their kind or else as the plan expects, and lines that say so."""
+"""Forecast of a comparison's jobs, from finished jobs or from the plan's expectation, and its printed lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _USUAL = {
     "vocabulary": 60.0, "dataset": 120.0, "probe": 30.0, "self-similarity": 30.0, "triangle": 15.0,
     "attention-maps": 15.0, "space": 60.0, "throughput": 60.0,
 }  # fmt: skip
-"""Seconds of the small jobs, until some of them are done."""
+"""Kind → assumed seconds of a small job until a job of its kind is finished."""
 
 
 class JobForecast(Forecast[Job]):
-    """Expected seconds of a comparison's jobs."""
+    """Forecast of a comparison's jobs."""
 
     def __init__(self, plan: Plan, store: Store):
         super().__init__(store)
@@ -36,11 +36,11 @@ class JobForecast(Forecast[Job]):
         return job.work
 
     def rates(self, kind: str) -> list[float]:
-        """Return seconds per unit of work of the finished jobs of a kind."""
+        """Return seconds per unit of work for the finished jobs of a kind."""
         return [row["seconds"] / row["work"] for row in self.store if row["kind"] == kind]
 
     def guess(self, job: Job) -> float | None:
-        """Return what the plan expects, or the usual seconds of a small job."""
+        """Return the plan's expected seconds, or the usual seconds of a small job; None if the plan has none."""
         expected = self.plan.expected
         if job.kind == RUN and self.plan.budget.kind == "minutes":
             return self.plan.budget.amount * 60
@@ -56,29 +56,32 @@ class JobForecast(Forecast[Job]):
         return minutes * 60 if minutes else None
 
     def plan_lines(self, jobs: Sequence[Job]) -> list[str]:
-        """Return what is to do and how long it will take, by kind."""
+        """Return lines with the number of missing jobs and their expected time, by kind and in total."""
         missing, workers = self.store.missing(jobs), self.plan.workers
         lines = [f"{len(missing)} of {len(jobs)} jobs to do, {workers} at once"]
         for kind, count in sorted(Counter(job.kind for job in missing).items(), key=lambda item: KINDS.index(item[0])):
             total = self.total(job for job in missing if job.kind == kind)
-            told = "time not known before one is done" if total is None else f"{total / 3600:.2f} hours of one worker"
+            told = "time unknown until one is finished" if total is None else f"{total / 3600:.2f} hours of one worker"
             lines.append(f"  {count:4} x {shown_kind(kind)}: {told}")
         total = self.total(missing)
         if total is None:
-            lines.append("  expected: not known; the plan's `expected` may say it, or the first finished jobs will")
+            lines.append("  expected: unknown until the first jobs are finished, or set `expected` in the plan")
         else:
-            source = "measured" if self.rates(RUN) else "the plan's own word"
+            source = "measured" if self.rates(RUN) else "from the plan"
             lines.append(f"  expected: {total / 3600:.2f} hours of one worker, {duration(total / workers)} ({source})")
         return lines
 
     def line(self, job: Job, seconds: float, left: Sequence[Job]) -> str:
-        """Return the line for a finished job."""
+        """Return the printed line of a finished job."""
         losses = [row["valid_lm_loss"] for row in _rows(job) if "valid_lm_loss" in row]
         loss = f", validation masked-LM loss {losses[-1]:.4f}" if losses else ""
         return f"{job}: {duration(seconds)}{loss}, eta {self.eta(left, self.plan.workers)}"
 
     def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job]) -> str:
-        """Return what runs (jobs with the time when they began), where it stands, and how long all of it will take."""
+        """Return the status line: running jobs with their step and time since their start, and the expected end.
+
+        `running` has jobs with their start in `time.monotonic`.
+        """
         now = time.monotonic()
         parts, spent = [], 0.0
         for job, began in running:

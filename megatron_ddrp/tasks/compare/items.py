@@ -1,4 +1,4 @@
-"""Results per test item, and the intervals over items that follow from them: what other sentences would have given."""
+"""Results per test item, and intervals over items, which show the effect of other test sentences."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from megatron_ddrp.tasks.statistics import paired_bootstrap, percentile_interval
 
 Interval = tuple[float, float]
 Paradigms = Mapping[str, np.ndarray]
-"""Paradigm → 1.0 for each pair that is right, otherwise 0.0, `[pairs]`."""
+"""Paradigm → 1.0 per right pair, 0.0 per wrong pair, `[pairs]`."""
 
 
 class Items:
-    """Outcomes of a plan's runs on each item, by arm and seed."""
+    """Outcomes of a plan's runs per item, by arm and seed."""
 
     def __init__(self) -> None:
         self._samples: dict[str, dict[Arm, dict[int, np.ndarray]]] = defaultdict(lambda: defaultdict(dict))
         """Task → arm → seed → scores of the bootstrap samples of its rows, `[samples]`."""
         self._pairs: dict[Arm, dict[int, Paradigms]] = defaultdict(dict)
         self._rows: dict[str, int] = {}
-        """Task → rows of its development set."""
+        """Task → number of rows of its development set."""
 
     def add_cell(self, task: str, run: TrainingRun, cell: Cell, folder: Path) -> None:
-        """Take the predictions behind a score of a run; nothing where they are missing or damaged."""
+        """Add the predictions behind a score of a run, unless they are missing or damaged."""
         self._rows[task] = cell.rows[0]["dev_examples"]
         if (samples := _resampled(cell, folder)) is not None:
             self._samples[task][run.arm][run.seed] = samples
 
     def add_pairs(self, run: TrainingRun, paradigms: Paradigms) -> None:
-        """Take the results of a run on minimal pairs; nothing where the file of scores is gone."""
+        """Add the results of a run on minimal pairs, unless the file of scores is missing."""
         if paradigms:
             self._pairs[run.arm][run.seed] = paradigms
 
     def of_tasks(self, tasks: Collection[str], first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
-        """Return the interval of `first` − `second`, mean over the tasks and over the seeds, on resampled rows.
+        """Return the interval of `first` − `second` on resampled rows, averaged over the tasks and the seeds.
 
-        The two models, and all seeds, are scored on the same samples. None where predictions are missing.
+        Both models and all seeds are scored on the same samples. Return None if predictions are missing.
         """
         differences = []
         for task in tasks:
@@ -60,9 +60,9 @@ class Items:
         return percentile_interval(np.mean(differences, axis=0)) if differences else None
 
     def of_pairs(self, first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
-        """Return the interval of `first` − `second`, mean over the seeds, on resampled paradigms and pairs.
+        """Return the interval of `first` − `second` on resampled paradigms and pairs, averaged over the seeds.
 
-        None where scores are missing.
+        Return None if scores are missing.
         """
         ours, theirs = (
             [found[seed] for seed in seeds if seed in found]
@@ -75,7 +75,7 @@ class Items:
         )
 
     def accuracies(self, arm: Arm) -> dict[str, float]:
-        """Return paradigm → accuracy, mean over the seeds; empty where nothing is measured."""
+        """Return paradigm → mean accuracy over the seeds; empty if nothing is measured."""
         by_seed = list(self._pairs.get(arm, {}).values())
         names = by_seed[0] if by_seed else ()
         return {name: float(np.mean([found[name].mean() for found in by_seed])) for name in names}
@@ -85,7 +85,7 @@ class Items:
         return sum(self._rows.get(task, 0) for task in tasks)
 
     def count_pairs(self) -> tuple[int, int]:
-        """Return the numbers of pairs and of paradigms; 0 where nothing is measured."""
+        """Return the numbers of pairs and of paradigms; 0 if nothing is measured."""
         for by_seed in self._pairs.values():
             for found in by_seed.values():
                 return sum(map(len, found.values())), len(found)
@@ -93,14 +93,14 @@ class Items:
 
 
 def read_right(folder: Path) -> Paradigms:
-    """Return which pairs were right in an output folder of `megatron-ddrp minimal-pairs`, which holds one encoder."""
+    """Return the right and wrong pairs in an output folder of `megatron-ddrp minimal-pairs` with one encoder."""
     return {
         row["paradigm"]: cell_of_pairs(row, "strict").right.astype(float) for row in PairStore(folder / SCORES_FILE)
     }
 
 
 def _resampled(cell: Cell, folder: Path) -> np.ndarray | None:
-    """Return the median over fine-tuning seeds of the score of each bootstrap sample, `[samples]`."""
+    """Return the score of each bootstrap sample, the median over fine-tuning seeds, `[samples]`; None without all."""
     found = [samples for row in cell.rows if (samples := _resampled_run(row, folder)) is not None]
     return np.median(found, axis=0) if len(found) == len(cell.rows) else None
 

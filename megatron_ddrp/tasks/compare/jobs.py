@@ -1,7 +1,7 @@
-"""One piece of work of a comparison: a command line, run as a process of its own, done once and for ever.
+"""Job of a comparison: a command line that runs once, as a process of its own.
 
-A job is known by its name, which ends in a digest of all that decides its result. The process holds the lease of its
-job together with whoever started it: after a kill of the driver the job stays taken until its process has ended too.
+The name of a job ends in a digest of everything that determines its result. The job's process and the driver, which
+started it, hold the lease together: if the driver is killed, the lease is free only after the process has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ddrp.tasks.jobs.store import Store
 
 RUN = "course"
-"""Kind of a training run. Its jobs and folders have this name since the first version, and people read "run"."""
+"""Kind of a training run in names of jobs and folders, kept from the first version; `shown_kind` shows "run"."""
 KINDS = (
     "vocabulary", "dataset", "probe", RUN, "minimal-pairs", "finetune", "glue", "self-similarity", "triangle",
     "attention-maps", "space", "throughput",
@@ -25,32 +25,32 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One command and what it makes."""
+    """One command and its output."""
 
     kind: str
-    """One of `KINDS`."""
+    """Kind of the job, one of `KINDS`."""
     name: str
     title: str
     command: tuple[str, ...]
-    """What to start, as one would type it."""
+    """Command line, as typed in the repository's folder."""
     output: Path
-    """The file or folder that it makes."""
+    """File or folder that the command makes."""
     needs: tuple[str, ...] = ()
-    """Names of the jobs before it."""
+    """Names of the jobs that must finish first."""
     work: float = 1.0
-    """Size beside other jobs of its kind."""
+    """Size relative to other jobs of its kind."""
 
     def __str__(self) -> str:
         return f"{shown_kind(self.kind)} {self.title}"
 
 
 def shown_kind(kind: str) -> str:
-    """Return a kind as people read it."""
+    """Return the name of a kind on the page and in printed lines."""
     return "run" if kind == RUN else kind
 
 
 def job_name(kind: str, title: str, facts: Any) -> str:
-    """Return a file name that tells jobs of different `facts` apart."""
+    """Return a file name that differs between jobs with different `facts`."""
     short = re.sub(r"[^a-z0-9.]+", "-", title.lower().replace("α", "a")).strip("-")
     return f"{kind}-{short}-{digest(facts)}"
 
@@ -66,5 +66,5 @@ def open_store(folder: Path) -> Store:
 
 
 def log_file(folder: Path, job: Job) -> Path:
-    """Return the file that a job's output goes into."""
+    """Return the log file of a job."""
     return folder / "logs" / f"{job.name}.log"

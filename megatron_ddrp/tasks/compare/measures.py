@@ -1,4 +1,4 @@
-"""Measures of the checkpoints of runs: GLUE, minimal pairs, other tasks, analyses by megatron-ddrp analyze."""
+"""Jobs that measure checkpoints: GLUE, minimal pairs, other tasks, and analyses by megatron-ddrp analyze."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import read_pairs
 
 
 class Measure(NamedTuple):
-    """A job on a checkpoint of a run."""
+    """Job that measures a checkpoint of a run."""
 
     run: TrainingRun
     step: int
@@ -25,7 +25,7 @@ class Measure(NamedTuple):
 
 
 class TaskMeasure(NamedTuple):
-    """A job that fine-tunes the last checkpoint of a run on a task."""
+    """Job that fine-tunes the last checkpoint of a run on a task."""
 
     run: TrainingRun
     task: TaskPlan
@@ -33,7 +33,7 @@ class TaskMeasure(NamedTuple):
 
 
 def glue_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
-    """Return a score of every last checkpoint, then those of the other checkpoints of figure 3b's models."""
+    """Return the GLUE jobs of every last checkpoint, then of the other checkpoints of `glue.checkpoints_of`."""
     glue = plan.glue
     if glue is None:
         return []
@@ -46,7 +46,7 @@ def glue_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
 
 def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], folder: Path) -> Job:
     flags = _flag_facts(glue.flags)
-    # A task added to the plan later joins the runs of the others: the folder is the same.
+    # The folder does not depend on the tasks, so a task that is added to the plan later joins the others' runs.
     facts = [run.job.name, step, flags]
     title = f"{run.job.title}, step {step:,}"
     output = folder / f"{run.folder.name}-{step}-{digest(facts)}"
@@ -63,7 +63,7 @@ def _flag_facts(flags: Flags) -> list[object]:
 
 
 def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
-    """Return the score of every last checkpoint on minimal pairs. Raises `UserError` for pairs that cannot be read."""
+    """Return the minimal-pair jobs of every last checkpoint. Raises `UserError` for unreadable pairs."""
     pairs = plan.minimal_pairs
     if pairs is None:
         return []
@@ -73,7 +73,7 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
         raise UserError(f"{plan.file}: minimal_pairs: {error}; or give --no-minimal-pairs", 2) from None
     data = [[paradigm.uid, paradigm.digest] for paradigm in paradigms]
     work = float(sum(map(len, paradigms)))
-    # The command takes all cores by itself; beside other jobs it keeps to its share.
+    # By default the command uses all cores; with several jobs at once it must not.
     share = () if plan.workers == 1 else ("--workers", "1")
     found = []
     for run in runs:
@@ -89,7 +89,7 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
 
 
 def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:
-    """Return the score of every last checkpoint on every task of the plan. Raises `UserError` for missing data."""
+    """Return the jobs that score every last checkpoint on every task. Raises `UserError` for missing data."""
     facts = [(task, _task_facts(plan, task)) for task in plan.tasks]
     return [
         TaskMeasure(run, task, _task_job(task, run, data, folder / "tasks")) for run in runs for task, data in facts
@@ -97,7 +97,7 @@ def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskM
 
 
 def _task_facts(plan: Plan, task: TaskPlan) -> list[object]:
-    """Return what decides a score besides the checkpoint: the data, what is asked of them, and the flags."""
+    """Return everything but the checkpoint that determines a score: the data, the task's settings and the flags."""
     data = [fingerprint(plan, "tasks", name) for name in task.data]
     asked = {name: value for name, value in vars(task.task).items() if name not in ("train", "valid", "test")}
     return [data, asked, _flag_facts(task.flags)]
@@ -115,7 +115,7 @@ def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Pat
 
 
 def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
-    """Return the analyses of the runs at the full budget; attention maps and throughput of the first seed alone."""
+    """Return the analyses of the runs at the full budget; attention maps and throughput only for the first seed."""
     wanted = plan.analyses
     prefixes = [word for word in corpus.data_path if not is_weight(word)]
     found = []
@@ -144,7 +144,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
 
 
 def throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
-    """Return the one job that times the models of the first seed beside each other, under the last of their runs."""
+    """Return one job that times all models of the first seed together; its `run` is the last of their runs."""
     lengths = plan.analyses.throughput
     timed = [run for run in runs if run.seed == plan.seeds[0] and run.model in plan.models and not run.arm.half]
     if not lengths or not timed:

@@ -1,4 +1,4 @@
-"""The page: page.md and page.html in the output folder, made from the finished jobs, whatever they are by now."""
+"""Page of a comparison: page.md and page.html in the output folder, from the jobs finished so far."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 
 def write_page(work: Work) -> str:
-    """Write page.md, page.html, results.json and the figures; return the line that says so."""
+    """Write page.md, page.html, results.json and the figures; return a line that names the files."""
     results = Results(work)
     compared = comparison.compare_all(results)
     figures = draw_all(results, compared, work.folder / "figures")
@@ -94,36 +94,36 @@ def page(work: Work, results: Results, measured: Table, figures: dict[str, Path]
 
 
 def missing(work: Work) -> list[str]:
-    """Return what the plan asks for and the page does not have, by name."""
+    """Return one sentence per job of the plan that is not finished, and per model whose steps are unknown."""
     items = [f"{job}: {_why(work, job)}" for job in work.store.missing(work.jobs())]
     unknown = [model.name for model in work.plan.rows if model.name not in work.steps]
-    return items + [f"runs of {name}: their steps are not measured yet" for name in unknown]
+    return items + [f"runs of {name}: the time of their steps is not measured yet" for name in unknown]
 
 
 def _why(work: Work, job: Job) -> str:
     log = log_file(work.folder, job)
     if not log.is_file():
-        return "not begun"
-    return f"begun, not finished; its log {log.relative_to(work.folder)} ends: {last_line(log)}"
+        return "not started"
+    return f"started, not finished; its log {log.relative_to(work.folder)} ends: {last_line(log)}"
 
 
 def _times(rows: list[dict[str, Any]]) -> Table:
-    """Return how long the finished jobs took, by kind."""
+    """Return a table of the wall time of finished jobs, by kind."""
     kinds = Counter(row["kind"] for row in rows)
     seconds = {kind: sum(row["seconds"] for row in rows if row["kind"] == kind) for kind in KINDS if kinds[kind]}
     times = [[shown_kind(kind), str(kinds[kind]), duration(total)] for kind, total in seconds.items()]
     times.append(["all", str(len(rows)), duration(sum(seconds.values()))])
-    return Table(["jobs", "number", "time"], times, "Wall time of the finished jobs, one after the other.")
+    return Table(["jobs", "number", "time"], times, "Sum of the wall times of the finished jobs.")
 
 
 def _share(row: dict[str, Any]) -> str:
-    """Return how many jobs ran beside a finished one, and its threads."""
+    """Return the number of jobs that ran at once, and the threads of each, in words."""
     threads = f", {row['threads']} thread{'s' * (row['threads'] != '1')} each" if row["threads"] else ""
     return f"{row['workers']} job{'s' * (row['workers'] > 1)} at once{threads}"
 
 
 def as_json(results: Results, compared: dict[str, list[comparison.Compared]]) -> dict[str, Any]:
-    """Return every number of the page for programs: arm → measure → seed → value; arm → task → undefined runs."""
+    """Return the content of results.json: all numbers of the page by arm, measure and seed."""
     accuracies = {arm.label: results.items.accuracies(arm) for arm in results.arms}
     return {
         "values": _by_label(results.values),
@@ -137,7 +137,7 @@ def as_json(results: Results, compared: dict[str, list[comparison.Compared]]) ->
 
 
 def _by_label(values: dict[str, dict[Any, Any]]) -> dict[str, dict[str, Any]]:
-    """Return measure → arm → value turned round: arm's label → measure → value."""
+    """Convert measure → arm → value to arm's label → measure → value."""
     turned: dict[str, dict[str, Any]] = {}
     for measure, by_arm in values.items():
         for arm, value in by_arm.items():

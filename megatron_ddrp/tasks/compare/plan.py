@@ -1,8 +1,7 @@
-"""A plan: models, seeds, one budget, one corpus. It is read from YAML and checked before anything runs.
+"""Plan of a comparison: models, seeds, one budget, one corpus. It is read from YAML and checked before anything runs.
 
-Flags of `pretrain_bert.py` stand under `model`, `training` and a model's own `flags` as they do on a command line,
-without the dashes in front. Those that the plan decides itself (seed, steps, folders, data) are refused there.
-docs/compare.md explains the keys.
+The keys `model` and `training` and a model's `flags` take flags of `pretrain_bert.py` without the leading dashes. Flags
+that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md explains the keys.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, Task
 
 FIRST_SEED = 1234
 NUM_SEEDS = 3
-"""With fewer seeds their spread says little."""
+"""Default number of seeds; with fewer, the spread over seeds is unreliable."""
 MTH_WEIGHTS = (1.0, 0.01)
-"""Weights of TCD and HCD that `--objective mth` means."""
+"""Weights of TCD and HCD under `--objective mth`."""
 TOKENIZER = options_of(DataConfig)["tokenizer_type"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """One row of the tables."""
+    """Model to compare."""
 
-    name: str = option(MISSING, "what tables call it")
+    name: str = option(MISSING, "name in tables")
     encoding: str = option(MISSING, "--position-encoding", choices=ENCODINGS)
     objective: str = option(MISSING, "--objective", choices=OBJECTIVES)
-    flags: Flags = option((), "what else differs from the other models", read=read_flags)
+    flags: Flags = option((), "further flags of this model", read=read_flags)
     weights: tuple[float, float] | None = None
-    """(alpha_1, alpha_2) where it is a point of the plan's grid."""
+    """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
 
     @property
     def without_hcd(self) -> bool:
-        """Whether HCD's weight is 0 by a flag of its own."""
+        """Whether a flag of the model sets HCD's weight to 0."""
         return dict(self.flags).get("hcd_weight") == 0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every run may use: exactly one of steps, minutes and tokens."""
+    """Budget of every run: exactly one of steps, minutes and tokens."""
 
     steps: int | None = option(None, "training steps", within="[2, 2147483648)")
     minutes: float | None = option(None, "minutes of training steps", within="(0, inf)")
@@ -70,12 +69,12 @@ class Budget:
 
     @property
     def kind(self) -> str:
-        """Which of the three it is."""
+        """Unit of the budget: steps, minutes or tokens."""
         return next(iter(self._given))
 
     @property
     def amount(self) -> float:
-        """How many steps, minutes or tokens."""
+        """Number of steps, minutes or tokens."""
         return float(self._given[self.kind])
 
     def __str__(self) -> str:
@@ -84,12 +83,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """Indexed datasets, or the texts that one is built from."""
+    """Corpus: indexed datasets, or texts to build a dataset from."""
 
     input: tuple[str, ...] = option((), "texts", distinct=True)
     data_path: tuple[str, ...] = option((), "prefixes of indexed datasets")
     vocab_file: str | None = option(None, "vocabulary")
-    vocab_size: int | None = option(None, "pieces of a vocabulary that is built", within="[100, 2147483648)")
+    vocab_size: int | None = option(None, "number of pieces of a vocabulary to build", within="[100, 2147483648)")
     tokenizer_type: str = option(TOKENIZER.default, "tokenizer", choices=TOKENIZER.rules["choices"])
     workers: int = option(1, "processes of megatron-ddrp preprocess", within=COUNT)
 
@@ -97,14 +96,14 @@ class CorpusPlan:
         if bool(self.input) == bool(self.data_path):
             refuse("expected either input (texts) or data_path (prefixes of indexed datasets)")
         if self.data_path and not self.vocab_file:
-            refuse("vocab_file is missing: data_path needs the vocabulary that it was made with")
+            refuse("vocab_file is missing: data_path needs the vocabulary that made the datasets")
         if bool(self.vocab_size) == bool(self.vocab_file):
-            refuse("expected either vocab_file or vocab_size (of a vocabulary that is built)")
+            refuse("expected either vocab_file or vocab_size (of a vocabulary to build)")
 
 
 @dataclass(frozen=True)
 class Analyses:
-    """Validation sentences of each analysis, and the lengths of throughput's rows; 0 or none leaves it out."""
+    """Number of validation sentences per analysis, and row lengths of throughput. 0 or none leaves an analysis out."""
 
     self_similarity: int = option(0, "f(S) and f(H)", within="[0, inf)")
     triangle: int = option(0, "up-down triangles", within="[0, inf)")
@@ -115,21 +114,21 @@ class Analyses:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says about time on the hardware that it is for."""
+    """Expected times on the plan's hardware, for the forecast."""
 
-    step_seconds: float | None = option(None, "of one run with `workers` runs beside each other", within="(0, inf)")
-    glue_minutes: float | None = option(None, "to score one checkpoint", within="(0, inf)")
-    minimal_pairs_minutes: float | None = option(None, "to score one checkpoint", within="(0, inf)")
-    task_minutes: float | None = option(None, "to fine-tune one checkpoint on one task", within="(0, inf)")
+    step_seconds: float | None = option(None, "seconds per step with `workers` runs at once", within="(0, inf)")
+    glue_minutes: float | None = option(None, "minutes to score one checkpoint", within="(0, inf)")
+    minimal_pairs_minutes: float | None = option(None, "minutes to score one checkpoint", within="(0, inf)")
+    task_minutes: float | None = option(None, "minutes to fine-tune one checkpoint on one task", within="(0, inf)")
 
 
 @dataclass(frozen=True)
 class Alphas:
-    """The grid of MTH's weights."""
+    """Grid of MTH's weights, α1 of TCD and α2 of HCD."""
 
     models: tuple[str, ...] = option((), "models with objective mth", distinct=True)
     values: tuple[float, ...] = option((), "weights of TCD and of HCD", within="(0, inf)", distinct=True)
-    seeds: int | None = option(None, "the first so many of the plan's seeds (default: all)", within=COUNT)
+    seeds: int | None = option(None, "use only the plan's first N seeds (default: all)", within=COUNT)
 
     def __post_init__(self) -> None:
         if bool(self.models) != bool(self.values):
@@ -137,7 +136,7 @@ class Alphas:
 
 
 def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
-    """Read how many seeds there are, counted from `FIRST_SEED`, or a list of them."""
+    """Read a list of seeds, or a number N of seeds, which means `FIRST_SEED` and the N − 1 numbers after it."""
     if isinstance(values, list):
         rules = {"within": "[0, inf)", "distinct": True}
         return read_value(values, Option(tuple[int, ...], rules, MISSING), place)
@@ -147,25 +146,25 @@ def _read_seeds(values: Any, place: Place) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it."""
+    """Plan of a comparison."""
 
-    models: tuple[Model, ...] = option(MISSING, "what is compared")
-    budget: Budget = option(MISSING, "of every run")
-    corpus: CorpusPlan = option(MISSING, "the data of every run")
+    models: tuple[Model, ...] = option(MISSING, "models to compare")
+    budget: Budget = option(MISSING, "budget of every run")
+    corpus: CorpusPlan = option(MISSING, "data of every run")
     seeds: tuple[int, ...] = option(
-        tuple(range(FIRST_SEED, FIRST_SEED + NUM_SEEDS)), "how many, or which", read=_read_seeds
+        tuple(range(FIRST_SEED, FIRST_SEED + NUM_SEEDS)), "number of seeds, or a list of seeds", read=_read_seeds
     )
     model: Flags = option((), "flags of every run", read=read_flags)
-    training: Flags = option((), "more flags of every run", read=read_flags)
+    training: Flags = option((), "further flags of every run", read=read_flags)
     glue: GluePlan | None = option(None, "fine-tuning", read=read_glue)
     minimal_pairs: MinimalPairsPlan | None = option(None, "pairs of sentences, without fine-tuning")
-    tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on tasks of one's own", read=read_tasks)
-    baseline: str | None = option(None, "model that the others are compared with (default: the first)")
-    analyses: Analyses = option(Analyses(), "looks into the models")
-    half_budget: tuple[str, ...] = option((), "models that are also trained at half of the budget", distinct=True)
-    alphas: Alphas = option(Alphas(), "the grid of MTH's weights")
-    checkpoints: int = option(4, "checkpoints of each run", within=COUNT)
-    launcher: str = option("python", "what starts the processes of pre-training")
+    tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on your own tasks", read=read_tasks)
+    baseline: str | None = option(None, "model to compare the others with (default: the first)")
+    analyses: Analyses = option(Analyses(), "analyses of the models")
+    half_budget: tuple[str, ...] = option((), "models to train at half the budget too", distinct=True)
+    alphas: Alphas = option(Alphas(), "grid of MTH's weights")
+    checkpoints: int = option(4, "checkpoints per run", within=COUNT)
+    launcher: str = option("python", "command that starts pretrain_bert.py")
     workers: int = option(1, "jobs at once", within=COUNT)
     expected: Expected = option(Expected(), "times, for the forecast")
     file: Path = Path()
@@ -174,7 +173,7 @@ class Plan:
         for number, model in enumerate(self.models):
             for other in self.models[:number]:
                 if model.name == other.name:
-                    refuse(f"models[{number + 1}].name: {model.name!r} is the name of two models: expected another")
+                    refuse(f"models[{number + 1}].name: {model.name!r} names two models: choose another name")
                 if replace(model, name="") == replace(other, name=""):
                     refuse(f"models[{number + 1}]: {model.name!r} is the same as a model before it")
         names = [model.name for model in self.models]
@@ -191,9 +190,9 @@ class Plan:
                 refuse(f"alphas.models: {name!r} is not of objective mth: it has no weights")
         flags = [name for of_runs in (self.flags, *(model.flags for model in self.models)) for name, _ in of_runs]
         if self.budget.kind == "minutes" and "seq_length_phases" in flags:
-            refuse("budget: minutes with seq-length-phases, whose steps take different times: give steps or tokens")
+            refuse("budget: minutes with seq-length-phases, whose steps take different times: use steps or tokens")
         if self.workers > 1 and self.launcher != "python":
-            refuse(f"workers: {self.workers} with a launcher of its own ranks: expected 1")
+            refuse(f"workers: {self.workers} with a launcher that starts several ranks: expected 1")
 
     @property
     def flags(self) -> Flags:
@@ -202,7 +201,7 @@ class Plan:
 
     @cached_property
     def grid(self) -> tuple[Model, ...]:
-        """The models of the alpha grid. A point that is a model of the plan already is not repeated."""
+        """Models of the alpha grid, without a point that equals a model of the plan."""
         return tuple(
             replace(
                 model,
@@ -217,24 +216,24 @@ class Plan:
 
     @property
     def grid_seeds(self) -> tuple[int, ...]:
-        """Seeds that the grid is trained from."""
+        """Seeds of the alpha grid's runs."""
         return self.seeds[: self.alphas.seeds]
 
     @property
     def rows(self) -> tuple[Model, ...]:
-        """The models and those of the grid that are none of them."""
+        """Models of the plan, then those of the alpha grid."""
         return self.models + self.grid
 
     def named(self, name: str) -> Model:
-        """Return the model with a name."""
+        """Return the model with this name."""
         return next(model for model in self.models if model.name == name)
 
 
 def read_plan(file: Path, given: Mapping[str, Any] | None = None) -> Plan:
-    """Read and check a plan. `given` are values of the command line, by dotted key, that replace the file's.
+    """Read and check a plan. `given` has values of the command line by dotted key; they replace the file's values.
 
     Raises:
-        UserError: one line with the file, the key and what is allowed.
+        UserError: one line with the file, the key and the allowed values.
     """
     place = Place(str(file))
     if not file.is_file():
@@ -243,7 +242,7 @@ def read_plan(file: Path, given: Mapping[str, Any] | None = None) -> Plan:
 
 
 def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
-    """Return the file's values with those of `given` in their places; null takes a value out."""
+    """Return the file's values with those of `given` replaced; None removes a value."""
     if not isinstance(values, Mapping):
         return values
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}

@@ -1,9 +1,9 @@
-"""Scores over resampled development rows: how much of a score hangs on the rows that happen to be in the file.
+"""Scores on resampled development rows, which show how much a score depends on the choice of rows.
 
-A bootstrap sample draws as many rows (texts, sentences, questions) as there are, with replacement (Efron and
+A bootstrap sample draws rows (texts, sentences, questions) with replacement, as many as there are (Efron and
 Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6), and the metric is computed on it. All models see the
-same samples of a file, so that their differences are paired. A sample is kept as how often it draws each row: a metric
-of sums over rows is then one product of matrices for all samples.
+same samples of a file, so that their differences are paired. A sample is stored as the count of each row: then a matrix
+product computes sums over rows for all samples.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED
 
 _TOGETHER = 100
-"""Samples that are scored at once."""
+"""Number of samples scored at a time."""
 
 Terms = tuple[np.ndarray, np.ndarray]
 """Input of a metric: two arrays `[rows]` or `[rows, classes]`."""
 
 
 class Resampled(NamedTuple):
-    """A metric on resampled rows."""
+    """Metric on resampled rows."""
 
     terms: Callable[[Any, Any], Terms]
-    """(answers, predictions) in the form that the task's metric takes → its terms."""
+    """Function from (answers, predictions), in the form that the task's metric takes, to the terms."""
     score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-    """(how often each row is drawn `[samples, rows]`, terms) → the metric `[samples]`; 0 where it is undefined."""
+    """Function from (counts of the rows `[samples, rows]`, both terms) to the metric `[samples]`, 0 if undefined."""
 
 
 @lru_cache(maxsize=4)
 def drawn_rows(task: str, rows: int) -> np.ndarray:
-    """Return how often each sample draws each row of a task, uint8 `[samples, rows]`; each task has its own samples."""
+    """Return the count of each row of a task in each sample, uint8 `[samples, rows]`. Tasks have different samples."""
     generator = np.random.default_rng([BOOTSTRAP_SEED, zlib.crc32(task.encode())])
     samples = (np.bincount(generator.integers(rows, size=rows), minlength=rows) for _ in range(BOOTSTRAP_SAMPLES))
     return np.stack([sample.astype(np.uint8) for sample in samples])
 
 
 def resampled_scores(task: Task, answers: Any, predictions: Any) -> np.ndarray:
-    """Return a task's metric on every bootstrap sample of its rows, `[samples]`; 0 where it is undefined.
+    """Return a task's metric on every bootstrap sample of its rows, `[samples]`; 0 if it is undefined.
 
     `answers` and `predictions` are in the form that the task's metric takes.
     """
-    if KINDS[task.kind].score(task.metric, answers, predictions) is None:  # on a part of the rows too, then
+    if KINDS[task.kind].score(task.metric, answers, predictions) is None:  # then it is undefined on every sample
         return np.zeros(BOOTSTRAP_SAMPLES)
     metric = RESAMPLED[task.kind][task.metric]
     first, second = metric.terms(answers, predictions)
@@ -61,13 +61,13 @@ def resampled_scores(task: Task, answers: Any, predictions: Any) -> np.ndarray:
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return the quotients, 0 where the divisor is 0 but for rounding."""
+    """Return the quotients; 0 if the divisor is 0 up to rounding."""
     is_defined = below > 1e-12
     return np.where(is_defined, above / np.where(is_defined, below, 1.0), 0.0)
 
 
 def _share(drawn: np.ndarray, above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return the sum of one term over the sum of the other."""
+    """Return the sum of the first term divided by the sum of the second."""
     return _ratio(drawn @ above, drawn @ below)
 
 
@@ -77,36 +77,36 @@ def _right(labels: np.ndarray, predictions: np.ndarray) -> Terms:
 
 
 def _f1(labels: np.ndarray, predictions: np.ndarray) -> Terms:
-    """Return both sides of F1 = 2 TP / (2 TP + FP + FN) of labels that are 0 or 1, `[rows]` or `[rows, labels]`."""
+    """Return numerator and denominator of F1 = 2 TP / (2 TP + FP + FN) for 0/1 labels, `[rows]` or `[rows, labels]`."""
     right, both = _by_class(labels, predictions)
     return right.sum(axis=1), both.sum(axis=1)
 
 
 def _by_class(labels: np.ndarray, predictions: np.ndarray) -> Terms:
-    """Return both sides of the F1 of each class, `[rows, classes]`, of labels that are 0 or 1."""
+    """Return numerator and denominator of F1 per class, `[rows, classes]`, for 0/1 labels."""
     labels, predictions = (side.reshape(len(labels), -1) for side in (labels, predictions))
     return 2.0 * labels * predictions, labels + predictions
 
 
 def _by_number(labels: np.ndarray, predictions: np.ndarray) -> Terms:
-    """Return the same of class numbers `[rows]`, or of labels that are 0 or 1, `[rows, labels]`."""
+    """Return numerator and denominator of F1 per class, for class numbers `[rows]` or 0/1 labels `[rows, labels]`."""
     return _by_class(*(_one_hot(labels, predictions) if labels.ndim == 1 else (labels, predictions)))
 
 
 def _one_hot(labels: np.ndarray, predictions: np.ndarray) -> Terms:
-    """Return class numbers `[rows]` as 0 and 1, `[rows, classes]`."""
+    """Convert class numbers `[rows]` to 0 and 1, `[rows, classes]`."""
     classes = np.union1d(labels, predictions)
     return (labels[:, None] == classes) * 1.0, (predictions[:, None] == classes) * 1.0
 
 
 def _macro_f1(drawn: np.ndarray, right: np.ndarray, both: np.ndarray) -> np.ndarray:
-    """Return the mean F1 of the classes that a sample has among its labels or predictions."""
+    """Return the mean F1 over the classes in a sample's labels or predictions."""
     drawn_both = drawn @ both  # [samples, classes]
     return _ratio(_ratio(drawn @ right, drawn_both).sum(axis=1), np.count_nonzero(drawn_both, axis=1))
 
 
 def _matthews(drawn: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    """Return the correlation of any number of classes, R_K (Gorodkin 2004, equation 8), of one-hot classes."""
+    """Return Matthews' correlation for any number of classes, R_K (Gorodkin 2004, equation 8), from one-hot classes."""
     rows = len(labels)
     label_share, predicted_share = drawn @ labels / rows, drawn @ predictions / rows  # [samples, classes] each
     right = drawn @ (labels * predictions).sum(axis=1) / rows
@@ -130,12 +130,12 @@ def _ranks(drawn: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the rank of each row in each sample, `[samples, rows]`; equal values share their mean rank."""
     order = np.argsort(values)
     _, first, places = np.unique(values[order], return_index=True, return_inverse=True)
-    times = np.add.reduceat(drawn[:, order], first, axis=1)  # how often each value is drawn
+    times = np.add.reduceat(drawn[:, order], first, axis=1)  # number of draws of each value
     return (np.cumsum(times, axis=1) - (times - 1) / 2)[:, places[np.argsort(order)]]
 
 
 def _correlation(drawn: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the correlation of x and y, `[samples, rows]` each, in which a row counts as often as it is drawn."""
+    """Return the correlation of x and y, `[samples, rows]` each, with every row weighted by its count `drawn`."""
     total = drawn.sum(axis=1, keepdims=True)
     x, y = (side - (drawn * side).sum(axis=1, keepdims=True) / total for side in (x, y))
     covariance, *variances = ((drawn * product).sum(axis=1) for product in (x * y, x * x, y * y))
@@ -143,14 +143,14 @@ def _correlation(drawn: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _entities(gold: Tags, predicted: Tags, strict: bool) -> Terms:
-    """Return both sides of the entities' F1 of each sentence."""
+    """Return numerator and denominator of the entities' F1 per sentence."""
     pairs = zip(gold.by_sentence(), predicted.by_sentence(), strict=True)
     found = [score_entities([expected], [tags], strict) for expected, tags in pairs]
     return np.array([2.0 * one.correct for one in found]), np.array([1.0 * one.gold + one.predicted for one in found])
 
 
 def _of_words(gold: Tags, predicted: Tags, terms: Callable[[np.ndarray, np.ndarray], Terms]) -> Terms:
-    """Return the terms of the words of each sentence, summed."""
+    """Return the terms of the words, summed per sentence."""
     begins = np.concatenate([[0], gold.ends[:-1]]).astype(int)
     first, second = (np.add.reduceat(of_words, begins) for of_words in terms(gold.classes, predicted.classes))
     return first, second
@@ -183,4 +183,4 @@ RESAMPLED: dict[str, dict[str, Resampled]] = {
         "exact-match": Resampled(partial(_of_questions, score=qa.exact_match), _share),
     },
 }
-"""Kind of task → metric → how it is computed on resampled rows."""
+"""Kind of task → metric → its computation on resampled rows."""

@@ -1,4 +1,4 @@
-"""Everything measured so far, by arm and seed, read from the finished jobs and from nothing else."""
+"""Values measured so far, by arm and seed, read from finished jobs only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
 from megatron_ddrp.tasks.statistics import BySeed
 
 WARM_UP = 0.1
-"""Share of a run's steps whose times are left out: memory, caches and compilers settle."""
+"""Share of a run's first steps whose times are left out, because memory, caches and compilers warm up."""
 
 LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
 TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
@@ -30,17 +30,17 @@ SPACE = {
     "IsoScore": "isoscore",
     "effective rank": "effective_rank",
 }
-"""Measure of the last layer → its key in the JSON of `analyze.py space`."""
+"""Measure of the last layer → key in the JSON of `analyze.py space`."""
 MINIMAL_PAIRS = "minimal pairs"
 
 Curve = list[tuple[float, float]]
-"""(step, value) pairs."""
+"""Pairs (step, value)."""
 Scores = dict[str, float]
-"""Task → score; an undefined one counts as 0."""
+"""Task → score; an undefined score counts as 0."""
 
 
 class Results:
-    """What the finished jobs of a plan found."""
+    """Values from the finished jobs of a plan."""
 
     def __init__(self, work: Work):
         self.plan: Plan = work.plan
@@ -49,19 +49,19 @@ class Results:
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
         self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
-        """Arm → length of a row → what `analyze.py throughput` measured."""
+        """Arm → row length → result of `analyze.py throughput`."""
         self.items = Items()
         self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
-        """Arm → seed → field of minimal pairs → accuracy; paradigms where these name no field."""
+        """Arm → seed → field of minimal pairs → accuracy; paradigm instead of field if the pairs have no fields."""
         for run in self.runs:
             self._read_metrics(run)
         for analysis in work.analyses:
             if analysis.job.name in work.store:
                 self._read_analysis(analysis.run, analysis.job.kind, analysis.job.output)
         self.collapsed: dict[str, dict[Arm, int]] = defaultdict(lambda: defaultdict(int))
-        """Task → arm → fine-tuning runs of the last checkpoints whose score is undefined."""
+        """Task → arm → number of undefined fine-tuning runs on the last checkpoints."""
         self.facts: dict[str, dict[str, Any]] = {}
-        """Task → one of its lines in runs.jsonl, for the sizes of the data."""
+        """Task → one of its lines in runs.jsonl, which has the sizes of the data."""
         scores: dict[TrainingRun, dict[int, Scores]] = defaultdict(dict)
         for score in work.scores:
             if score.job.name in work.store and (found := self._read_scores(score)):
@@ -77,7 +77,7 @@ class Results:
 
     @property
     def baseline(self) -> Arm:
-        """The arm that the others are compared with."""
+        """Arm with which the others are compared."""
         return Arm(self.plan.named(self.plan.baseline) if self.plan.baseline else self.plan.models[0])
 
     @property
@@ -86,11 +86,11 @@ class Results:
         return sorted({run.arm for run in self.runs}, key=lambda arm: (self.plan.rows.index(arm.model), arm.half))
 
     def of(self, measure: str, arm: Arm) -> BySeed:
-        """Return seed → value; empty where nothing is measured."""
+        """Return seed → value; empty if nothing is measured."""
         return dict(self.values.get(measure, {}).get(arm, {}))
 
     def undefined(self, measure: str, arm: Arm) -> int:
-        """Return how many fine-tuning runs behind an arm's score of a task are undefined; 0 for other measures."""
+        """Return the number of undefined fine-tuning runs behind an arm's score on a task; 0 for other measures."""
         return self.collapsed.get(measure, {}).get(arm, 0)
 
     def _read_metrics(self, run: TrainingRun) -> None:
@@ -124,7 +124,7 @@ class Results:
             self.values[TRIANGLE][run.arm][run.seed] = found["models"][0]["share"]
             return
         for measure, key in ((TOKEN_SIMILARITY, "token_similarity"), (HEAD_SIMILARITY, "head_similarity")):
-            # A run that was stopped on the way has one more checkpoint, which the other seeds have not.
+            # A run that was stopped has one more checkpoint, which other seeds do not have.
             rows = [row for row in found["checkpoints"] if row["iteration"] in run.checkpoints]
             curve = [(float(row["iteration"]), float(row[key])) for row in rows]
             self.curves[measure][run.arm][run.seed] = curve
@@ -167,7 +167,7 @@ class Results:
         self.items.add_pairs(measure.run, read_right(measure.job.output.parent))
 
     def _average_last(self, scores: Mapping[TrainingRun, Mapping[int, Scores]]) -> list[str]:
-        """Take the scores of last checkpoints, and their average; return the tasks that every one of them has."""
+        """Store the scores of last checkpoints and their averages; return the tasks that all of them have."""
         last = {run: by_step[run.steps] for run, by_step in scores.items() if run.steps in by_step}
         tasks = self._common(last.values())
         for run, found in last.items():
@@ -178,7 +178,7 @@ class Results:
         return tasks
 
     def _average_curves(self, scores: Mapping[TrainingRun, Mapping[int, Scores]]) -> list[str]:
-        """Average every checkpoint of runs with several; return the tasks that every one of them has."""
+        """Store the averages of runs with several scored checkpoints; return the tasks that all of these have."""
         curves = {run: by_step for run, by_step in scores.items() if len(by_step) > 1}
         tasks = self._common([found for by_step in curves.values() for found in by_step.values()])
         for run, by_step in curves.items() if tasks else ():
@@ -187,7 +187,7 @@ class Results:
         return tasks
 
     def _common(self, scores: Collection[Scores]) -> list[str]:
-        """Return the tasks that all have a score of, so that averages are over the same tasks."""
+        """Return the tasks with a score in all of `scores`, so that all averages are over the same tasks."""
         tasks = self.plan.glue.tasks if self.plan.glue else ()
         return [task for task in tasks if scores and all(task in found for found in scores)]
 

@@ -1,8 +1,9 @@
-"""Doing jobs: some at once, each a process with a log of its own, in the order of the list as far as needs allow.
+"""Driver of jobs. It runs several at once, each as a process with its own log, in the order of the list.
 
-A job that fails is reported with its log and takes those that need it along; the others continue. Whatever ends the
-driver, the store holds what is finished, a run has its checkpoints, and the same command resumes from there. On Linux
-the kernel tells the processes of a killed driver to stop; elsewhere they end by themselves and are waited for.
+A job waits for the jobs that it needs. If a job fails, the driver reports its log and drops the jobs that need it; the
+others continue. If the driver ends for any reason, the store has the finished jobs and the runs have their checkpoints;
+the same command resumes. On Linux the kernel then tells the processes to stop; on other systems they run to their end,
+and the next driver waits for them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from megatron_ddrp.tasks.compare.jobs import Job, log_file
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT = 0.3
-"""Seconds between two looks at the processes."""
+"""Seconds between two checks of the processes."""
 STATUS = 60.0
-"""Seconds between two lines about what runs."""
+"""Seconds between two status lines."""
 GRACE = 120.0
-"""Seconds that a stopped process has for its last checkpoint."""
+"""Seconds that a stopped process gets to save its last checkpoint."""
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -46,19 +47,19 @@ class _Running:
 
 
 class Runner:
-    """The jobs of a comparison, done in as many processes at once as the plan has workers."""
+    """Driver of a comparison's jobs; the plan's `workers` limits the number of processes at once."""
 
     def __init__(self, forecast: JobForecast, say: Callable[[str], object]):
         self.forecast, self.store, self.workers, self.say = forecast, forecast.store, forecast.plan.workers, say
         self.folder = self.store.path.parent
         self.running: list[_Running] = []
         self.failed: dict[str, str] = {}
-        """Name of a job → why it is not there."""
+        """Name of a failed job → the reason."""
         self._waited: set[str] = set()
         self._told = time.monotonic()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Return when every job is in the store, or has failed, or needs one that has."""
+        """Run the jobs; return when each is in the store, has failed, or needs a failed job."""
         try:
             while self._step(jobs):
                 time.sleep(WAIT)
@@ -69,7 +70,7 @@ class Runner:
         return [job for job in self.store.missing(jobs) if job.name not in self.failed]
 
     def _step(self, jobs: Sequence[Job]) -> bool:
-        """Look once; return False where nothing is left."""
+        """Collect ended processes and start jobs; return whether jobs are left."""
         self.store.refresh()
         for running in [r for r in self.running if r.process.poll() is not None]:
             self.running.remove(running)
@@ -91,7 +92,7 @@ class Runner:
         if lease is None:
             if job.name not in self.store and job.name not in self._waited:
                 self._waited.add(job.name)
-                self.say(f"{job}: another process is at it; waiting for it")
+                self.say(f"{job}: another process is doing it; waiting for that process")
             return
         log = log_file(self.folder, job)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -107,14 +108,14 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 env=self._environment(slot),
                 pass_fds=(lease.fileno(),),
-                start_new_session=True,  # Ctrl-C reaches the driver alone, which lets the others save
+                start_new_session=True,  # Ctrl-C reaches only the driver, which lets the processes save
                 preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
             )
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.running.append(_Running(job, lease, process, slot, time.monotonic(), now))
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """Return the environment of a job: paths, and for several workers each one's share of the machine."""
+        """Return the environment of a job: paths, and with several workers its share of cores and GPUs."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         if self.workers > 1:
@@ -156,7 +157,7 @@ class Runner:
         }
 
     def _stop(self) -> None:
-        """Let what runs save and end; nothing of it is lost."""
+        """Stop the running processes; give each time to save."""
         for running in self.running:
             running.process.terminate()
         for running in self.running:
@@ -170,25 +171,27 @@ class Runner:
 
 
 def full_command(command: Sequence[str]) -> list[str]:
-    """Return a command with this Python and this package in place of `megatron-ddrp`."""
-    own = [sys.executable, "-m", "megatron_ddrp"]
-    return [*own, *command[1:]] if command[0] == "megatron-ddrp" else list(command)
+    """Return a command with this Python and with full paths of the repository's scripts."""
+    words = [str(ROOT / word) if word.endswith(".py") and (ROOT / word).is_file() else word for word in command]
+    if words[0] == "python":
+        words[0] = sys.executable
+    return words
 
 
 def last_line(log: Path) -> str:
-    """Return what a process said last."""
+    """Return the last line of a log that is not blank, at most 300 characters."""
     try:
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         return "no log"
-    return next((line for line in reversed(lines) if line), "nothing said")[:300]
+    return next((line for line in reversed(lines) if line), "an empty log")[:300]
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM and SIGHUP end the driver as Ctrl-C does."""
+    """Make SIGTERM and SIGHUP end the driver as Ctrl-C does."""
 
     def stop(number: int, frame: object) -> None:
-        raise UserError(f"stopped by {signal.Signals(number).name}; the same command resumes")
+        raise UserError(f"stopped by {signal.Signals(number).name}; run the same command to resume")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)

@@ -1,7 +1,7 @@
-"""The trainings of a plan: which models, seeds and steps, and the command line of each.
+"""Training runs of a plan: models, seeds, steps and command lines.
 
-Runs with the same seed see the same data, in the same order, with the same masks, whatever model they train. The arm at
-half of the budget is trained afresh with a schedule of half the length, so that its rate too has come to its end.
+Runs with the same seed see the same data, in the same order, with the same masks, whatever model they train. A model at
+half the budget has a run of its own with a schedule of half the length, so that its learning rate also decays fully.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ddrp.tasks.compare.jobs import Job, job_name
 from megatron_ddrp.tasks.compare.plan import Model, Plan
 
 LOGGED = 100
-"""Rows of metrics.jsonl that a run writes."""
+"""Approximate number of log rows that a run writes to metrics.jsonl."""
 EVAL_ITERS = 20
 PROBE_STEPS, PROBE_WARM_UP = 40, 8
 PROBE_SCHEDULE = {"log_interval": 4, "eval_interval": 0, "save_interval": PROBE_STEPS}
@@ -33,24 +33,24 @@ _NO_MATTER = {
     "training": ("num_threads",),
     "data": ("data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
 }
-"""Settings that do not decide what a run gives; the corpus has a key of its own."""
+"""Settings that do not affect the result of a run; `CorpusFiles.key` identifies the corpus."""
 
 
 class Arm(NamedTuple):
-    """A model at a budget: one row of a table."""
+    """A model at the full or half budget: one row of a table."""
 
     model: Model
     half: bool = False
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return f"{self.model.name}, half the budget" if self.half else self.model.name
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training of an arm."""
+    """Training run of an arm with one seed."""
 
     arm: Arm
     seed: int
@@ -59,22 +59,22 @@ class TrainingRun:
 
     @property
     def model(self) -> Model:
-        """The arm's model."""
+        """Model of the arm."""
         return self.arm.model
 
     @property
     def folder(self) -> Path:
-        """Its --save."""
+        """Folder of `--save`."""
         return self.job.output
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
+        """Number of training steps."""
         return self.config.training.train_iters
 
     @property
     def checkpoints(self) -> list[int]:
-        """Steps at which it is saved."""
+        """Steps at which the run saves a checkpoint."""
         interval = self.config.checkpoint.save_interval
         return sorted({*range(interval, self.steps, interval), self.steps})
 
@@ -84,7 +84,7 @@ class TrainingRun:
 
 
 def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
-    """Return model's name → the short run that measures its step; empty unless the budget is in minutes."""
+    """Return model's name → short run that measures the time of a step; empty unless the budget is in minutes."""
     if plan.budget.kind != "minutes":
         return {}
     schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
@@ -92,13 +92,13 @@ def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
 
 
 def probed_seconds(job: Job) -> float:
-    """Return the median seconds of a step of a finished probe, its first steps left out."""
+    """Return the median seconds per step of a finished probe, without its first steps."""
     rows = read_rows(job.output)
     return statistics.median(r["step_time"] for r in rows if "step_time" in r and r["iteration"] > PROBE_WARM_UP)
 
 
 def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return model's name → steps of the full budget. Only a budget in minutes needs `step_seconds`."""
+    """Return model's name → steps of the full budget. Only a budget in minutes uses `step_seconds`."""
     steps = {}
     for model in plan.rows:
         count = plan.budget.amount
@@ -114,7 +114,7 @@ def count_steps(plan: Plan, step_seconds: Mapping[str, float]) -> dict[str, int]
 
 
 def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, int]) -> list[TrainingRun]:
-    """Return every run whose steps are known, seed by seed, without those that are the same as one before."""
+    """Return every run whose steps are known, seed by seed, without duplicates."""
     runs: dict[str, TrainingRun] = {}
     for seed in plan.seeds:
         arms = [Arm(model) for model in plan.models]
@@ -139,7 +139,7 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
 
 
 def _plan_run(plan: Plan, corpus: CorpusFiles, folder: Path, arm: Arm, schedule: Mapping[str, int]) -> TrainingRun:
-    """Return a run into `folder`. The plan's own flags win over the schedule."""
+    """Return a run that saves below `folder`. The plan's own flags override the schedule."""
     model, steps, seed = arm.model, schedule["train_iters"], schedule["seed"]
     settings: dict[str, Any] = {
         "data_path": corpus.data_path,
@@ -169,9 +169,9 @@ def _start(launcher: str) -> tuple[str, ...]:
 
 
 def _facts(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the settings that decide what a run gives, where they are not the default.
+    """Return the settings that affect the result of a run and differ from their defaults.
 
-    A flag that is new in a later version does not make finished runs strangers.
+    Because defaults are left out, finished runs keep their names if a later version adds a flag.
     """
     facts = {}
     for concern, section in concerns().items():

@@ -1,4 +1,4 @@
-"""The sections of a plan that score checkpoints: GLUE, minimal pairs, and tasks of one's own."""
+"""Sections of a plan that score checkpoints: GLUE, minimal pairs, and the user's own tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GluePlan:
     data_dir: str = option(MISSING, "GLUE's folder")
     tasks: tuple[str, ...] = option(PAPER_TASKS, "tasks", choices=tuple(TASKS), distinct=True)
     checkpoints_of: tuple[str, ...] = option(
-        (), "models of which every checkpoint is scored (figure 3b)", distinct=True
+        (), "models with a score of every checkpoint (the paper's figure 3b)", distinct=True
     )
     flags: Flags = ()
     """Further flags of `megatron-ddrp glue`."""
@@ -35,8 +35,8 @@ class MinimalPairsPlan:
     """Settings of `megatron-ddrp minimal-pairs` for every checkpoint."""
 
     data_dir: str = option(MISSING, "folder of paradigms, one .jsonl each")
-    max_pairs: int | None = option(None, "pairs of each paradigm (default: all)", within=COUNT)
-    score: str | None = option(None, "which pieces are masked together", choices=tuple(SCORES))
+    max_pairs: int | None = option(None, "pairs per paradigm (default: all)", within=COUNT)
+    score: str | None = option(None, "choice of the pieces that are masked together", choices=tuple(SCORES))
 
     @property
     def flags(self) -> Flags:
@@ -53,21 +53,21 @@ class TaskPlan:
     flags: Flags = ()
     """Further flags of `megatron-ddrp finetune`."""
     task: TaskFiles = TaskFiles()
-    """The content of the task file."""
+    """Content of the task file."""
 
     @property
     def name(self) -> str:
-        """The task's name in tables."""
+        """Name of the task in tables."""
         return self.task.called
 
     @property
     def data(self) -> list[str]:
-        """The task's data files."""
+        """Data files of the task."""
         return [str(path) for path in (self.task.train, self.task.valid, self.task.test) if path is not None]
 
     @property
     def epochs(self) -> int:
-        """Epochs of all fine-tuning runs on one checkpoint."""
+        """Total number of epochs of all fine-tuning runs on one checkpoint."""
         given = dict(self.flags)
         chosen = GRIDS[given["grid"]]
         points = len(given.get("batch_size", chosen["batch_sizes"])) * len(given.get("lr", chosen["lrs"]))
@@ -75,17 +75,17 @@ class TaskPlan:
 
 
 def read_glue(values: Any, place: Place) -> GluePlan:
-    """Read the section `glue`, whose further keys are flags of `megatron-ddrp glue`."""
+    """Read the section `glue`. Its further keys are flags of `megatron-ddrp glue`."""
     return _with_flags(GluePlan, values, place)
 
 
 def read_tasks(values: Any, place: Place) -> tuple[TaskPlan, ...]:
-    """Read the section `tasks`, a list whose entries hold a task file and flags of `megatron-ddrp finetune`."""
+    """Read the section `tasks`, a list of entries with a task file and flags of `megatron-ddrp finetune`."""
     entries = values if isinstance(values, list) else [values]
     found = [_read_task(entry, place._replace(key=f"{place.key}[{number}]")) for number, entry in enumerate(entries, 1)]
     for number, task in enumerate(found):
         if task.name in [*TASKS, *(other.name for other in found[:number])]:
-            raise place.error(f"{task.name!r} is the name of two tasks: give {task.file} another `name`")
+            raise place.error(f"{task.name!r} names two tasks: give {task.file} another `name`")
     return tuple(found)
 
 
@@ -100,7 +100,7 @@ def _read_task(values: Any, place: Place) -> TaskPlan:
 
 
 def _with_flags(section: type[Any], values: Any, place: Place) -> Any:
-    """Return a section whose further keys are flags of a command that fine-tunes."""
+    """Read a section whose further keys are flags of a fine-tuning command."""
     flags = options_of(Search, Training)
     settings = read_settings(options_of(section) | flags, values, place)
     given = {"grid": "quick", "seeds": 1} | {name: settings.pop(name) for name in flags if name in settings}

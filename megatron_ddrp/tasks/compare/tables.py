@@ -1,4 +1,4 @@
-"""The page's tables: ours, and below them the paper's, which are marked as such and never mixed with ours."""
+"""Tables of the page. The paper's numbers have their own tables, marked as the paper's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Blocks = list[Table | str]
 
 
 def cell(results: Results, measure: str, arm: Arm) -> str:
-    """Return mean ± standard deviation over the seeds, with the number of undefined runs that count as 0 in them."""
+    """Return mean ± standard deviation over the seeds, and the number of undefined runs, which count as 0."""
     found, undefined = spread(results.of(measure, arm)), results.undefined(measure, arm)
     if found is None:
         return ""
@@ -39,7 +39,7 @@ def cell(results: Results, measure: str, arm: Arm) -> str:
 
 
 def score_table(results: Results, arms: Iterable[Arm]) -> Table:
-    """Return GLUE by task, their average, and the masked-LM loss."""
+    """Return the table of GLUE tasks, their average, and the masked-LM loss."""
     tasks = list(results.plan.glue.tasks) if results.plan.glue else []
     average = [GLUE] if results.averaged else []
     header = ["model", *tasks, *(f"average of {len(results.averaged)}" for _ in average), LOSS, "seeds"]
@@ -48,7 +48,7 @@ def score_table(results: Results, arms: Iterable[Arm]) -> Table:
         cells = [cell(results, measure, arm) for measure in (*tasks, *average, LOSS)]
         rows.append([arm.label, *cells, str(len(results.of(LOSS, arm)))])
     left_out = [task for task in tasks if task not in results.averaged] if results.averaged else []
-    note = f"; the average leaves out {', '.join(left_out)}, which some run has no score of" if left_out else ""
+    note = f"; the average leaves out {', '.join(left_out)}, because a run has no score" if left_out else ""
     return Table(header, rows, f"Ours: mean ± standard deviation over the seeds{note}.")
 
 
@@ -58,38 +58,38 @@ def paper_table(names: Sequence[str], where: str) -> Table:
         [name, *(f"{PAPER_SCORES[name][task]:.2f}" for task in PAPER_TASKS), f"{PAPER_AVERAGES[name]:.2f}"]
         for name in names
     ]
-    caption = f"The paper's own numbers, not ours: {where}. Base size, 1M steps, the best of a grid, median of 5 seeds."
+    caption = f"The paper's own numbers, not ours: {where}. Base size, 1M steps, best grid point, median of 5 seeds."
     return Table(["the paper's model", *PAPER_TASKS, "average of 8"], rows, caption, is_paper=True)
 
 
 def score_blocks(results: Results, arms: Sequence[Arm], where: str) -> Blocks:
-    """Return the scores of arms and, where the paper has such models, its own."""
+    """Return the table of these arms and, if the paper has such models, its table."""
     theirs = [name for arm in arms if (name := paper_row(arm))]
     return [score_table(results, arms), *([paper_table(theirs, where)] if theirs else [])]
 
 
 def table_1(results: Results) -> Blocks:
-    """Return all models at the full budget."""
+    """Return the scores of all models at the full budget."""
     arms = [arm for arm in results.arms if not arm.half and arm.model in results.plan.models]
     return score_blocks(results, arms, "tables 1 and 2") if arms else ["No run of the full budget is finished yet."]
 
 
 def table_2(results: Results) -> Blocks:
-    """Return the objectives side by side, with the arm at half of the budget."""
+    """Return the scores of masked LM and MTH, with the models at half the budget first."""
     encodings = [arm.model.encoding for arm in results.arms if arm.model.objective == "mth" or arm.half]
     wanted = [arm for arm in results.arms if arm.model.encoding in encodings and arm.model in results.plan.models]
     arms = sorted(wanted, key=lambda arm: not arm.half)
     if not arms:
-        return ["No model with MTH and none at half of the budget is finished yet, or the plan has none."]
+        return ["No model with MTH and none at half the budget is finished yet, or the plan has none."]
     ours, *theirs = score_blocks(results, arms, "table 2")
-    return [ours, *([] if results.plan.half_budget else ["The plan has no arm at half of the budget."]), *theirs]
+    return [ours, *([] if results.plan.half_budget else ["The plan trains no model at half the budget."]), *theirs]
 
 
 def table_3(results: Results) -> Blocks:
-    """Return the weights of TCD and HCD: models with flags of their own, and the alpha grid."""
+    """Return the scores under different weights of TCD and HCD: models with such flags, and the alpha grid."""
     chosen = [model for model in results.plan.rows if {"tcd_weight", "hcd_weight"} & dict(model.flags).keys()]
     if not chosen:
-        return ["The plan changes no weight of TCD or HCD, so that there is no ablation."]
+        return ["The plan changes no weight of TCD or HCD, so there is no ablation."]
     encodings = {model.encoding for model in chosen}
     wanted = [arm for arm in results.arms if not arm.half and arm.model.encoding in encodings]
     arms = [arm for arm in wanted if arm.model in chosen or not arm.model.flags]
@@ -97,14 +97,14 @@ def table_3(results: Results) -> Blocks:
     alike = Table(
         ["model", "f(S)", "f(H)"],
         [[arm.label, cell(results, TOKEN_SIMILARITY, arm), cell(results, HEAD_SIMILARITY, arm)] for arm in arms],
-        "Ours: self-similarities of the last checkpoint.",
+        "Ours, at the last checkpoint: mean cosine of a sentence's tokens, f(S), and of a layer's heads, f(H).",
     )
     names = ["BERT (MTH) 1M steps", "BERT (MTH without HCD) 1M steps", "BERT (MLM) 1M steps"]
     return [ours, alike, paper_table(names, "table 3")]
 
 
 def similarity_table(results: Results) -> Table:
-    """Return f(S), f(H) and the triangle share of the last checkpoints."""
+    """Return the table of f(S), f(H) and the triangle share of the last checkpoints."""
     arms = [arm for arm in results.arms if not arm.half]
     measures = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE)
     rows = [[arm.label, *(cell(results, measure, arm) for measure in measures)] for arm in arms]
@@ -113,18 +113,18 @@ def similarity_table(results: Results) -> Table:
 
 
 def space_table(results: Results) -> Table:
-    """Return cosines, IsoScore and effective rank of the last layer of the last checkpoints."""
+    """Return the table of cosines, IsoScore and effective rank in the last layer of the last checkpoints."""
     arms = [arm for arm in results.arms if any(results.of(measure, arm) for measure in SPACE)]
     rows = [[arm.label, *(cell(results, measure, arm) for measure in SPACE)] for arm in arms]
     caption = (
         "Ours, hidden states of the last layer at the last checkpoint: mean ± standard deviation over the seeds. Mean "
-        "cosine and isotropy are different things, see docs/analysis.md."
+        "cosine and isotropy measure different things, see docs/analysis.md."
     )
     return Table(["model", *SPACE], rows, caption)
 
 
 def throughput_table(results: Results) -> Table:
-    """Return tokens per second, with their quartiles, and memory at inference, by the length of a row."""
+    """Return the table of tokens per second, with quartiles, and memory at inference, per row length."""
     lengths = sorted({length for by_length in results.speeds.values() for length in by_length})
     rows = []
     for arm in filter(results.speeds.__contains__, results.arms):
@@ -132,14 +132,14 @@ def throughput_table(results: Results) -> Table:
         rows.append([arm.label, *(speed for speed, _ in cells), *(memory for _, memory in cells)])
     header = [f"{what} at {length}" for what in ("tokens/s", "MiB") for length in lengths]
     caption = (
-        "Ours, forward passes at inference by the length of a row: median over the rounds (its quartiles), and peak "
-        "memory above the loaded model."
+        "Ours, forward passes at inference, per row length: median (and quartiles) over the rounds, and peak memory "
+        "minus the memory of the loaded model."
     )
     return Table(["model", *header], rows, caption)
 
 
 def _speed(found: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return tokens per second and memory as cells; empty ones for a length that a model has no positions for."""
+    """Return cells of tokens per second and memory; empty cells for a length that was not measured."""
     if found is None:
         return "", ""
     median, low, high = (f"{found[key]:,.0f}" for key in ("tokens_per_second", "lower_quartile", "upper_quartile"))
@@ -148,14 +148,14 @@ def _speed(found: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def paper_triangles() -> Table:
-    """Return the paper's triangle shares, of section 5.3."""
+    """Return the table of the paper's triangle shares (section 5.3)."""
     rows = [["DDRP", f"{PAPER_TRIANGLES['ddrp']:.2f}"], ["BERT-R", f"{PAPER_TRIANGLES['bert-r']:.2f}"]]
     caption = "The paper's own numbers, not ours: sentences with the up-down triangle effect, section 5.3."
     return Table(["the paper's model", "triangle share [%]"], rows, caption, is_paper=True)
 
 
 def cost_table(results: Results) -> Table:
-    """Return the seconds of a step, also relative to BERT under masked LM."""
+    """Return the table of seconds per step, also relative to BERT with masked LM."""
     models = results.plan.models
     plain = next((Arm(m) for m in models if (m.encoding, m.objective) == ("absolute", "mlm") and not m.flags), None)
     rows = []
@@ -170,12 +170,12 @@ def cost_table(results: Results) -> Table:
             interval = "{:.3f} to {:.3f}".format(*(1 + end for end in relative.interval)) if relative.interval else ""
         consumed = f"{tokens.mean / 1e6:,.2f} M" if tokens else ""
         rows.append([arm.label, f"{seconds.mean:.4f}", ratio, interval, consumed])
-    header = ["model", "seconds of a step", f"÷ {plain.label if plain else 'BERT'}", "95 % interval", TOKENS]
-    return Table(header, rows, "Ours: each run's median step after its first tenth, mean over the seeds.")
+    header = ["model", "seconds per step", f"÷ {plain.label if plain else 'BERT'}", "95 % interval", TOKENS]
+    return Table(header, rows, "Ours: median over a run's steps without its first tenth, mean over the seeds.")
 
 
 def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]]) -> Table:
-    """Return every measure of every model, its difference to the baseline, and both errors of that."""
+    """Return the table of every measure of every model, its difference to the baseline, and both its intervals."""
     rows = []
     for measure in measures(results):
         for row in compared[measure]:
@@ -192,13 +192,14 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
     header = ["measure", "model", "mean", "difference", "95 % over seeds", "95 % over items", "seeds", "items"]
     caption = (
         f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "
-        "by seed and by item. Losses in nats, all else x 100; a lower loss is better, of all else more is."
+        "by seed and by item. Losses are in nats, other measures x 100. A lower loss is better; for other measures "
+        "higher is better."
     )
     return Table(header, rows, caption, wordy=(0, 1))
 
 
 def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
-    """Return every claim that the data can speak to, with its difference and the word for it."""
+    """Return the table of all claims about models of the plan, with the difference and the verdict of each."""
     rows = []
     for claim in claims:
         found, verdict = ["", "", ""], "no data"
@@ -209,7 +210,7 @@ def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
         rows.append([claim.text, claim.measure, *found, claim.paper, verdict])
     header = ["claim", "measure", "difference", "95 % interval", "seeds", "the paper's", "at this scale"]
     caption = (
-        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE, pairs and shares in points, "
-        "cost in per cent of a step. Where a cell of the paper's is empty, it prints no such number."
+        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE, pairs and shares are in "
+        "points, costs in per cent of a step. An empty cell in the paper's column means that it prints no such number."
     )
     return Table(header, rows, caption, wordy=(0, 1))

@@ -1,4 +1,4 @@
-"""Everything that a plan asks for, as jobs: data, probes, runs, and what is measured on their checkpoints."""
+"""All jobs of a plan: data, probes, runs, and measures of the runs' checkpoints."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 
 class Work:
-    """The jobs of a plan in an output folder. `update` plans anew when probes have finished."""
+    """Jobs of a plan in an output folder. `update` repeats the planning after the probes have finished."""
 
     steps: dict[str, int]
-    """Model's name → steps of the full budget, where they are known by now."""
+    """Model's name → steps of the full budget; only models whose steps are known."""
     runs: list[TrainingRun]
     scores: list[Measure]
-    """Every checkpoint that GLUE is to score."""
+    """GLUE jobs."""
     pairs: list[Measure]
-    """Every checkpoint that minimal pairs are to score."""
+    """Minimal-pair jobs."""
     tasks: list[TaskMeasure]
-    """Every checkpoint that is to be fine-tuned on a task of the plan's own."""
+    """Jobs of the plan's own tasks."""
     analyses: list[Measure]
-    """Every look into a run."""
+    """Jobs that analyse runs."""
 
     def __init__(self, plan: Plan, folder: Path, store: Store):
         """Plan all jobs. Raises `UserError` for missing inputs and for flags that `pretrain_bert.py` would refuse."""
@@ -42,7 +42,7 @@ class Work:
         self.update()
 
     def update(self) -> None:
-        """Plan the runs whose steps are known by now, and what is measured on them."""
+        """Plan the runs whose steps are known, and their measures."""
         finished = {name: job for name, job in self.probes.items() if job.name in self.store}
         self.steps = count_steps(self.plan, {name: probed_seconds(job) for name, job in finished.items()})
         self.runs = all_runs(self.plan, self.corpus, self.folder, self.steps)
@@ -52,11 +52,11 @@ class Work:
         self.analyses = analyses(self.plan, self.runs, self.corpus, self.folder)
 
     def first_jobs(self) -> list[Job]:
-        """Return the jobs that must be done before the others can be planned."""
+        """Return the jobs that must finish before the others can be planned."""
         return [*self.corpus.jobs, *self.probes.values()]
 
     def jobs(self) -> list[Job]:
-        """Return all jobs in the order in which they are wanted: seed after seed, figure 3b at the end."""
+        """Return all jobs in order: seed after seed, then GLUE on the earlier checkpoints."""
         last = [score for score in self.scores if score.step == score.run.steps]
         measured: list[Measure | TaskMeasure] = [*self.pairs, *self.analyses, *self.tasks, *last]
         jobs = self.first_jobs()
@@ -66,9 +66,9 @@ class Work:
         return jobs + [score.job for score in self.scores if score.step != score.run.steps]
 
     def plan_text(self) -> str:
-        """Return the plan as some lines of text."""
+        """Return the text of the plan: models, steps, seeds and budget."""
         plan = self.plan
-        few = f" (fewer than {NUM_SEEDS}: their spread says little)" if len(plan.seeds) < NUM_SEEDS else ""
+        few = f" (fewer than {NUM_SEEDS}: too few for a reliable spread)" if len(plan.seeds) < NUM_SEEDS else ""
         lines = [
             f"plan {plan.file}: {len(plan.models)} models x {len(plan.seeds)} seeds ({', '.join(map(str, plan.seeds))})"
             f"{few}, {plan.budget} each, into {self.folder}"

@@ -1,1 +1,1 @@
-"""Fine-tuning of any encoder on any task: kinds of tasks, sweeps over a grid and seeds, scores and predictions."""
+"""Fine-tuning of encoders: kinds of tasks, sweeps over a grid and seeds, scores, predictions and kept models."""

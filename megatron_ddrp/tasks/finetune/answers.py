@@ -1,9 +1,9 @@
-"""Exact match and F1 of answers to questions, as SQuAD's evaluation script version 2.0 scores them.
+"""Exact match and F1 of answers to questions, computed as in SQuAD's evaluation script, version 2.0.
 
-Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822. An answer is compared after lower-casing, without ASCII
-punctuation, English articles and doubled blanks. Of several gold answers the best counts. A question without an answer
-has the gold answer "" alone; then, and where a prediction is empty, F1 is 1 if both are empty and 0 otherwise. On
-answers that are not empty version 1.1 scores the same.
+Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822. Answers are compared in lower case, without ASCII punctuation,
+English articles and repeated blanks. If there are several gold answers, the best one counts. An unanswerable question
+has the single gold answer "". If the gold answer or the prediction is empty, F1 is 1 if both are and 0 otherwise. For
+answers that are not empty, version 1.1 gives the same scores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AnswerScores(NamedTuple):
 
 
 def normalized(answer: str) -> str:
-    """Return an answer as it is compared: lower case, no ASCII punctuation, no English article, single blanks."""
+    """Return an answer in lower case, without ASCII punctuation, English articles and repeated blanks."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
@@ -37,12 +37,12 @@ def exact_match(gold: Sequence[str], predicted: str) -> float:
 
 
 def f1(gold: Sequence[str], predicted: str) -> float:
-    """Return the best F1 of the prediction's words and a gold answer's: 2·common / (words of both)."""
+    """Return the best F1 of the predicted words over the gold answers: 2·common / (words of both)."""
     return max(_f1(answer.split(), normalized(predicted).split()) for answer in gold_answers(gold))
 
 
 def score_answers(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> AnswerScores:
-    """Return the means over all questions, given the gold answers and the predicted one of each."""
+    """Return the means over all questions, given the gold answers and the predicted answer of each."""
     pairs = list(zip(gold, predicted, strict=True))
     if not pairs:
         return AnswerScores(None, None, 0)
@@ -51,7 +51,7 @@ def score_answers(gold: Sequence[Sequence[str]], predicted: Sequence[str]) -> An
 
 
 def gold_answers(answers: Sequence[str]) -> list[str]:
-    """Return the normalized answers that are not empty, or "" alone for a question without an answer."""
+    """Return the normalized answers that are not empty; only "" for an unanswerable question."""
     return [text for text in map(normalized, answers) if text] or [""]
 
 

@@ -1,4 +1,4 @@
-"""The command lines of `megatron-ddrp finetune` and of its `predict`."""
+"""Command lines of `megatron-ddrp finetune` and `megatron-ddrp finetune predict`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
 
 DESCRIPTION = """Fine-tune encoders on tasks of your own and report the validation scores.
 
-A task is a training and a validation file with a column of texts and one of labels, given by flags or in a YAML file
-with the same names. Every task is run at every grid point with every seed. OUT/runs.jsonl holds one line per finished
-run; a restarted command does what is missing, and several commands may share one OUT. OUT/table.md holds the medians
-over the seeds, OUT/predictions/ what each run predicted, OUT/models/ the best model as a Hugging Face folder.
+A task is a training file and a validation file with a column of texts and a column of labels. Flags describe it, or a
+YAML file with the same names. The command runs every task at every grid point with every seed. OUT/runs.jsonl has one
+line per finished run; a restarted command does only the missing runs, and several commands may share one OUT.
+OUT/table.md has the medians over seeds, OUT/predictions/ the predictions of each run, OUT/models/ the best model as a
+Hugging Face folder.
 
   one task       megatron-ddrp finetune --train train.csv --valid valid.csv --load runs/ddrp --output-dir OUT
-  what is in it  … --dry-run                     columns, class counts, the majority's score, hours
+  check it       … --dry-run                     columns, class counts, score of the most frequent class, hours
   several        megatron-ddrp finetune --task-file intent.yaml ner.yaml --load runs/bert runs/ddrp --output-dir OUT
   baseline       … --random-init
-  use it         megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
+  label a file   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.csv --output labelled.csv
 """
 
-PREDICT = """Label a file with a model that finetune kept: the same rows in order, with a column `prediction`.
+PREDICT = """Label a file with a model that finetune kept. The output has the same rows and a column `prediction`.
 
   megatron-ddrp finetune predict --load OUT/models/TASK-… --input new.jsonl --output labelled.jsonl
 """
@@ -37,22 +38,22 @@ PREDICT = """Label a file with a model that finetune kept: the same rows in orde
 
 @dataclass(frozen=True)
 class What:
-    """what to run"""
+    """encoders and output"""
 
-    output_dir: Path = option(MISSING, "for runs.jsonl, the tables, predictions and models", metavar="OUT")
+    output_dir: Path = option(MISSING, "folder for runs.jsonl, the tables, predictions and models", metavar="OUT")
     load: tuple[Path, ...] | None = option(
         None,
-        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; several to compare them",
+        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; give several to compare them",
         nargs="+",
         metavar="DIR",
     )
     task_file: tuple[Path, ...] | None = option(
-        None, "tasks as YAML; keys are the flags of a task, paths are relative to the file", nargs="+", metavar="T.yaml"
+        None, "tasks as YAML; keys are a task's flags, paths are relative to the file", nargs="+", metavar="T.yaml"
     )
     keep_models: bool = option(True, "keep an encoder's best model of a task in OUT/models/ (never with --random-init)")
     random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
     report: tuple[Path, ...] | None = option(
-        None, "run nothing: one table over these --output-dir folders", nargs="+", metavar="OUT"
+        None, "run nothing; write one table over these --output-dir folders", nargs="+", metavar="OUT"
     )
 
 
@@ -70,13 +71,13 @@ class OwnSearch(Search):
 
 @dataclass(frozen=True)
 class Prediction:
-    """what to label"""
+    """model and files"""
 
-    load: Path = option(MISSING, "a folder in OUT/models", metavar="DIR")
-    input: Path = option(MISSING, "rows to label, of any format that training takes", metavar="F")
+    load: Path = option(MISSING, "folder in OUT/models", metavar="DIR")
+    input: Path = option(MISSING, "rows to label, in any format that training reads", metavar="F")
     output: Path = option(
         MISSING,
-        "the same rows with their predictions: .jsonl, .csv or .tsv; of tokens also .conll, of qa .json",
+        "output with the same rows and their predictions: .jsonl, .csv or .tsv; also .conll for tokens, .json for qa",
         metavar="G",
     )
     text_column: str | None = option(None, "column of the text (default: as in training)", metavar="C")
@@ -84,7 +85,7 @@ class Prediction:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line; `points` are the grid's, `tasks` those of the files and flags."""
+    """Parse and check the command line. The result also has the grid's `points`, the `tasks` and the `suite`."""
     parser = ArgumentParser(description=DESCRIPTION)
     options = parse_options(parser, (What, TaskFiles, OwnSearch, Training, Machine), _check, arguments)
     options.suite = OwnTasks()
@@ -95,7 +96,7 @@ def _check(options: argparse.Namespace) -> None:
     require(options, "load")
     given = TaskFiles(**{name: getattr(options, name) for name in TaskFiles.__dataclass_fields__})
     if options.task_file and given != TaskFiles():
-        refuse("--task-file and the flags of a task exclude each other: write them into the file")
+        refuse("--task-file and the flags of a task exclude each other: write the flags into the file")
     options.tasks = [read_task_file(path) for path in options.task_file] if options.task_file else [given]
     if options.report is None:
         for task in options.tasks:

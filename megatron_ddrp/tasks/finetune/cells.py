@@ -1,7 +1,7 @@
-"""The cells of a table: one encoder on one task, its seeds at the best grid point.
+"""Cells of a table: the runs of one encoder on one task at the best grid point, one per seed.
 
-A grid point is all that decides a run but its seed; the best one has the highest median of the last epoch's scores
-among those with the most seeds. An undefined score counts as 0 (`runs.count_undefined`).
+A grid point is every setting of a run except its seed. The best point is the one with the highest median of the last
+epoch's scores among the points with the most seeds. An undefined score counts as 0 (`runs.count_undefined`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Cell:
 
     task: str
     rows: list[dict[str, Any]]
-    """Lines of runs.jsonl as `RunStore` reads them, one per seed."""
+    """Lines of runs.jsonl in the form of `RunStore`, one per seed."""
 
     @property
     def scores(self) -> list[float]:
-        """The last epoch's scores as fractions, one per seed."""
+        """Last epoch's scores as fractions, one per seed."""
         return [row["score"] for row in self.rows]
 
     @property
@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def undefined(self) -> int:
-        """Number of scores that are undefined and count as 0."""
+        """Number of undefined scores, which count as 0."""
         return sum(row["undefined"] for row in self.rows)
 
     @property
@@ -44,21 +44,21 @@ class Cell:
 
     @property
     def others(self) -> dict[str, list[float]]:
-        """Scores of further development files (MNLI's mismatched one)."""
+        """Scores of further development files, such as MNLI's mismatched one."""
         return {name: [row["other_scores"][name] for row in self.rows] for name in self.rows[0].get("other_scores", {})}
 
     @property
     def beside(self) -> dict[str, list[float]]:
-        """Scores by further metrics, 0 where one is undefined."""
+        """Scores by further metrics; an undefined score counts as 0."""
         return {name: [row["beside"][name] or 0.0 for row in self.rows] for name in self.rows[0].get("beside", {})}
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """The data, the length and the number of training rows; scores compare only where these are equal."""
+        """Data, row length and number of training rows; scores are comparable only if these are equal."""
         return _conditions(Run.of_row(self.rows[0]))
 
     def other_undefined(self, file: str) -> int:
-        """Return how many scores of a further development file are undefined."""
+        """Return the number of undefined scores of a further development file."""
         return sum(file in row["other_undefined"] for row in self.rows)
 
 
@@ -68,13 +68,14 @@ Cells = dict[str, Cell]
 def best_cells(
     rows: Iterable[dict[str, Any]], order: Sequence[str] = (), asked: Iterable[Run] = ()
 ) -> dict[str, Cells]:
-    """Return encoder's name → task → its cell at the best grid point, tasks in `order`, others after them.
+    """Return encoder's name → task → cell at the best grid point, tasks in `order`, others after them.
 
-    A cell has the conditions of the encoder's newest run on the task; `asked` are newer than any others.
+    A cell has only runs with the `conditions` of the encoder's newest run on the task. The runs `asked` count as newer
+    than all others.
     """
     known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
     names: dict[str, set[str]] = {}
-    # Scores on other data, at another length or from fewer rows than the newest run's have no place in one median.
+    # One median must not mix scores from different data, row lengths or numbers of training rows.
     newest = {(run.encoder, run.task): _conditions(run) for run in (*known, *(run for run in asked if run in known))}
     for run, row in known.items():
         names.setdefault(row["load"], set()).add(run.encoder)
@@ -91,7 +92,7 @@ def best_cells(
 
 
 def task_order(encoders: dict[str, Cells], order: Sequence[str]) -> list[str]:
-    """Return the tasks that any encoder has a cell of, in `order`, others after them."""
+    """Return the tasks of all encoders, in `order`, others after them."""
     found = dict.fromkeys(task for cells in encoders.values() for task in cells)
     return [task for task in dict.fromkeys([*order, *found]) if task in found]
 

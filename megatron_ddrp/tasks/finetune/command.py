@@ -1,4 +1,4 @@
-"""`megatron-ddrp finetune`: fine-tune encoders on tasks of one's own, or label a file with a fine-tuned one."""
+"""`megatron-ddrp finetune`: fine-tune encoders on your own tasks, or label a file with a fine-tuned model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ddrp.tasks.finetune.running import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fine-tune, report, or predict. Return 1 where a report leaves runs out."""
+    """Fine-tune, report or predict. Return 1 if --report leaves damaged runs out."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["predict"]:
         return predict(parse_prediction(words[1:]))
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def predict(wanted: Prediction) -> int:
-    """Label a file."""
+    """Label a file with a fine-tuned model."""
     from megatron_ddrp.tasks.finetune.predict import predict_file  # here, because it imports torch
     from megatron_ddrp.tasks.jobs.workers import device_of
 

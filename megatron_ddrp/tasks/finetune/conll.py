@@ -1,8 +1,8 @@
-"""CoNLL files: one token with its tag per line, a blank line behind each sentence.
+"""Reader and writer of CoNLL files: one token with its tag per line, a blank line after each sentence.
 
-The first column is the token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, cs/0306050); columns
-between them are left out. A file of one column holds tokens without tags. Of Universal Dependencies' CoNLL-U the token
-is the word form (column 2) and the tag its universal part of speech (column 4).
+The first column is the token and the last one its tag (CoNLL-2003, Tjong Kim Sang and De Meulder, arXiv:cs/0306050);
+columns between them are ignored. A file with one column has tokens without tags. In CoNLL-U files of Universal
+Dependencies the token is the word form (column 2) and the tag is the universal part of speech (column 4).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _BREAKS = re.compile("[\t\r\n]")
 
 
 def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `line N` of the first token of each sentence, and its cells `tokens` and `tags` (lists of strings).
+    """Yield per sentence `line N` of its first token and its cells `tokens` and `tags` (lists of strings).
 
-    Columns are separated by tabs if a line has one, otherwise by blanks. Raises `UserError` for a line that has another
-    number of columns than the first one.
+    Tabs separate the columns of a line with a tab, blanks those of other lines. Raises `UserError` for a line whose
+    number of columns differs from the first line's.
     """
     width = 0
     sentence: list[list[str]] = []
@@ -38,7 +38,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
         if len(cells) != width:
             raise UserError(
                 f"{path}, line {number}: {len(cells)} columns, expected {width} as in the lines before: "
-                "a token first, its tag last, and a blank line behind each sentence"
+                "a token first, its tag last, and a blank line after each sentence"
             )
         begin = begin if sentence else number
         sentence.append([cells[0], cells[-1]] if width > 1 else cells)
@@ -46,7 +46,7 @@ def read_conll(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str,
 
 
 def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the sentences of a CoNLL-U file as `read_conll` does, without comments, word ranges and empty nodes."""
+    """Yield the sentences of a CoNLL-U file in the form of `read_conll`; skip comments, word ranges and empty nodes."""
     sentence: list[list[str]] = []
     begin = 1
     for number, line in enumerate(lines, 1):
@@ -61,7 +61,7 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
         if len(cells) != CONLLU_COLUMNS:
             raise UserError(
                 f"{path}, line {number}: {len(cells)} columns, expected the {CONLLU_COLUMNS} of CoNLL-U with tabs "
-                "between them; name a file of two columns .conll"
+                "between them; a file of two columns must be named .conll"
             )
         if cells[0].isdecimal():
             begin = begin if sentence else number
@@ -70,7 +70,7 @@ def read_conllu(path: str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str
 
 
 def conll_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
-    """Return a sentence in CoNLL's layout, a tab between token and tag, with the blank line behind it.
+    """Return a sentence in CoNLL's layout, with a tab between token and tag and a blank line at the end.
 
     Tabs and line breaks inside a token become blanks.
     """

@@ -1,9 +1,8 @@
 """Precision, recall and F1 of whole entities in tag sequences, equal to those of the `seqeval` package.
 
-An entity counts where type, first and last word are all right (CoNLL-2003, Tjong Kim Sang and De Meulder, cs/0306050).
-Counts are summed over all sentences and types (micro average). F1 = 2·correct / (gold + predicted) is None, undefined,
-where neither side has an entity; precision and recall are None where their denominator is 0. seqeval gives 0 in these
-places.
+A predicted entity is correct if its type, first word and last word are all correct (CoNLL-2003, Tjong Kim Sang and
+De Meulder, arXiv:cs/0306050). Counts are summed over all sentences and types (micro average). Precision, recall and
+F1 = 2·correct / (gold + predicted) are None (undefined) if their denominator is 0; seqeval gives 0 there.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import NamedTuple
 
 OUTSIDE = "O"
 PREFIXES = ("B", "I", "E", "S")
-"""Begin, inside, end (last word) and single (only word); IOB2 has the first two, IOBES all."""
+"""Prefixes of tags: begin, inside, end (last word) and single (only word). IOB2 has the first two, IOBES all."""
 
 Entity = tuple[str, int, int]
-"""Type, first word and the word behind the last one."""
+"""Type, first word and end (exclusive)."""
 
 
 class EntityScores(NamedTuple):
-    """Counts of entities over all sentences."""
+    """Numbers of entities over all sentences."""
 
     gold: int
     predicted: int
@@ -46,7 +45,7 @@ class EntityScores(NamedTuple):
 def score_entities(
     gold: Iterable[Sequence[str]], predicted: Iterable[Sequence[str]], strict: bool = False
 ) -> EntityScores:
-    """Count the entities of all sentences, given the tags of each; `strict` as in `entities_of`."""
+    """Count the entities of all sentences, given the tags of each. `entities_of` explains `strict`."""
     counts = [0, 0, 0]
     for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
         expected, found = set(entities_of(gold_tags, strict)), set(entities_of(predicted_tags, strict))
@@ -57,9 +56,9 @@ def score_entities(
 def entities_of(tags: Sequence[str], strict: bool = False) -> list[Entity]:
     """Return the entities of a sentence in order.
 
-    The lenient rules of seqeval's default and of conlleval: every tag other than O belongs to an entity. One begins at
-    B, at S, behind E or S, and wherever the type changes or O was before. The strict rules of IOB2: an entity is a B
-    and the I of the same type that follow it; other I count as O.
+    By default the rules are the lenient ones of seqeval and conlleval: every tag other than O belongs to an entity, and
+    an entity begins at B, at S, after E or S, after O, and at a change of type. `strict` applies the rules of IOB2: an
+    entity is a B and the I of the same type that follow it; other tags count as O.
     """
     found: list[Entity] = []
     begin, before = 0, OUTSIDE
@@ -94,7 +93,7 @@ def _prefix(tag: str) -> str:
 
 
 def _continues(before: str, tag: str, strict: bool) -> bool:
-    """Tell whether a tag belongs to the entity of the tag before it."""
+    """Return whether a tag belongs to the entity of the tag before it."""
     if OUTSIDE in (before, tag) or entity_type(before) != entity_type(tag):
         return False
     if strict:

@@ -1,6 +1,6 @@
 """Heads on top of the encoder.
 
-Their weights are new in every run, even if a checkpoint holds a pooler: encoders are compared by their encoders alone.
+Their weights are new in every run, even if a checkpoint has a pooler, so that a comparison measures only the encoders.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INIT_STD = 0.02
 
 
 class SequenceHead(nn.Module):
-    """An encoder with a pooler (dense, tanh, on [CLS]), dropout and an output layer, as in appendix B of the paper."""
+    """Encoder with a pooler (dense, tanh, on [CLS]), dropout and an output layer (appendix B of the DDRP+MTH paper)."""
 
     def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
         """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
@@ -32,13 +32,13 @@ class SequenceHead(nn.Module):
         _initialise(self.pooler, self.output)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return logits, or the prediction of a regression: float32 `[batch, num_outputs]`."""
+        """Return logits, or the predicted numbers of a regression, float32 `[batch, num_outputs]`."""
         first = self.encoder(batch)[:, 0]  # [batch, hidden]
         return self.output(self.dropout(torch.tanh(self.pooler(first)))).float()
 
 
 class PieceHead(nn.Module):
-    """An encoder with dropout and an output layer on every piece."""
+    """Encoder with dropout and an output layer on every piece."""
 
     def __init__(self, encoder: nn.Module, hidden_size: int, num_outputs: int):
         """Build the head. `encoder` maps a torch Batch to hidden states `[batch, seq, hidden_size]`."""
@@ -66,16 +66,16 @@ PROBLEM_TYPES = {
     "multi-label": "multi_label_classification",
     "regression": "regression",
 }
-"""Kind → what a Hugging Face configuration calls it."""
+"""Kind → its `problem_type` in a Hugging Face configuration."""
 
 
 def labels_of(task: Task) -> Labels:
-    """Return what a Hugging Face configuration says of a task's labels; a regression has one, named after the task."""
+    """Return a task's labels for a Hugging Face configuration; a regression has one, named after the task."""
     return Labels(task.labels or (task.name,), PROBLEM_TYPES.get(task.kind))
 
 
 def build_model(encoder: Encoder, task: Task, run: Run, device: torch.device) -> nn.Module:
-    """Return a fresh copy of the encoder with a new head, on the device; a function of the run's seed."""
+    """Return a fresh copy of the encoder with a new head on the device. The run's seed determines its weights."""
     module, kind = encoder.fresh(run.seed, device), KINDS[task.kind]
     torch.manual_seed(run.seed_of("fine-tuning head"))
     if run.head == "family":

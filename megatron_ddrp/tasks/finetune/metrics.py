@@ -1,9 +1,9 @@
-"""Metrics of fine-tuning, from scikit-learn and scipy, as fractions (1.0 is perfect), and the kinds each one serves.
+"""Metrics of fine-tuning from scikit-learn and scipy, as fractions (1.0 is perfect), and the kinds that use them.
 
-A metric returns None where it is undefined: any metric where a prediction is not finite (training diverged), F1 where
-neither the labels nor the predictions hold a positive, Matthews' correlation where the predictions or the labels are
-all of one class, Pearson's and Spearman's where either side is constant. A run counts such a score as 0, as
-scikit-learn scores a constant guess, and marks it as undefined.
+A metric returns None if it is undefined: any metric if a prediction is not finite (training diverged), F1 if neither
+labels nor predictions have a positive, Matthews' correlation if the predictions or the labels are all of one class,
+Pearson's and Spearman's if either side is constant. A run counts such a score as 0, as scikit-learn does for a constant
+guess, and marks it as undefined.
 
 The metrics of tag sequences and of answers are in `entities.py` and `answers.py`.
 """
@@ -19,9 +19,9 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return the share of equal entries, or of equal rows.
+    """Return the share of correct entries, or of entirely correct rows.
 
-    Arguments: class numbers `[examples]`, or 0 and 1 `[examples, labels]`, where a row counts if all of it is right.
+    Arguments: class numbers `[examples]`, or 0 and 1 `[examples, labels]`.
     """
     from sklearn.metrics import accuracy_score
 
@@ -31,7 +31,7 @@ def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float | None:
 
 
 def f1(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return F1 of the second of two classes, or micro F1 of many labels: 2·TP / (2·TP + FP + FN).
+    """Return F1 of the second of two classes, or micro F1 over labels: 2·TP / (2·TP + FP + FN).
 
     Arguments: 0 and 1, `[examples]` or `[examples, labels]`.
     """
@@ -43,7 +43,7 @@ def f1(labels: np.ndarray, predictions: np.ndarray) -> float | None:
 
 
 def macro_f1(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return the mean of F1 over the classes that occur among labels or predictions.
+    """Return the mean F1 over the classes that occur in labels or predictions.
 
     Arguments: class numbers `[examples]`, or 0 and 1 `[examples, labels]`.
     """
@@ -75,7 +75,7 @@ def pearson(labels: np.ndarray, predictions: np.ndarray) -> float | None:
 
 
 def spearman(labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    """Return Spearman's rank correlation coefficient; equal numbers share their mean rank. Arguments as `pearson`."""
+    """Return Spearman's rank correlation coefficient; equal numbers share their mean rank. Arguments: see `pearson`."""
     from scipy.stats import spearmanr
 
     return _correlation(spearmanr, labels, predictions)
@@ -98,7 +98,7 @@ METRICS: dict[str, Metric] = {
     "pearson": pearson,
     "spearman": spearman,
 }
-"""Name of `--metric` → function of labels and predictions, one number per example or per word."""
+"""Name of `--metric` → function of labels and predictions, which have one value per example or per word."""
 
 METRICS_OF_KIND: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1", "macro-f1", "matthews"),
@@ -107,11 +107,11 @@ METRICS_OF_KIND: dict[str, tuple[str, ...]] = {
     "tokens": ("seqeval", "seqeval-strict", "accuracy", "macro-f1"),
     "qa": ("f1", "exact-match"),
 }
-"""Kind → names of its metrics, the default first."""
+"""Kind → names of its metrics; the first is the default."""
 
 
 def check_metric(name: str, kind: str, num_labels: int | None = None) -> None:
-    """Raise `UserError` where a metric does not serve a kind, or F1 of one class is asked of more than two."""
+    """Raise `UserError` if a kind does not have the metric, or for F1 with another number of classes than two."""
     if name not in METRICS_OF_KIND[kind]:
         allowed = ", ".join(METRICS_OF_KIND[kind])
         raise UserError(f"--metric {name}: --kind {kind} has {allowed}", WRONG_ARGUMENTS)

@@ -1,4 +1,4 @@
-"""The flags that every command has which fine-tunes."""
+"""Flags of all commands that fine-tune."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Search:
         choices=tuple(GRIDS),
     )
     batch_size: tuple[int, ...] | None = option(
-        None, "instead of the grid's", nargs="+", metavar="N", within=COUNT, distinct=True
+        None, "replaces the grid's batch sizes", nargs="+", metavar="N", within=COUNT, distinct=True
     )
     lr: tuple[float, ...] | None = option(
-        None, "instead of the grid's", nargs="+", metavar="X", within="(0, inf)", distinct=True
+        None, "replaces the grid's learning rates", nargs="+", metavar="X", within="(0, inf)", distinct=True
     )
     epochs: tuple[int, ...] | None = option(
-        None, "instead of the grid's", nargs="+", metavar="N", within=COUNT, distinct=True
+        None, "replaces the grid's epochs", nargs="+", metavar="N", within=COUNT, distinct=True
     )
     seeds: int = option(5, "runs per grid point, with seeds 1 to N", within=COUNT)
-    max_train_examples: int | None = option(None, "train on N rows of each task only", within=COUNT)
+    max_train_examples: int | None = option(None, "train on only N rows per task", within=COUNT)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -42,16 +42,16 @@ class Search:
 class Training:
     """training"""
 
-    max_seq_length: int = option(128, "longest row in pieces, specials included", within="[8, 2147483648)")
+    max_seq_length: int = option(128, "longest row in pieces, including special ones", within="[8, 2147483648)")
     micro_batch_size: int | None = option(
         None,
-        "rows of one forward and backward pass; a batch is the sum of its micro-batches (default: a GPU's share "
-        "of the batch; half a batch on CPUs, so that 1 and 2 ranks do the same)",
+        "rows per forward and backward pass; a batch is the sum of its micro-batches (default: the batch divided by "
+        "the ranks; on CPUs at most half a batch, so that 1 and 2 ranks compute the same)",
         within=COUNT,
     )
     layerwise_lr_decay: float = option(
         1.0,
-        "each layer learns at X times the rate of the one above it, the embeddings at the least (1: all alike)",
+        "factor X on the learning rate from each layer to the layer below it, down to the embeddings (1: same rate)",
         within="(0, 1]",
     )
     bf16: bool = option(False, "bf16 arithmetic with fp32 weights")
@@ -80,8 +80,8 @@ def parse_options(
     check: Callable[[argparse.Namespace], None],
     arguments: Sequence[str] | None,
 ) -> argparse.Namespace:
-    """Parse and check a command line of these sections; `points` are the grid's."""
-    for name in ("--local-rank", "--deepspeed"):  # the launchers' own
+    """Parse and check a command line of these sections. The result also has the grid's `points`."""
+    for name in ("--local-rank", "--deepspeed"):  # flags that launchers add
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
 
     def check_all(options: argparse.Namespace) -> None:
@@ -92,18 +92,18 @@ def parse_options(
 
 
 def require(options: argparse.Namespace, *names: str) -> None:
-    """Refuse a command line that lacks one of some options, unless it only reports."""
+    """Raise `UserError` if one of the options `names` is missing, unless the command line has --report."""
     if options.report is None and (missing := [name for name in names if not getattr(options, name)]):
         refuse(f"--{missing[0].replace('_', '-')} is needed (or --report OUT… to run nothing)")
 
 
 def _check_grid(options: argparse.Namespace) -> None:
-    """Refuse what does not go together, and add the points of the grid."""
+    """Raise `UserError` for contradicting options; add the points of the grid."""
     ranks = launched_world_size()
     if options.workers and ranks > 1:
         refuse(f"--workers {options.workers} under a launcher with {ranks} ranks: choose one of the two")
     chosen = GRIDS[options.grid]
-    options.names = {}  # names of encoders in tables, where they are not their folders'
+    options.names = {}  # folder → name in tables, if it is not the folder's
     options.points = grid(
         dict.fromkeys(options.batch_size or chosen["batch_sizes"]),
         dict.fromkeys(options.lr or chosen["lrs"]),
@@ -115,5 +115,5 @@ def _check_grid(options: argparse.Namespace) -> None:
     if options.micro_batch_size and -(-smallest // options.micro_batch_size) < ranks:
         refuse(
             f"--micro-batch-size {options.micro_batch_size} cuts a batch of {smallest} into fewer parts than there are "
-            f"ranks ({ranks}): at most {smallest // ranks}"
+            f"ranks ({ranks}): use at most {smallest // ranks}"
         )

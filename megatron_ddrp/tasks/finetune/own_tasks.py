@@ -1,4 +1,4 @@
-"""`megatron-ddrp finetune` as a suite: tasks of one's own, whose best models are kept."""
+"""Suite of `megatron-ddrp finetune`: the user's own tasks, whose best models are kept."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 
-NOT_KEPT = "its runs diverged, or were done with --no-keep-models (delete their lines of runs.jsonl to repeat them)"
+NOT_KEPT = "its runs diverged, or used --no-keep-models (to repeat them, delete their lines in runs.jsonl)"
 
 
 class OwnTasks(Suite):
-    """The tasks of a command line, from their files."""
+    """Suite of the tasks of a command line."""
 
     program = "megatron-ddrp finetune"
     title = "Fine-tuning scores"
     about = (
-        "Median over seeds of the last epoch's score on the validation rows at the best grid point, x 100. A score "
-        "that is undefined (the correlation of a constant guess, or training that diverged) counts as 0 and is marked."
+        "Each score is the last epoch's on the validation rows at the best grid point, the median over seeds, x 100. "
+        "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0 and is marked."
     )
 
     def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
@@ -42,18 +42,18 @@ class OwnTasks(Suite):
         try:
             return Task.of(row["facts"])
         except (KeyError, TypeError):
-            raise UserError(f"its line says nothing of the task {row['task']}") from None
+            raise UserError(f"its line has no facts about the task {row['task']}") from None
 
     def row_facts(self, data: TaskData) -> dict[str, Any]:
-        """Return the task's labels, and the score of the most frequent one."""
+        """Return the facts about the task and the score of its most frequent label."""
         return {"facts": data.task.facts, "baseline": data.baseline}
 
     def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
-        """Keep the best model of every task, unless it is not wanted or its weights began as random ones."""
+        """Return whether to keep the best model: not with --no-keep-models or --random-init."""
         return bool(options.keep_models) and not options.random_init
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Predict the test rows without labels; return where the models and predictions are."""
+        """Predict the test files without labels; return lines that name the kept models and the predictions."""
         from megatron_ddrp.tasks.finetune.predict import predict_file
         from megatron_ddrp.tasks.finetune.saving import kept, model_folder
 
@@ -71,7 +71,7 @@ class OwnTasks(Suite):
                 if facts["data"] != data.fingerprint:
                     lines.append(
                         f"{data.task.name}: {folder} holds a model of {encoder.name} from other files or settings of "
-                        "this task; another --output-dir gives one from these"
+                        "this task; use another --output-dir to keep a model for these"
                     )
                     continue
                 lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")

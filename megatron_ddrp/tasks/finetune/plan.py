@@ -1,7 +1,8 @@
-"""The expected cost of a sweep, printed before it starts, and one line per finished run.
+"""Plan of a sweep with its expected time, printed before it starts, and one line per finished run.
 
-A run's work is its epochs times the characters that it trains on (forward and backward, 3) and scores (1). Seconds per
-unit of work come from an encoder's finished runs, or before the first one from a probe: some timed training steps.
+The work of a run is epochs × (3 × training characters + development characters): a training step costs a forward and a
+backward pass. Seconds per unit of work come from the encoder's finished runs, or before the first one from a probe of a
+few timed training steps.
 """
 
 from __future__ import annotations
@@ -45,29 +46,29 @@ class RunForecast(Forecast[Run]):
         return job.encoder
 
     def work(self, job: Run) -> float:
-        """Return the length of a run's text in characters; comparable between runs of one encoder."""
+        """Return the work of a run in characters; comparable between runs of one encoder."""
         return job.epochs * float(sum(self._work[job.task]))
 
     def rates(self, kind: str) -> list[float]:
-        """Return seconds per character of an encoder's newest runs."""
+        """Return seconds per character for the newest runs of an encoder."""
         rows = [row for row in self.store.rows if row["encoder"] == kind and Run.of_row(row).name in self._names]
         return [row["seconds"] / self.work(Run.of_row(row)) for row in rows[-_RECENT_RUNS:]]
 
     def guess(self, job: Run) -> float:
-        """Return the seconds of a run, estimated from a few timed training steps of its encoder."""
+        """Return the expected seconds of a run, from a few timed training steps of its encoder."""
         if job.encoder not in self._probed:
             self._probed[job.encoder] = self._probe(job)
             self.source = f"from a probe of {_PROBE_STEPS} training steps"
         return self._probed[job.encoder] * self.work(job)
 
     def _probe(self, run: Run) -> float:
-        run = replace(run, epochs=2)  # one epoch may be a single step, and the probe makes one more than its rows
+        run = replace(run, epochs=2)  # the probe does one step more than an epoch has
         data = self.sweep.data[run.task]
         some = data.train.only(np.arange(min(len(data.train), run.batch_size * _PROBE_STEPS)))
         train = self.sweep.encode(run, some)
         tuning = FineTuning(run, data.task, self.sweep.model(run), train)
         order = tuning.order(0)
-        tuning.step(order[0])  # the first one also warms up
+        tuning.step(order[0])  # warm-up
         begin = time.perf_counter()
         for rows in order:
             tuning.step(rows)
@@ -76,7 +77,7 @@ class RunForecast(Forecast[Run]):
 
 
 def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
-    """Return the text of the plan: the missing runs, where each encoder comes from, and the expected time."""
+    """Return the text of the plan: the missing runs, the origin of each encoder, and the expected time."""
     missing = store.missing(sweep.runs)
     options = sweep.options
     lines = [
@@ -87,9 +88,9 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
     for encoder in sweep.encoders.values():
         lines.append(f"  {encoder.name}: {encoder.origin}")
         if encoder.max_length < options.max_seq_length:
-            lines.append(f"    rows are cut to {encoder.max_length} pieces: it knows no more positions")
+            lines.append(f"    rows are cut to {encoder.max_length} pieces: the encoder has no more positions")
     for twin in sweep.twins:
-        lines.append(f"  {twin.name}: left out, its weights are those of {sweep.encoders[twin.fingerprint].name}")
+        lines.append(f"  {twin.name}: left out, it has the same weights as {sweep.encoders[twin.fingerprint].name}")
     if not missing:
         return "\n".join(lines)
     forecast = RunForecast(sweep, store)
@@ -101,12 +102,12 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         lines += [f"    {fact}" for fact in data.facts]
     total = forecast.total(missing) or 0.0
     sharing = f", {duration(total / workers)} with {workers} workers" if workers > 1 else ""
-    lines.append(f"  expected: {duration(total)} of one worker{sharing} ({forecast.source})")
+    lines.append(f"  expected: {duration(total)} with one worker{sharing} ({forecast.source})")
     return "\n".join(lines)
 
 
 class ResultLines:
-    """Printer of one line per finished run of any process."""
+    """Printer of one line per finished run, whichever process did it."""
 
     def __init__(self, sweep: Sweep, store: Store, workers: int):
         self.sweep, self.store, self.workers = sweep, store, workers
@@ -117,7 +118,7 @@ class ResultLines:
         self.number = 0
 
     def tell(self) -> None:
-        """Print the runs that were added to the store since the last call."""
+        """Print the runs added to the store since the last call."""
         for row in self.store.rows[self.told :]:
             self.told += 1
             run = Run.of_row(row)

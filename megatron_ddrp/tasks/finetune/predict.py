@@ -29,21 +29,21 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer
 
 PREDICTION = "prediction"
-"""Column of the output."""
+"""Name of the column of predictions in the output."""
 OUTPUTS = (".jsonl", ".csv", ".tsv")
 OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
-"""Further endings: CoNLL's two columns; SQuAD's one object from the questions' ids to answers."""
+"""Kind → further endings of its output: CoNLL's two columns; SQuAD's one object from question ids to answers."""
 _TOGETHER = 2048
-"""Rows in memory at once."""
+"""Number of rows in memory at a time."""
 _BATCH = 64
 
 
 TextColumns = tuple[str | None, str | None]
-"""Columns of the text and of the second text of a pair; None for those of training."""
+"""Columns of the text and of the second text of a pair; None for the column of training."""
 
 
 class FineTuned(NamedTuple):
-    """A fine-tuned model and what it needs to read a file."""
+    """A fine-tuned model and its settings for reading a file."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -68,7 +68,7 @@ class FineTuned(NamedTuple):
 
 
 def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
-    """Load a folder that `megatron-ddrp finetune` wrote; `texts` replace the columns that it was trained on.
+    """Load a folder that `megatron-ddrp finetune` wrote; `texts` replaces the columns of training.
 
     Raises:
         UserError: `megatron-ddrp finetune` did not write the folder.
@@ -102,10 +102,10 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
 def predict_file(
     folder: Path, source: Path, output: Path, device: torch.device, texts: TextColumns = (None, None)
 ) -> int:
-    """Write the rows of `source` with their predictions as `output`; return their number.
+    """Write the rows of `source` with their predictions to `output`; return the number of rows.
 
     Raises:
-        UserError: the folder or a row of the file is not as expected.
+        UserError: the folder has no fine-tuned model, or a row of the file is invalid.
     """
     _check_ending(output, OUTPUTS_OF_KIND)
     model = load_finetuned(folder, device, texts)
@@ -123,7 +123,7 @@ def predict_file(
                 except ValueError as error:
                     raise UserError(f"{row.where}: {error}") from None
                 if PREDICTION in row.cells:
-                    raise UserError(f"{row.where}: has a column {PREDICTION!r} already; rename it")
+                    raise UserError(f"{row.where}: there is a column {PREDICTION!r} already; rename it")
             writer.write(zip((row.cells for row in some), model.predict(read), strict=True))
             count += len(some)
             bar.update(len(some))
@@ -144,7 +144,7 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class _Writer(ABC):
-    """Writes rows with their predictions to a stream of bytes."""
+    """Base class of the writers of rows with their predictions to a stream of bytes."""
 
     def __init__(self, stream: IO[bytes], ending: str, columns: Columns):
         self.stream, self.ending, self.columns = stream, ending, columns
@@ -161,7 +161,7 @@ class _Writer(ABC):
         """Return one row as text."""
 
     def finish(self) -> None:
-        """Write what stands behind the last row."""
+        """Write the end of the file after the last row."""
         return None
 
 
@@ -171,7 +171,7 @@ class _JsonLines(_Writer):
 
 
 class _Table(_Writer):
-    """Comma- or tab-separated rows below a header, the columns of the first row."""
+    """Writer of comma- or tab-separated rows below a header; the first row determines the columns."""
 
     header: list[str] | None = None
 
@@ -192,14 +192,14 @@ class _Table(_Writer):
 
 
 class _Conll(_Writer):
-    """Writer of a token and its tag per line, `_` for no prediction."""
+    """Writer of one token and its tag per line, `_` for no prediction."""
 
     def text(self, cells: dict[str, Any], prediction: list[str | None]) -> str:
         return conll_text(cells[self.columns.text], [tag or "_" for tag in prediction])
 
 
 class _Squad(_Writer):
-    """Writer of one object from the id of each question (without ids, its number) to its answer."""
+    """Writer of one JSON object from the id of each question to its answer; without ids, from its number."""
 
     def text(self, cells: dict[str, Any], prediction: str | None) -> str:
         before = ",\n" if self.count else "{"
@@ -210,7 +210,7 @@ class _Squad(_Writer):
 
 
 _WRITERS: dict[str, type[_Writer]] = {".jsonl": _JsonLines, ".conll": _Conll, ".json": _Squad}
-"""Ending → writer; the others are tables."""
+"""Ending → writer; other endings are tables."""
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""A run's predictions for the development sets as a file, so that anybody can recompute its scores.
+"""File of a run's predictions for the development sets, from which its scores can be recomputed.
 
-OUT/predictions/RUN.tsv has the columns file, index (the row's number from 0), prediction and label, classes by their
-names and numbers in full; a prediction that is not finite is `nan`.
+OUT/predictions/RUN.tsv has the columns file, index (the row's number from 0), prediction and label. Classes are written
+by name, numbers with all digits, and a prediction that is not finite as `nan`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_ddrp.tasks.finetune.task import Task
 HEADER = "file\tindex\tprediction\tlabel"
 
 Scored = dict[str, tuple[Any, Any]]
-"""Development file → (answers, predictions) in the form that the task's metric takes."""
+"""Development file → (labels, predictions) in the form that the task's metric takes."""
 
 
 def write_predictions(path: Path, task: Task, scored: Scored) -> str:
-    """Write a run's predictions; return the file's CRC-32, eight hexadecimal digits."""
+    """Write a run's predictions; return the file's CRC-32 as eight hexadecimal digits."""
     lines = [HEADER]
     for file, (answers, predictions) in scored.items():
         lines += ["\t".join((file, *line)) for line in KINDS[task.kind].lines(task, answers, predictions)]
@@ -33,7 +33,7 @@ def write_predictions(path: Path, task: Task, scored: Scored) -> str:
 
 
 def read_predictions(content: bytes, task: Task) -> Scored:
-    """Return what `write_predictions` wrote. Raises ValueError where `content` is nothing that it writes."""
+    """Return the predictions in a file of `write_predictions`. Raises ValueError for any other content."""
     header, *lines = content.decode().removesuffix("\n").split("\n")
     if header != HEADER:
         raise ValueError(f"its first line is {header[:80]!r}")

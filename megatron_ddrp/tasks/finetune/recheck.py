@@ -1,4 +1,4 @@
-"""Before a report: does each line of runs.jsonl agree with its file of predictions?"""
+"""Check of runs.jsonl against the files of predictions, done before a report."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_ddrp.tasks.finetune.task import Task
 
 
 class Trusted(NamedTuple):
-    """Runs of an output folder that a table may show, and those that it may not."""
+    """Runs of an output folder that a table may show, and sentences about the others."""
 
     rows: list[dict[str, Any]]
     left_out: list[str]
-    """One sentence per damaged line, and per run whose predictions give another score."""
+    """One sentence per damaged line and per run whose predictions contradict its line."""
     unchecked: list[str]
-    """Sentences about runs that are in `rows` though nothing confirms their scores, and about half a line."""
+    """Sentences about runs in `rows` without a file of predictions, and about a cut-off last line."""
 
 
 def trusted_runs(folder: Path, suite: Suite) -> Trusted:
-    """Return the runs of OUT whose scores their predictions confirm, and name the others."""
+    """Return the runs of an output folder, without those whose predictions contradict their scores."""
     left_out: list[str] = []
     store = RunStore(folder / RUNS, lambda told: left_out.append(f"{told}; the line is left out"), suite.known)
     rows, missing = [], []
@@ -41,7 +41,7 @@ def trusted_runs(folder: Path, suite: Suite) -> Trusted:
     unchecked = []
     if missing:
         more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
-        unchecked.append(f"{missing[0]}{more}: missing; what was predicted is unknown, the score is not checked")
+        unchecked.append(f"{missing[0]}{more}: missing; without predictions the score is not checked")
     if store.ends_in_half_a_line:
         unchecked.append(f"{store.path}: its last line is cut off and counts as no run")
     return Trusted(rows, left_out, unchecked)
@@ -56,7 +56,7 @@ def _reason(row: dict[str, Any], content: bytes, suite: Suite) -> str | None:
 
 
 def _disagreement(row: dict[str, Any], content: bytes, task: Task, program: str) -> str | None:
-    """Return how a run's predictions differ from its row; None where they do not."""
+    """Return a sentence about the difference between a run's predictions and its row; None if they agree."""
     expected = row.get("predictions_crc32")
     if expected is not None and f"{zlib.crc32(content):08x}" != expected:
         return "changed since the run wrote it (its sum does not match)"

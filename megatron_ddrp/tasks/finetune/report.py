@@ -1,6 +1,7 @@
-"""table.md, table.json and table.png: per task the median over the seeds at the best grid point, one row per encoder.
+"""Report of a sweep: table.md, table.json and table.png with the medians over seeds, one row per encoder.
 
-The table marks undefined scores, which count as 0. An average is shown only where all of its tasks are.
+Each median is at a task's best grid point. The table marks undefined scores, which count as 0. It shows an average only
+if all of its tasks are there.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ DETAILS = [
     *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
     *("batch", "lr", "epochs", "train examples", "dev examples"),
 ]
-"""Columns of the table of runs."""
+"""Columns of the table of the runs behind each score."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean score over the common tasks of `first` minus that of `second`, paired by seed."""
+    """Difference `first` − `second` of the mean scores over common tasks, paired by seed."""
 
     first: str
     second: str
@@ -44,12 +45,12 @@ class Difference:
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Mean difference over the seeds."""
         return statistics.fmean(self.by_seed)
 
 
 def differences(encoders: dict[str, Cells]) -> list[Difference]:
-    """Return the difference of every two encoders with common tasks, of equal files, and two common seeds or more."""
+    """Return the difference of every two encoders that share tasks with equal files and at least two seeds."""
     found = []
     for first, second in combinations(encoders, 2):
         tasks = [task for task in encoders[first] if task in encoders[second] and _alike(encoders, task, first, second)]
@@ -60,26 +61,26 @@ def differences(encoders: dict[str, Cells]) -> list[Difference]:
 
 
 def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bool:
-    """Return whether two encoders' runs on a task had equal files and the same metric."""
+    """Return whether the runs of two encoders on a task had the same files, labels and metric."""
     return encoders[first][task].rows[0]["data"] == encoders[second][task].rows[0]["data"]
 
 
 def _unlike(encoders: dict[str, Cells], tasks: list[str]) -> list[str]:
-    """Return a sentence per task whose encoders do not compare."""
+    """Return one sentence per task on which encoders are not comparable."""
     found = []
     for task in tasks:
         names = [name for name, cells in encoders.items() if task in cells]
         others = [name for name in names if not _alike(encoders, task, names[0], name)]
         if others:
             found.append(
-                f"{task}: {', '.join(others)} had other files, labels or another metric than {names[0]}; the scores do "
-                "not compare"
+                f"{task}: {', '.join(others)} had other files, labels or another metric than {names[0]}; the scores "
+                "are not comparable"
             )
     return found
 
 
 def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
-    """Return seed → mean over `tasks`, for the seeds that every task has."""
+    """Return seed → mean over `tasks`, for the seeds that all tasks share."""
     scores = {task: {row["seed"]: row["score"] for row in cells[task].rows} for task in tasks}
     seeds = set.intersection(*(set(by_seed) for by_seed in scores.values())) if scores else set()
     return {seed: statistics.fmean(scores[task][seed] for task in tasks) for seed in seeds}
@@ -87,7 +88,7 @@ def _by_seed(cells: Cells, tasks: list[str]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Gain:
-    """One task's score of an encoder beside that of the same encoder with random weights."""
+    """Scores on one task of an encoder and of the same encoder with random weights."""
 
     encoder: str
     pretrained: Cell
@@ -95,14 +96,14 @@ class Gain:
 
     @property
     def difference(self) -> float | None:
-        """Median of the first minus median of the second; None where a score of either is undefined."""
+        """Median of the pre-trained encoder minus median of the random one; None if any score is undefined."""
         if self.pretrained.undefined or self.random.undefined:
             return None
         return self.pretrained.median - self.random.median
 
 
 def gains(encoders: dict[str, Cells]) -> list[Gain]:
-    """Return what pre-training gains on each task, for encoders that ran with random weights under equal conditions."""
+    """Return the gain from pre-training per task, for encoders that also ran with random weights, all else equal."""
     return [
         Gain(name, cell, twin)
         for name, cells in encoders.items()
@@ -121,8 +122,8 @@ def write_report(
 ) -> str:
     """Write table.md, table.json and, with matplotlib, table.png into `folder`; return the text to show.
 
-    `damage` are sentences about runs that are left out or could not be checked; table.md ends with them. `asked` are
-    the runs of this command, whose conditions the table has where there are runs under several.
+    `damage` has sentences about runs that are left out or could not be checked; table.md ends with them. `asked` are
+    the runs of this command; the table shows them even if newer runs had other data, lengths or numbers of rows.
     """
     encoders = best_cells(rows, suite.order, asked)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ def write_report(
 
 
 def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:
-    """Return the content of table.json: the table's numbers as fractions, an average null where a task is missing."""
+    """Return the content of table.json: the table's numbers as fractions; an average is null if a task is missing."""
     result: dict[str, Any] = {"encoders": {}, "gains": [], "differences": []}
     for name, cells in encoders.items():
         tasks = {
@@ -212,7 +213,7 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
 
 
 def _baselines(encoders: dict[str, Cells], tasks: list[str], blanks: int) -> list[list[str]]:
-    """Return the row of scores that need no encoder, where the runs know any."""
+    """Return the row of the most frequent label's scores, if runs have recorded any."""
     known = {
         task: cell.rows[0]["baseline"]
         for cells in encoders.values()
@@ -228,7 +229,7 @@ def _score(cell: Cell) -> str:
 
 
 def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
-    """Return the rows of a cell in the table of runs: its own, and those of further development files."""
+    """Return the rows of a cell in the table of runs: by the task's metric, by further metrics, on further files."""
     best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
     first, size = cell.rows[0], suite.official_size(cell.task)
     point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"]), str(first["train_examples"])]

@@ -1,8 +1,8 @@
-"""Examples as rows of pieces, ready to be padded, and the order in which batches take them.
+"""Examples as rows of pieces, their order in batches, and padding.
 
-The pieces of all rows stand one after the other in a file that only this process sees, so that ten million rows need
-little memory. Batches hold rows of similar length, so that little of them is padding; their order is a pure function of
-(seed, epoch), and in evaluation every row comes exactly once.
+A temporary file of this process holds the pieces of all rows, so that ten million rows need little memory. Batches hold
+rows of similar length, so that they contain little padding. Their order is a pure function of (seed, epoch); evaluation
+takes every row exactly once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 
 _ROWS_TO_SORT = 64
-"""Batches' worth of shuffled rows that are sorted by length together before they are cut into batches."""
+"""Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
 
 
 @dataclass(frozen=True)
@@ -26,41 +26,41 @@ class Encoded:
     """Rows of pieces with their targets, in the file's order."""
 
     pieces: np.ndarray
-    """`[all pieces]`, int32: the rows one after the other."""
+    """Pieces of all rows in sequence, int32 `[all pieces]`."""
     ends: np.ndarray
-    """`[rows]`: where each row ends in `pieces`."""
+    """End of each row in `pieces`, exclusive, `[rows]`."""
     seconds: np.ndarray
-    """`[rows]`: pieces before the second text, which is segment 1; the row's length where there is one text."""
+    """Number of pieces before the second text, which is segment 1, `[rows]`; the row's length for a single text."""
     targets: np.ndarray
     """Targets of the loss: `[rows, …]`, or `[all pieces]` if each piece has one."""
     pad_id: int
     gold: Any = None
     """Labels in the form that the metric takes; None if they equal `targets`."""
     warning: str = ""
-    """A sentence about examples that the rows cannot hold."""
+    """Sentence about examples that do not fit into the rows."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Pieces of each row, `[rows]`."""
+        """Number of pieces per row, `[rows]`."""
         return np.diff(self.ends, prepend=0)
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """Return where the pieces of some rows stand in `pieces`, row after row."""
+        """Return the indices in `pieces` of the pieces of some rows, row after row."""
         lengths = self.lengths[rows]
         begins = self.ends[rows] - lengths
         return np.arange(lengths.sum()) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
 
     @property
     def answers(self) -> Any:
-        """Return the labels in the form that the metric takes."""
+        """Labels in the form that the metric takes."""
         return self.targets if self.gold is None else self.gold
 
 
 class RowWriter:
-    """Collects rows of pieces; memory does not grow with them."""
+    """Collector of rows. Their pieces go to a temporary file; memory holds a few bytes per row."""
 
     def __init__(self, pad_id: int):
         self._pad_id = pad_id
@@ -69,7 +69,7 @@ class RowWriter:
         self._written = 0
 
     def add(self, pieces: Sequence[int], second: int | None = None) -> None:
-        """Add a row; its pieces from `second` on are segment 1."""
+        """Add a row. Its pieces from index `second` are segment 1."""
         self._file.write(np.asarray(pieces, dtype=np.int32).tobytes())
         self._written += len(pieces)
         self._ends.append(self._written)
@@ -84,14 +84,14 @@ class RowWriter:
 
 
 def truncate(sides: list[list[int]], budget: int) -> None:
-    """Drop last pieces of the longer side (the later one of equals), in place, until `budget` pieces are left."""
+    """Drop pieces from the end of the longer side, in place, until `budget` are left; of equal sides, the later one."""
     while sum(map(len, sides)) > budget:
         longest = max(reversed(sides), key=len)
         longest.pop()
 
 
 def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Return batches of row numbers for one epoch: all rows once, shuffled, rows of similar length together."""
+    """Return batches of row numbers for one epoch: every row once, shuffled, rows of similar length together."""
     random = np.random.default_rng([seed, epoch])
     lengths = encoded.lengths
     shuffled = random.permutation(len(encoded))
@@ -103,13 +103,13 @@ def train_order(encoded: Encoded, batch_size: int, seed: int, epoch: int) -> lis
 
 
 def dev_order(encoded: Encoded, batch_size: int) -> list[np.ndarray]:
-    """Return batches of row numbers, every row exactly once, by length."""
+    """Return batches of row numbers, sorted by length, with every row exactly once."""
     rows = np.argsort(encoded.lengths, kind="stable")
     return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
 
 def pad_batch(encoded: Encoded, rows: np.ndarray) -> Batch:
-    """Return the named rows as one Batch `[batch, longest row]`; nothing in it is masked."""
+    """Return the rows with these numbers as one unmasked Batch `[batch, longest row]`."""
     lengths = encoded.lengths[rows]
     positions = np.arange(lengths.max())
     valid = positions < lengths[:, None]  # [batch, seq]

@@ -1,4 +1,4 @@
-"""Steps that every fine-tuning command shares after parsing: run the missing runs, write the report."""
+"""Common steps of all fine-tuning commands after parsing: do the missing runs, write the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ddrp.tasks.finetune.runs import RUNS
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do a parsed command line. Return 1 where a report leaves runs out."""
+    """Carry out a parsed command line. Return 1 if --report leaves damaged runs out."""
     if options.report is not None:
         return report_only(options)
     from megatron_ddrp.tasks.finetune.workers import run_here, run_on_ranks  # here, because it imports torch
@@ -25,16 +25,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report_only(options: argparse.Namespace) -> int:
-    """Write one table over several output folders; return 1 where damaged runs had to be left out."""
+    """Write one table over several output folders; return 1 if it leaves damaged runs out."""
     from megatron_ddrp.tasks.finetune.recheck import trusted_runs
 
     rows, left_out, unchecked = [], [], []
     for folder in options.report:
         if not (folder / RUNS).is_file():
-            raise UserError(f"--report {folder}: holds no runs.jsonl; expected the --output-dir of an earlier command")
+            raise UserError(f"--report {folder}: no runs.jsonl in it; expected the --output-dir of an earlier command")
         found = trusted_runs(folder, options.suite)
         if not (found.rows or found.left_out):
-            raise UserError(f"--report {folder}: its runs.jsonl holds no finished run; finish some, or copy it again")
+            raise UserError(f"--report {folder}: no finished run in its runs.jsonl; finish a run, or copy it again")
         rows += found.rows
         left_out += found.left_out
         unchecked += found.unchecked

@@ -1,10 +1,10 @@
-"""The runs of a sweep, and runs.jsonl, the store of the finished ones.
+"""Runs of a sweep, and runs.jsonl, the store of finished runs.
 
-One line is one finished run. A run is known by all that decides its score (weights, data, hyper-parameters, seed), so
-that a restarted sweep repeats nothing, and other weights under an old name are never taken for the old ones.
+One line is one finished run. Everything that affects its score (weights, data, hyper-parameters, seed) identifies a
+run. So a restarted sweep repeats nothing, and new weights under an old name are never mistaken for the old ones.
 
-An undefined score counts as 0, in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
-beside four collapsed ones is worse than five at 0.45.
+An undefined score counts as 0 in medians, averages and the choice of the grid point, and is marked: one seed at 0.50
+with four collapsed seeds is worse than five seeds at 0.45.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Point:
 
 
 def grid(batch_sizes: Iterable[int], lrs: Iterable[float], epochs: Iterable[int]) -> tuple[Point, ...]:
-    """Return all combinations."""
+    """Return all combinations of the three hyper-parameters."""
     return tuple(itertools.starmap(Point, itertools.product(batch_sizes, lrs, epochs)))
 
 
@@ -43,12 +43,12 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "paper": {"batch_sizes": (16, 32), "lrs": (1e-5, 2e-5, 3e-5), "epochs": (4, 6)},
     "quick": {"batch_sizes": (32,), "lrs": (3e-5,), "epochs": (4,)},
 }
-"""Arguments of `grid`: appendix B's, and one point for a first look."""
+"""Arguments of `grid`: the grid of the paper's appendix B, and a single point for a first look."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that decides a score."""
+    """Everything that determines a score."""
 
     task: str
     batch_size: int
@@ -61,13 +61,13 @@ class Run:
     data: str
     """Fingerprint of the task's files."""
     micro_batch_size: int
-    """Rows of one forward and backward pass; a batch is the sum of several."""
+    """Rows per forward and backward pass; a batch is the sum of its micro-batches."""
     layerwise_lr_decay: float = 1.0
     precision: str = "fp32"
     max_train_examples: int | None = None
-    """Training rows that are used; None for all."""
+    """Number of training rows to use; None for all."""
     head: str = "common"
-    """Head on top of the encoder: `common`, that of `heads.py`, or `family`, that of the encoder's family."""
+    """Head on top of the encoder: `common` (the head in `heads.py`) or `family` (the head of the encoder's family)."""
 
     @cached_property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def point(self) -> Point:
-        """Its place in the grid."""
+        """Point of the grid."""
         return Point(self.batch_size, self.lr, self.epochs)
 
     @classmethod
@@ -94,10 +94,10 @@ class Run:
 
 
 class RunStore(Store):
-    """runs.jsonl of a sweep."""
+    """Store of finished runs in runs.jsonl."""
 
     def __init__(self, path: Path, on_damage: Callable[[str], None] | None = None, tasks: Container[str] | None = None):
-        """Read the finished runs, of `tasks` alone where these are given; `on_damage` as in `Store`.
+        """Read the finished runs. With `tasks`, lines of other tasks count as damaged; `Store` explains `on_damage`.
 
         Raises:
             UserError: a line is damaged or of another task, and there is no `on_damage`.
@@ -116,14 +116,14 @@ _KINDS: dict[str, Any] = {
     "encoder": str, "data": str, "micro_batch_size": int, "layerwise_lr_decay": (int, float), "precision": str,
     "load": str, "metric": str, "train_examples": int, "dev_examples": int, "seconds": (int, float),
 }  # fmt: skip
-"""Keys that every line has, and their types."""
+"""Required keys of a line and their types."""
 
 
 def count_undefined(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in which an undefined score (null) counts as 0 and is marked.
+    """Return a row with undefined scores (null) replaced by 0 and marked.
 
-    `undefined` says so of `score`, `other_undefined` names the files whose `other_scores` are. A row that is counted
-    already comes back unchanged. Raises KeyError, TypeError or ValueError for what is not a finished run.
+    `undefined` marks `score`; `other_undefined` lists the files with undefined `other_scores`. A row that was converted
+    before stays the same. Raises KeyError, TypeError or ValueError if the row is not a finished run.
     """
     if wrong := [key for key, kind in _KINDS.items() if not isinstance(row[key], kind)]:
         raise TypeError(f"{wrong[0]} is {row[wrong[0]]!r}")

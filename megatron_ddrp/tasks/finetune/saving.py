@@ -1,8 +1,8 @@
-"""The fine-tuned model of a task's best run, kept as a Hugging Face folder.
+"""Fine-tuned model of a task's best run, kept as a Hugging Face folder.
 
-config.json holds under "finetuned" what `megatron-ddrp finetune predict` needs: the task, its columns, the length of a
-row and the run. Of the runs of one encoder on one task the best one so far has its model on the disk: the one
-with the highest score, of equals the one whose name comes first.
+config.json has the key "finetuned" with the facts that `finetune predict` needs: the task, its columns, the
+length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with the
+highest score; among equal scores, the run whose name comes first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 FINETUNED = "finetuned"
-"""Key of config.json."""
+"""Key in config.json of the facts about task and run."""
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 
 
@@ -42,7 +42,7 @@ def model_folder(output: Path, task: Task, encoder: Encoder) -> Path:
 
 
 def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) -> None:
-    """Write a run's model unless the folder holds a better one of the same data; other processes wait meanwhile.
+    """Write a run's model unless the folder has a better one for the same data. A lock makes other processes wait.
 
     A model that diverged is not written.
     """
@@ -50,7 +50,7 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
     folder = model_folder(sweep.options.output_dir, data.task, encoder)
-    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* shall match nothing but the folder
+    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* must match only the folder
     for place in (folder.parent, locks):
         place.mkdir(parents=True, exist_ok=True)
     with (locks / f"{folder.name}.lock").open("w") as lock:
@@ -63,14 +63,14 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
 
 
 def kept(folder: Path) -> dict[str, Any] | None:
-    """Return the facts on task and run in config.json of a fine-tuned folder; None for any other folder."""
+    """Return the facts about task and run in a fine-tuned folder's config.json; None for any other folder."""
     path = folder / "config.json"
     facts = read_object(path).get(FINETUNED) if path.is_file() else None
     return facts if isinstance(facts, dict) and {"task", "data", "score", "run"} <= facts.keys() else None
 
 
 def finetuned_facts(encoder: Encoder, data: TaskData, run: Run, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts on task and run that config.json will hold."""
+    """Return the facts about task and run for config.json."""
     return {
         "task": data.task.facts,
         "columns": list(data.columns) if data.columns else None,
@@ -87,9 +87,9 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
 
 
 def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> None:
-    """Write a fine-tuned model as the Hugging Face folder `folder`, complete or not at all.
+    """Write a fine-tuned model as a Hugging Face folder. A failure leaves no partial folder.
 
-    A model with our head on an encoder of transformers is written without the head, which no class of its family has.
+    If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head.
     """
     if isinstance(model, FamilyModel):
         _write_family_model(encoder, model.model, KINDS[task.kind].head, facts, folder)

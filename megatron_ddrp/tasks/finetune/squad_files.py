@@ -13,7 +13,7 @@ _LAYOUT = (
 
 
 def is_squad(value: Any) -> bool:
-    """Tell whether a JSON value has SQuAD's outer layout, articles with paragraphs under `data`."""
+    """Return whether a JSON value has SQuAD's outer layout: articles with paragraphs under `data`."""
     articles = value.get("data") if isinstance(value, dict) else None
     return isinstance(articles, list) and any(isinstance(a, dict) and "paragraphs" in a for a in articles)
 
@@ -21,8 +21,8 @@ def is_squad(value: Any) -> bool:
 def questions(path: str, value: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `question ID` and the cells id, question, context and answers of each question.
 
-    `answers` is {"text": [str, …], "answer_start": [int, …]}, empty lists for a question without an answer; a test set
-    has none. Raises `UserError` where the layout is another.
+    `answers` is {"text": [str, …], "answer_start": [int, …]}, with empty lists for an unanswerable question; questions
+    of a test set have no answers. Raises `UserError` for another layout.
     """
     place = "its first question"
     try:
@@ -39,7 +39,7 @@ def questions(path: str, value: dict[str, Any]) -> Iterator[tuple[str, dict[str,
 
 
 def flat_answers(answers: Any) -> dict[str, list[Any]]:
-    """Return answers as {"text": […], "answer_start": […]}, from that or from a list of {"text", "answer_start"}.
+    """Return answers as {"text": […], "answer_start": […]}; `answers` may also be a list of {"text", "answer_start"}.
 
     Raises `KeyError` or `TypeError` for anything else.
     """

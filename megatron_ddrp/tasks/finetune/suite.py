@@ -1,4 +1,4 @@
-"""A suite of tasks, such as those of `glue` and of `finetune`: the source of its data and the content of its page."""
+"""Base class of a suite of tasks, such as those of `glue` and `finetune`: its data and the content of its page."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ if TYPE_CHECKING:
 
 
 class Suite(ABC):
-    """A set of tasks. Instances hold no state, so that worker processes get them with the command line."""
+    """Set of tasks. Instances hold no state, so that they can be sent to worker processes with the command line."""
 
     program: ClassVar[str]
-    """Name in messages."""
+    """Name of the command in messages."""
     title: ClassVar[str]
     """Heading of the page."""
     about: ClassVar[str]
     """Explanation of the scores in Markdown, shown above the tables."""
     head: ClassVar[str] = "family"
-    """`Run.head` of its runs."""
+    """Value of `Run.head` for its runs."""
     known: Container[str] | None = None
-    """The only tasks that its runs.jsonl may hold; None for any."""
+    """Tasks that its runs.jsonl may contain; None for any."""
     order: Sequence[str] = ()
     """Tasks in the order of the tables; others follow."""
     averages: tuple[str, ...] = ()
-    """Names of the means over tasks that its table has."""
+    """Names of the means over tasks in its table."""
 
     @abstractmethod
     def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
-        """Read and check all files that the command line asks for. Raises `UserError` for what is wrong with them."""
+        """Read and check all files of the command line. Raises `UserError` for invalid files."""
 
     @abstractmethod
     def task(self, row: dict[str, Any]) -> Task:
-        """Return the task of a line of runs.jsonl. Raises `UserError` where it is not known."""
+        """Return the task of a line of runs.jsonl. Raises `UserError` for an unknown task."""
 
     def row_facts(self, data: TaskData) -> dict[str, Any]:
-        """Return what a line of runs.jsonl says of its task beyond the common keys."""
+        """Return additional keys for the lines of a task in runs.jsonl."""
         return {}
 
     def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
-        """Return whether the fine-tuned model of a task's best run is kept."""
+        """Return whether to keep the fine-tuned model of a task's best run."""
         return False
 
     def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
@@ -55,19 +55,19 @@ class Suite(ABC):
         return None
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Do what comes after the last run, on every rank; return lines to print."""
+        """Finish the sweep after the last run, on every rank; return lines to print."""
         return []
 
     def means(self, cells: Cells) -> dict[str, float | None]:
-        """Return the means named by `averages`, None where a task is missing."""
+        """Return name in `averages` → mean; None if a task is missing."""
         return dict.fromkeys(self.averages)
 
     def official_size(self, task: str) -> int | None:
-        """Return how many rows the development file of a task should have, where somebody says so."""
+        """Return the official number of rows of a task's development file; None if there is none."""
         return None
 
     def combined(self, cell: Cell) -> dict[str, list[float]]:
-        """Return further scores of a cell that are made of several files: label → one score per seed."""
+        """Return scores that combine several development files of a cell: label → one score per seed."""
         return {}
 
     def published(self) -> dict[str, dict[str, float]]:
@@ -75,5 +75,5 @@ class Suite(ABC):
         return {}
 
     def published_table(self, encoders: dict[str, Cells]) -> Table | None:
-        """Return published scores that the encoders' may be compared with."""
+        """Return a table of published scores to compare the encoders with; None without one."""
         return None

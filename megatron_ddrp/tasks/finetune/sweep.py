@@ -1,4 +1,4 @@
-"""Grid × seeds × tasks for one or several encoders: what there is to do, and how one run is done."""
+"""Sweep of one or more encoders over tasks, a grid and seeds: its list of runs, and the execution of one run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron_ddrp.tasks.finetune.task import Examples, TaskData
 from megatron_ddrp.tasks.finetune.training import RunResult, finetune
 
 _SUBSET_SEED = 0
-"""The rows that --max-train-examples keeps are the same for every seed and encoder."""
+"""Seed of the rows that --max-train-examples keeps, the same for all runs and encoders."""
 
 
 class Sweep:
-    """The runs of one command line, and what they need."""
+    """Runs of one command line, with their encoders and data."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Sweep:
         ranks: Ranks | None = None,
         show_bar: bool = True,
     ):
-        """Load the encoders for `data`; `ranks` where several share each run."""
+        """Load the encoders and list the runs. `ranks` is None unless several ranks share each run."""
         self.options, self.device, self.ranks, self.show_bar = options, device, ranks, show_bar
         if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with this
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         else:
             if options.fp16:
                 raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
@@ -67,11 +67,11 @@ class Sweep:
 
     @property
     def speaks(self) -> bool:
-        """True on the one rank that prints and writes."""
+        """Whether this rank prints and writes; true on one rank."""
         return self.ranks is None or self.ranks.rank == 0
 
     def perform(self, run: Run) -> dict[str, Any]:
-        """Do a run, write its predictions (on rank 0), and return its row."""
+        """Do a run, write its predictions and maybe its model (on rank 0), and return its row of runs.jsonl."""
         task, (train, dev) = self.data[run.task].task, self.encoded(run)
         result = self.finetune(run, train, dev)
         path = self.options.output_dir / "predictions" / f"{run.name}.tsv"
@@ -107,7 +107,7 @@ class Sweep:
     def finetune(
         self, run: Run, train: Encoded, dev: dict[str, Encoded], test: dict[str, Encoded] | None = None
     ) -> RunResult:
-        """Do one run on a fresh copy of its encoder."""
+        """Fine-tune a fresh copy of the run's encoder."""
         task = self.data[run.task].task
         return finetune(run, task, self.model(run), train, dev, self.ranks, test, self.show_bar)
 
@@ -116,7 +116,7 @@ class Sweep:
         return build_model(self.encoders[run.encoder], self.data[run.task].task, run, self.device)
 
     def encoded(self, run: Run) -> tuple[Encoded, dict[str, Encoded]]:
-        """Return training rows and development files of a run's task; keep the last task, whose runs come in a row."""
+        """Return the training rows and the development files of a run; cache those of the last encoder and task."""
         key = (run.encoder, run.task)
         if self._encoded is None or self._encoded[0] != key:
             data = self.data[run.task]
@@ -125,7 +125,7 @@ class Sweep:
         return self._encoded[1:]
 
     def encode(self, run: Run, examples: Examples) -> Encoded:
-        """Return rows as a run's encoder takes them."""
+        """Return the examples as rows for a run's encoder; print a warning for examples that do not fit."""
         encoder, task = self.encoders[run.encoder], self.data[run.task].task
         kind = KINDS[task.kind]
         encoded = kind.encode(task, examples, encoder.tokenizer, run.max_seq_length, encoder.pair_separators)

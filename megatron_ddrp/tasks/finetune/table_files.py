@@ -1,10 +1,10 @@
-"""Files of examples as rows of named cells, read from front to back in constant memory.
+"""Reader of files of examples as rows of named cells, in one pass and in constant memory.
 
 read_rows("train.csv.gz") → Row("train.csv.gz, line 2", {"text": "Rain tomorrow.", "label": "weather"}), …
 
-The ending of the name chooses the format (`FORMATS`); text may be packed as in `data/preprocess/inputs.py`. Cells of
-.csv and .tsv are strings; JSON and Parquet keep their types. Only SQuAD's nested file is one JSON value, so it is
-parsed as a whole.
+The ending of the name selects the format (`FORMATS`); text files may be compressed as in `data/preprocess/inputs.py`.
+Cells of .csv and .tsv are strings; JSON and Parquet keep their types. A JSON file that is one value, such as SQuAD's,
+is parsed as a whole.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from megatron_ddrp.tasks.finetune.conll import read_conll, read_conllu
 from megatron_ddrp.tasks.finetune.squad_files import is_squad, questions
 
 MAX_CELL = 1 << 24
-"""Characters of the longest cell of a .csv. A longer one is a quotation mark that nothing closes."""
+"""Largest number of characters in a .csv cell. A longer cell comes from a quotation mark that is never closed."""
 
 
 class Row(NamedTuple):
     """One example of a file."""
 
     where: str
-    """Place in the file for messages: `FILE, line N`, `FILE, row N` or `FILE, question ID`."""
+    """Place for messages: `FILE, line N`, `FILE, row N` or `FILE, question ID`."""
     cells: dict[str, Any]
-    """Column → content."""
+    """Column → content of the cell."""
 
 
 Placed = tuple[str, dict[str, Any]]
-"""Place inside the file, such as `line 7`, and the cells."""
+"""Place in the file, such as `line 7`, and the cells."""
 
 
 def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """Yield the rows of a file in order; each has `columns`, whatever else it has.
+    """Yield the rows of a file in order. Every row has at least `columns`.
 
     Raises:
         UserError: the file is missing, empty, damaged, not UTF-8 or of unknown format, or lacks a column. The message
@@ -63,7 +63,7 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def columns_of(path: str) -> list[str]:
-    """Return the columns of a file's first row. Reads no more of the file than that; a pipe is used up by it.
+    """Return the columns of a file's first row, without reading the rest. A pipe cannot be read again afterwards.
 
     Raises:
         UserError: as `read_rows`.
@@ -78,7 +78,7 @@ def _no_column(column: str, known: Sequence[str]) -> str:
 
 
 def _read_lines(file: InputFile) -> Iterator[str]:
-    r"""Yield the lines of a text file without `\n`, which alone ends a line: U+0085 and U+2028 are text."""
+    r"""Yield the lines of a text file without `\n`. Only `\n` ends a line: U+0085 and U+2028 are text."""
     number = 0
     rest = b""
     with OpenInput(file) as opened:
@@ -110,7 +110,7 @@ def _read_json(file: InputFile) -> Iterator[Placed]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if line.strip() in ("{", "[", "[{"):  # one value, written over many lines
+        if line.strip() in ("{", "[", "[{"):  # one JSON value over many lines
             line = "\n".join([line, *lines])
         value = _parsed(file.path, number, line)
         if is_squad(value):
@@ -146,12 +146,12 @@ def _checked_object(where: str, value: Any) -> dict[str, Any]:
 
 
 def _read_csv(file: InputFile) -> Iterator[Placed]:
-    """Read comma-separated rows below a header. A quoted cell may hold commas, line breaks and doubled quotes."""
+    """Read comma-separated rows below a header. A quoted cell may contain commas, line breaks and doubled quotes."""
     yield from _table(file.path, _csv_rows(file), "comma")
 
 
 def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
-    """Yield the first line and the cells of each row, without blank lines."""
+    """Yield the number of the first line and the cells of each row; skip blank lines."""
     csv.field_size_limit(MAX_CELL)
     reader = csv.reader((line + "\n" for line in _read_lines(file)), strict=True)
     begin = 1
@@ -162,24 +162,24 @@ def _csv_rows(file: InputFile) -> Iterator[tuple[int, list[str]]]:
             begin = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
-            f"{file.path}, line {begin}: {error}; is a quotation mark not closed, or not doubled inside a cell?"
+            f"{file.path}, line {begin}: {error}; a quotation mark may be unclosed, or not doubled inside a cell"
         ) from None
 
 
 def _read_tsv(file: InputFile) -> Iterator[Placed]:
-    """Read tab-separated rows below a header. A quotation mark is text, as in GLUE."""
+    """Read tab-separated rows below a header. Quotation marks are text, as in GLUE."""
     lines = (line.removesuffix("\r").split("\t") for line in _read_lines(file))
     yield from _table(file.path, enumerate(lines, 1), "tab")
 
 
 def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> Iterator[Placed]:
-    """Yield the rows below the header, which must have no column twice; every row must have all columns."""
+    """Yield the rows below the header. Raises `UserError` for a repeated column and for a row that lacks columns."""
     header: list[str] = []
     for line, cells in rows:
         if not header:
             header = cells
             if twice := [name for name in header if header.count(name) > 1]:
-                raise UserError(f"{path}, line {line}: column {twice[0]!r} stands twice in the header; rename one")
+                raise UserError(f"{path}, line {line}: column {twice[0]!r} is twice in the header; rename one")
         elif len(cells) != len(header):
             raise UserError(
                 f"{path}, line {line}: {len(cells)} columns, expected {len(header)} ({', '.join(header)}); "
@@ -191,9 +191,9 @@ def _table(path: str, rows: Iterable[tuple[int, list[str]]], separator: str) -> 
 
 def _read_parquet(file: InputFile) -> Iterator[Placed]:
     if file.packing:
-        raise UserError(f"{file.path}: Parquet packs by itself; unpack the file")
+        raise UserError(f"{file.path}: compressed Parquet; uncompress the file")
     if is_stream(file.path):
-        raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
+        raise UserError(f"{file.path}: a pipe, but Parquet cannot be read in one pass; give a file")
     with OpenInput(file), open_parquet(file.path) as table:
         batches = table.iter_batches(ROWS, use_threads=False)
         for number, cells in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
@@ -210,4 +210,4 @@ FORMATS: dict[str, Callable[[InputFile], Iterator[Placed]]] = {
     ".txt": lambda file: read_conll(file.path, _read_lines(file)),
     ".conllu": lambda file: read_conllu(file.path, _read_lines(file)),
 }
-"""Ending of a name → function that yields place and cells of each row."""
+"""Ending of a file name → function that yields place and cells of each row."""

@@ -1,4 +1,4 @@
-"""A task: what is predicted, by which metric it is scored, and its examples."""
+"""A task with its labels, its metric and its examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """Facts on a task that tables, prediction files and heads need."""
+    """Facts about a task that tables, prediction files and heads need."""
 
     name: str
     metric: str
@@ -19,16 +19,16 @@ class Task:
     kind: str = "classification"
     """Name in `kinds.KINDS`."""
     labels: tuple[str, ...] = ()
-    """The labels as they are written, in the order of the class numbers; empty where numbers or answers are wanted."""
+    """Names of the labels in the order of the class numbers; empty for kinds that predict numbers or answers."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The task as JSON values, which `Task.of` reads."""
+        """JSON form of the task; `Task.of` reads it."""
         return {"name": self.name, "metric": self.metric, "kind": self.kind, "labels": list(self.labels)}
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Task:
-        """Return the task of `facts`. Raises KeyError or TypeError for what is none."""
+        """Return the task with these `facts`. Raises KeyError or TypeError for invalid facts."""
         return cls(facts["name"], facts["metric"], facts["kind"], tuple(facts["labels"]))
 
 
@@ -38,19 +38,19 @@ class Example(NamedTuple):
     texts: tuple[str, ...]
     """One text or a pair; the words of a sentence; question and context."""
     label: Any
-    """A class number or a number; nan in a test set. What further kinds put here, their files say."""
+    """Class number or number, nan in a test set; other kinds document their own labels."""
 
 
 class Examples:
-    """The rows of a file in its order. They are read anew at every pass, so that they need no memory."""
+    """Rows of a file in its order. Every pass reads them from the file again, so that they need no memory."""
 
     def __init__(self, read: Callable[[], Iterable[Example]], lengths: np.ndarray):
-        """`lengths` are the characters of each row, `[rows]`."""
+        """Keep `read`, which starts a pass, and `lengths`, the number of characters per row, `[rows]`."""
         self._read, self.lengths = read, lengths
 
     @classmethod
     def of(cls, rows: Sequence[Example]) -> Examples:
-        """Return rows that are in memory."""
+        """Return examples whose rows are in memory."""
         return cls(lambda: rows, np.array([sum(map(len, row.texts)) for row in rows], dtype=np.int64))
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Examples:
 
 
 class Columns(NamedTuple):
-    """The columns of a file that a task reads."""
+    """Columns of a file that a task reads."""
 
     text: str
     pair: str | None
@@ -76,22 +76,22 @@ class Columns(NamedTuple):
 
 
 class TaskData(NamedTuple):
-    """The files of one task, read and checked."""
+    """Checked files of one task."""
 
     task: Task
     train: Examples
     dev: dict[str, Examples]
-    """By the development file's name without its ending, the scoring one first."""
+    """Name of a development file without its ending → its examples; the first file gives the score."""
     digest: str
-    """Changes when any byte of the files or any setting of the task changes."""
+    """Hash of all bytes of the files and all settings of the task."""
     facts: tuple[str, ...] = ()
-    """Sentences about the data that the plan shows."""
+    """Sentences about the data, shown in the plan."""
     columns: Columns | None = None
-    """The columns that were read, where a user named them."""
+    """Columns of a user's own task; None for GLUE."""
     baseline: float | None = None
     """Score of always predicting the most frequent label."""
 
     @property
     def fingerprint(self) -> str:
-        """The part of the digest that runs and kept models carry."""
+        """First 16 digits of the digest, recorded in runs and kept models."""
         return self.digest[:16]

@@ -1,6 +1,6 @@
-"""Reading and checking the files of a task of one's own.
+"""Reader of the files of a user's own task.
 
-Each file is read twice: first to check it before anything is trained, then to make the model's rows. Only lengths and
+Each file is read twice: first to check it before training starts, then to make the model's rows. Only lengths and
 labels stay in memory, a few bytes per row.
 """
 
@@ -30,7 +30,7 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, 
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
 _LOOKED_AT = 1000
-"""Rows whose labels decide the kind of a task that names none."""
+"""Number of rows that decide the kind of a task without --kind."""
 _BLOCK = 1 << 20
 SHOWN_LABELS = 10
 
@@ -50,7 +50,7 @@ def read_task(files: TaskFiles) -> TaskData:
     assert files.train is not None and files.valid is not None
     for path in filter(None, (files.train, files.valid, files.test)):
         if is_stream(str(path)):
-            raise UserError(f"{path}: a pipe, but training reads its files several times; write them to the disk")
+            raise UserError(f"{path}: a pipe, but training reads its files several times; write it to the disk first")
     known = columns_of(str(files.train))
     kind_name = files.kind or _likely_kind(files, known)
     kind, columns = KINDS[kind_name], _columns(files, known, KINDS[kind_name])
@@ -79,17 +79,17 @@ def read_task(files: TaskFiles) -> TaskData:
 
 @dataclass
 class _Reading:
-    """One checked file: its counts, lengths and labels."""
+    """Counts, lengths and labels of a checked file."""
 
     path: Path
     kind: Kind
     columns: Columns
     task: Task | None = None
-    """The task whose labels the file must have; None for the training file, which defines them."""
+    """Task whose labels the file must have; None for the training file, which defines them."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of rows with each label; of words with each tag."""
+    """Number of rows per label, or of words per tag."""
     labels: list[Any] = field(default_factory=list)
-    """Labels of the rows of a file that is scored."""
+    """Labels of the rows; empty for the training file."""
 
     def __post_init__(self) -> None:
         self.lengths = array("q")
@@ -119,7 +119,7 @@ class _Reading:
 
 
 class _Placed:
-    """Caller of functions whose ValueError becomes a `UserError` that names the file and the line of a row."""
+    """Caller of functions for a row; it turns their ValueError into a `UserError` that names file and line."""
 
     def __init__(self, row: Row):
         self.row = row
@@ -140,14 +140,14 @@ def _digest(path: Path) -> bytes:
 
 
 def _likely_kind(files: TaskFiles, known: Sequence[str]) -> str:
-    """Return the kind that the first rows' labels look like."""
+    """Guess the kind from the columns and from the labels of the first rows."""
     label = files.label_column or next((name for name in LABEL_COLUMNS if name in known), None)
     if {"tokens", "tags"} <= set(known):
         return "tokens"
     if {"context", "answers"} <= set(known):
         return "qa"
     if label is None or label not in known:
-        return "classification"  # whose columns are then asked for by name
+        return "classification"  # finding its columns then raises an error that names the flag
     cells = [row.cells.get(label) for row in itertools.islice(read_rows(str(files.train)), _LOOKED_AT)]
     if all(isinstance(cell, list) for cell in cells):
         return "multi-label"
@@ -169,17 +169,17 @@ def _is_fraction(cell: Any) -> bool:
 
 
 def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
-    """Return the columns to read: those that were named, else the kind's usual ones that the file has."""
+    """Return the columns to read: those named by flags, else usual ones that the file has."""
 
     def find(given: str | None, usual: Sequence[str], flag: str) -> str:
         if given is not None:
-            return given  # reading names the file and its columns where it is missing
+            return given  # if the file lacks it, reading raises an error with the file's columns
         for name in usual:
             if name in known:
                 return name
         raise UserError(
             f"{files.train}: its columns are {', '.join(known)}, and none of them has a usual name "
-            f"({', '.join(dict.fromkeys(usual))}); say which one to read by {flag}",
+            f"({', '.join(dict.fromkeys(usual))}); name the column to read by {flag}",
             WRONG_ARGUMENTS,
         )
 
@@ -192,7 +192,7 @@ def _columns(files: TaskFiles, known: Sequence[str], kind: Kind) -> Columns:
 
 
 def _ordered(counts: Counter[str]) -> tuple[str, ...]:
-    """Return the labels by name, or by number where all of them are whole numbers."""
+    """Return the labels sorted by name, or by number if all of them are whole numbers."""
     is_whole = all(re.fullmatch(r"-?\d+", name) for name in counts)
     return tuple(sorted(counts, key=int if is_whole else str))  # type: ignore[arg-type]
 
@@ -213,7 +213,7 @@ def _check_labels(files: TaskFiles, kind: str, metric: str, labels: tuple[str, .
 def _facts(
     task: Task, columns: Columns, train: _Reading, dev: dict[str, _Reading], baseline: float | None
 ) -> Iterator[str]:
-    """Yield what the plan says about the data."""
+    """Yield sentences about the data for the plan."""
     read = " + ".join(filter(None, (columns.text, columns.pair)))
     yield f"{task.kind}, {task.metric}; text from {read}, label from {columns.label}"
     for name, reading in {"train": train, **dev}.items():
@@ -223,6 +223,6 @@ def _facts(
             yield f"{name}: {few}" + (f" and {more} more labels" if more > 0 else "")
     for name, reading in dev.items():
         if reading.digest == train.digest:
-            yield f"{name}: WARNING, the same file as train; its score says nothing of new rows"
+            yield f"{name}: WARNING, the same file as train; its score says nothing about new rows"
     if baseline is not None:
-        yield f"always the most frequent label: {100 * baseline:.2f}"
+        yield f"score of always the most frequent label: {100 * baseline:.2f}"

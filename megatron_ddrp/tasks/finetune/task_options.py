@@ -1,4 +1,4 @@
-"""A task of one's own as it is given: by flags, or in a YAML file with the same names."""
+"""Description of a user's own task by flags, or by a YAML file with the same names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """the task"""
+    """task"""
 
     train: Path | None = option(None, "training rows: .jsonl, .csv, .tsv, .parquet, .conll, SQuAD's .json", metavar="F")
-    valid: Path | None = option(None, "development rows, which give the score and choose the grid point", metavar="F")
+    valid: Path | None = option(None, "validation rows, which give the score and select the grid point", metavar="F")
     test: Path | None = option(
-        None, "more rows: with labels they are scored beside, without they are predicted by the best run", metavar="F"
+        None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
     )
     kind: str | None = option(
-        None, "what is predicted (default: what the label column looks like)", choices=tuple(METRICS_OF_KIND)
+        None, "kind of prediction (default: guessed from the label column)", choices=tuple(METRICS_OF_KIND)
     )
     metric: str | None = option(
         None,
@@ -32,27 +32,27 @@ class TaskFiles:
     text_column: str | None = option(None, "column of the text (default: text, sentence, sentence1, …)", metavar="C")
     text_pair_column: str | None = option(None, "column of the second text of a pair", metavar="C")
     label_column: str | None = option(None, "column of the label (default: label, labels, score, …)", metavar="C")
-    name: str | None = option(None, "what tables call it (default: from the file's name)", metavar="NAME")
+    name: str | None = option(None, "name of the task in tables (default: from the file's name)", metavar="NAME")
 
     @property
     def called(self) -> str:
-        """The task's name, fit for a file name."""
+        """Name of the task, usable as a file name."""
         train = self.train or Path("task")
         stem = re.sub(r"[-_]?train$", "", train.name.partition(".")[0])
         words = self.name or (train.resolve().parent.name if not stem or stem.startswith("train") else stem)
         return re.sub(r"[^\w.-]+", "-", words).strip("-.") or "task"
 
     def require(self) -> None:
-        """Refuse a task without files."""
+        """Raise `UserError` for a task without a training or a validation file."""
         if self.train is None or self.valid is None:
             refuse(f"--{'train' if self.train is None else 'valid'} is needed, or a --task-file that names it")
 
 
 def read_task_file(path: Path) -> TaskFiles:
-    """Return the task of a YAML file, whose keys are the flags' names; its paths are relative to the file.
+    """Return the task of a YAML file. Its keys are the names of the flags; its paths are relative to the file.
 
     Raises:
-        UserError: one line with the file, the key and what is allowed.
+        UserError: one line with the file, the key and the allowed values.
     """
     place = Place(str(path))
     if not path.is_file():

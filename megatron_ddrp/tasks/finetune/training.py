@@ -1,11 +1,11 @@
-"""One fine-tuning run, as in appendix B of the paper.
+"""One fine-tuning run, as in appendix B of the DDRP+MTH paper.
 
 AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
-tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The loss is that of the task's kind.
+tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The task's kind defines the loss.
 
-A batch is the sum of its micro-batches, and a micro-batch is a function of the run alone: its rows, its padding and its
-dropout, which is drawn from (seed, step, micro-batch). Ranks share out the micro-batches and the development rows, so
-the run has the same score on any number of them.
+A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its dropout,
+which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so the run has
+the same score on any number of ranks.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ class RunResult:
     """Result of one run."""
 
     scores: dict[str, list[float | None]]
-    """Development file → its score after each epoch; None where it is undefined."""
+    """Development file → score after each epoch; None if it is undefined."""
     predictions: dict[str, Any]
-    """Development file → the last epoch's predictions as `FineTuning.predict` returns them."""
+    """Development or test file → the last epoch's predictions, from `FineTuning.predict`."""
     model: nn.Module
-    """The fine-tuned model, in fp32."""
+    """Fine-tuned model in fp32."""
     steps: int
     seconds: float
 
 
 def learning_rate_factor(step: int, total: int) -> float:
-    """Return the share of the peak rate at `step` (from 0) of `total`: up over the first tenth, then down to 0."""
+    """Return the share of the peak learning rate at `step` (from 0) of `total`: linear warm-up, then decay to 0."""
     warmup = math.ceil(WARMUP * total)
     return (step + 1) / warmup if step < warmup else (total - step) / (total - warmup)
 
 
 class FineTuning:
-    """A model in training. `step` takes one batch; `predict` works at any time."""
+    """A model in training. `step` trains on one batch; `predict` may be called at any time."""
 
     def __init__(self, run: Run, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
-        """Train `model` (changed in place, on its device) on `train`; `ranks` where there are several.
+        """Prepare to train `model` in place, on its device, on `train`; `ranks` is None in a single process.
 
-        `model` maps a torch Batch to the outputs of the task's kind. The order of the rows and dropout are functions of
-        the run's seed.
+        `model` maps a torch Batch to the outputs of the task's kind. The run's seed determines the order of the rows
+        and dropout.
         """
         self.run, self.task, self.model, self.train = run, task, model, train
         self.kind = KINDS[task.kind]
         self.rank, self.world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
         self.device = next(model.parameters()).device
-        # What the optimizer steps on: the parameters themselves, or fp32 masters of them.
+        # The optimizer updates these: the parameters in fp32, otherwise fp32 master copies.
         self.weights = dict(self.model.named_parameters())
         if run.precision != "fp32":
             self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
@@ -86,7 +86,7 @@ class FineTuning:
         return train_order(self.train, self.run.batch_size, self.run.seed, epoch)
 
     def step(self, rows: np.ndarray) -> None:
-        """Do one optimizer step on these rows."""
+        """Do one optimizer step on the rows with these numbers."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         size, run_in_half = self.run.micro_batch_size, self.run.precision != "fp32"
@@ -116,7 +116,7 @@ class FineTuning:
                     parameter.copy_(self.weights[name])
 
     def to_full_precision(self) -> None:
-        """Give the model the fp32 weights that the optimizer stepped on; training is over."""
+        """Replace the model's weights by the optimizer's fp32 weights after the last step."""
         if self.run.precision != "fp32":
             _cast(self.model, torch.float32)
             self.model.load_state_dict(self.weights, strict=False)
@@ -125,7 +125,7 @@ class FineTuning:
     def predict(self, encoded: Encoded) -> Any:
         """Return the predictions of all rows in the form that the task's metric takes.
 
-        A row whose outputs are not all finite has no prediction: it gets nan.
+        A row gets nan if one of its outputs is not finite.
         """
         self.model.eval()
         outcomes = self.kind.blank(encoded)
@@ -138,7 +138,7 @@ class FineTuning:
             flat = np.concatenate([outcomes.reshape(len(outcomes), -1), times_scored[:, None]], axis=1)
             summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
             outcomes, times_scored = summed[:, :-1].reshape(outcomes.shape), summed[:, -1]
-        assert (times_scored == 1).all(), "every outcome is given exactly once"
+        assert (times_scored == 1).all(), "each outcome must be computed exactly once"
         return self.kind.predictions(self.task, encoded, outcomes)
 
     def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
@@ -146,7 +146,7 @@ class FineTuning:
         return self.model(batch)
 
     def _move_gradients(self) -> None:
-        """Add a micro-batch's gradients to those of the masters, in fp32."""
+        """Add a micro-batch's gradients to the gradients of the fp32 master copies."""
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 master = self.weights[name]
@@ -154,9 +154,9 @@ class FineTuning:
                 parameter.grad = None
 
     def _sum_gradients(self) -> None:
-        """Make every gradient the sum over ranks, in one reduction."""
+        """Sum every gradient over ranks, in one reduction."""
         parameters = list(self.weights.values())
-        # A rank without a micro-batch has none; a parameter that takes no part has none on any rank.
+        # A rank without a micro-batch has no gradients; an unused parameter has none on any rank.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
         summed = sum_over_ranks(torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)]))
@@ -176,12 +176,12 @@ def finetune(
     test: dict[str, Encoded] | None = None,
     show_bar: bool = True,
 ) -> RunResult:
-    """Do a run: train, scoring `dev` after each epoch; the last epoch's predictions also on `test`."""
+    """Train for one run, score `dev` after each epoch, and after the last epoch also predict `test`."""
     start = time.perf_counter()
     tuning = FineTuning(run, task, model, train, ranks)
     scores: dict[str, list[float | None]] = {name: [] for name in dev}
     predictions: dict[str, Any] = {}
-    hidden = None if show_bar and tuning.rank == 0 else True  # None: where nobody looks
+    hidden = None if show_bar and tuning.rank == 0 else True  # None hides the bar outside a terminal
     with (
         _repeatable(tuning.device),
         tqdm(total=tuning.total, desc=f"{run.task} seed {run.seed}", unit="step", leave=False, disable=hidden) as bar,
@@ -202,7 +202,7 @@ def finetune(
 
 @contextlib.contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Use GPU kernels that give the same sums every time, where torch has them."""
+    """Use deterministic GPU kernels where torch has them."""
     if device.type != "cuda":
         yield
         return
@@ -215,9 +215,9 @@ def _repeatable(device: torch.device) -> Iterator[None]:
 
 
 def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, int]:
-    """Return parameter name → depth: 0 for embeddings and what layers share, i + 1 for layer i, then the head.
+    """Return parameter name → depth: 0 for embeddings and shared parameters, i + 1 for layer i, then the head.
 
-    Names of the encoder's parameters begin with `encoder`; a pooler in it belongs to the head.
+    The names of the encoder's parameters begin with `encoder`. A pooler in the encoder belongs to the head.
     """
     found = {name: _LAYER.search(f".{name}") for name in names}
     top = max((int(match[1]) for match in found.values() if match), default=-1) + 2
@@ -231,18 +231,18 @@ def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, i
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Change the precision of a model's parameters. Its buffers keep theirs: bf16 would shift rotary frequencies."""
+    """Change the precision of a model's parameters, not of its buffers: bf16 would shift rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, model: nn.Module) -> torch.optim.AdamW:
-    """Return AdamW. Its groups carry `share`, their part of the learning rate: decay^(layers below the head)."""
+    """Return AdamW. A group's `share` is its factor on the rate: layerwise_lr_decay^(layers below the head)."""
     depths = layer_depths(weights, getattr(model, "encoder_prefix", "encoder."))
     top = max(depths.values())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in weights.items():
-        # Biases and LayerNorm parameters are the vectors; everything that multiplies or is looked up is a matrix.
+        # Only biases and LayerNorm parameters are vectors; weights and embeddings are matrices.
         decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
         share = layerwise_lr_decay ** (top - depths[name])
         groups.setdefault((decay, share), []).append(parameter)

@@ -1,4 +1,4 @@
-"""Sentences that come as words: the pieces of each word, and windows over sentences that are too long for a row."""
+"""Pieces of the words of a sentence, and windows over sentences that are too long for a row."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 
 class Window(NamedTuple):
-    """Some words of a sentence that share a row. Every word belongs to one window, in which it is labelled."""
+    """Words of a sentence that share a row. Every word of the sentence is labelled in exactly one window."""
 
     begin: int
     """First word of the row."""
     end: int
-    """The word behind the row's last one."""
+    """End of the row's words, exclusive."""
     own_begin: int
-    """First word that is labelled here; those before it are context."""
+    """First word that is labelled in this window; words before it are context."""
     own_end: int
-    """The word behind the last one that is labelled here."""
+    """End of the words that are labelled in this window, exclusive."""
 
 
 def pieces_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Return the pieces of each word in the text that the words make with blanks between them.
+    """Join the words by blanks, tokenize the text, and return the pieces of each word.
 
-    A piece of the blank before a word is the word's. A word without a piece, such as one of control characters, is
-    [UNK].
+    A piece for the blank before a word belongs to the word. A word without a piece, such as one of control characters,
+    becomes [UNK].
     """
     lengths = np.array([len(word) + 1 for word in words])
-    begins = np.cumsum(lengths) - lengths - 1  # each word's blank; -1 stands before the first word
+    begins = np.cumsum(lengths) - lengths - 1  # character of the blank before each word, -1 for the first word
     ids, spans = tokenizer.encode_with_spans(" ".join(words))
     owners = np.searchsorted(begins, [begin for begin, _ in spans], side="right") - 1  # [pieces]
     pieces: list[list[int]] = [[] for _ in words]
@@ -40,10 +40,11 @@ def pieces_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int
 
 
 def windows_of(lengths: Sequence[int], room: int, overlap: int) -> list[Window]:
-    """Cover words of so many pieces by windows of at most `room` pieces, of which neighbours share about `overlap`.
+    """Cover the words by windows of at most `room` pieces; neighbours share words of at most `overlap` pieces.
 
-    Of the words in two windows the first half is labelled in the former one, the second half in the latter, so that
-    every word has context on both sides. A word of more than `room` pieces counts as `room`. Empty without words.
+    `lengths` has the number of pieces per word; a word of more than `room` pieces counts as `room`. The first half of
+    the shared words is labelled in the earlier window, the second half in the later one, so that words have context on
+    both sides. Without words there is no window.
     """
     sizes = [min(length, room) for length in lengths]
     windows: list[Window] = []
@@ -61,7 +62,7 @@ def windows_of(lengths: Sequence[int], room: int, overlap: int) -> list[Window]:
 
 
 def _last_that_fits(sizes: Sequence[int], begin: int, room: int) -> int:
-    """Return the word behind the last one that fits into a window from `begin` on."""
+    """Return the end, exclusive, of the words from `begin` that fit into a window."""
     end, used = begin, 0
     while end < len(sizes) and used + sizes[end] <= room:
         used += sizes[end]
@@ -70,7 +71,10 @@ def _last_that_fits(sizes: Sequence[int], begin: int, room: int) -> int:
 
 
 def _first_shared(sizes: Sequence[int], begin: int, end: int, budget: int) -> int:
-    """Return the first word of the next window: the last words before `end` in at most `budget` pieces, but not all."""
+    """Return the first word of the next window. It shares the last words before `end`, of at most `budget` pieces.
+
+    It begins after `begin`, so that windows advance.
+    """
     first = end
     while first - 1 > begin and budget >= sizes[first - 1]:
         first -= 1

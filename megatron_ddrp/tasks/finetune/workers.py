@@ -1,4 +1,4 @@
-"""Ways to do the runs: several worker processes on one machine, or all ranks together, one run at a time."""
+"""Execution of a sweep: by worker processes of one machine, or by all ranks together, one run at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_store(options: argparse.Namespace) -> RunStore:
 
 
 def run_here(options: argparse.Namespace) -> None:
-    """Do the sweep, and those after it, in this process or in the worker processes that it starts."""
+    """Do the sweep and its next stages, in this process or in worker processes, and write the report."""
     lines: list[str] = []
     stage: argparse.Namespace | None = options
     while stage is not None:
@@ -55,7 +55,7 @@ def _do_here(sweep: Sweep, store: RunStore) -> None:
 
 def run_on_ranks(options: argparse.Namespace) -> None:
     """Do every run data-parallel over the ranks of a launcher."""
-    # A day: rank 0 may wait for the runs that another sweep is doing.
+    # 24 hours, because rank 0 may wait for runs of another sweep.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
     lines: list[str] = []
     stage: argparse.Namespace | None = options
@@ -95,7 +95,7 @@ def _work(number: int, options: argparse.Namespace) -> None:
 
 
 def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> None:
-    """Do the runs one after the other on all ranks together. Rank 0 takes the leases and announces the next run."""
+    """Do the runs one by one on all ranks together. Rank 0 takes the leases and announces the next run."""
     numbers = {run: number for number, run in enumerate(sweep.runs)}
     done, failed = len(numbers), len(numbers) + 1
 
@@ -110,7 +110,7 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], Non
         while (number := announce(0)) < done:
             sweep.perform(sweep.runs[number])
         if number == failed:
-            raise agreed_by_all("rank 0 has stopped")  # and says why
+            raise agreed_by_all("rank 0 has stopped")  # rank 0 prints the reason
         return
     outcome = failed
     try:

@@ -15,26 +15,26 @@ from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
 DESCRIPTION = """Fine-tune encoders on GLUE tasks and report development scores.
 
-Every task is run at every grid point with every seed. OUT/runs.jsonl holds one line per finished run; a restarted
-command does what is missing, and several commands may share one OUT. OUT/table.md holds the medians over the
-seeds, OUT/table.json the same for programs, OUT/predictions/ what each run predicted.
+The command runs every task at every grid point with every seed. OUT/runs.jsonl has one line per finished run; a
+restarted command does only the missing runs, and several commands may share one OUT. OUT/table.md has the medians over
+seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run.
 
   first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
-  what it costs  … --grid paper --dry-run
+  expected time  … --grid paper --dry-run
   all GPUs       … --grid paper                  one worker per GPU; --workers N on CPUs
-  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, the same scores
+  one big run    torchrun --nproc-per-node 2 -m megatron_ddrp glue …     each run data-parallel, with the same scores
   compare        … --load runs/bert runs/ddrp    or megatron-ddrp glue --report OUT1 OUT2 --output-dir BOTH
 """
 
 
 @dataclass(frozen=True)
 class What:
-    """what to run"""
+    """tasks and encoders"""
 
-    output_dir: Path = option(MISSING, "for runs.jsonl and the tables", metavar="OUT")
+    output_dir: Path = option(MISSING, "folder for runs.jsonl and the tables", metavar="OUT")
     tasks: tuple[str, ...] = option(
         PAPER_TASKS,
-        f"of {', '.join(TASKS)} (default: the paper's eight, all but WNLI)",
+        f"tasks among {', '.join(TASKS)} (default: the eight of the DDRP+MTH paper, all but WNLI)",
         nargs="+",
         choices=tuple(TASKS),
         metavar="TASK",
@@ -42,28 +42,28 @@ class What:
     data_dir: Path | None = option(None, "GLUE's folder: TASK/train.tsv, TASK/dev.tsv, … as released", metavar="DIR")
     load: tuple[Path, ...] | None = option(
         None,
-        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; several to compare them",
+        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; give several to compare them",
         nargs="+",
         metavar="DIR",
     )
     random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
     start_from_task: str | None = option(
         None,
-        f"fine-tune {', '.join(STARTED)} from each encoder's best model of this task (MNLI), which is run first; "
-        "tables show them as an encoder of their own",
+        f"run this task (usually MNLI) first, then fine-tune {', '.join(STARTED)} from each encoder's best model of "
+        "it; tables show the result as another encoder",
         choices=tuple(TASKS),
         metavar="TASK",
     )
     predict_test: bool = option(
-        False, "then repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com"
+        False, "at the end repeat each task's best run and write OUT/submission/ and its zip for gluebenchmark.com"
     )
     report: tuple[Path, ...] | None = option(
-        None, "run nothing: one table over these --output-dir folders", nargs="+", metavar="OUT"
+        None, "run nothing; write one table over these --output-dir folders", nargs="+", metavar="OUT"
     )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line; `points` are the grid's."""
+    """Parse and check the command line. The result also has the grid's `points` and the `suite`."""
     parser = ArgumentParser(description=DESCRIPTION)
     options = parse_options(parser, (What, Search, Training, Machine), _check, arguments)
     options.suite = Glue()
@@ -78,5 +78,5 @@ def _check(options: argparse.Namespace) -> None:
     options.started = [task for task in dict.fromkeys(options.tasks) if task in STARTED and task != first]
     if not options.started:
         others = ", ".join(task for task in STARTED if task != first)
-        refuse(f"--start-from-task {first}: give --tasks some of {others}, which may start from it")
+        refuse(f"--start-from-task {first}: --tasks must name at least one of {others}, which can start from it")
     options.tasks = [task for task in dict.fromkeys([*options.tasks, first]) if task not in options.started]

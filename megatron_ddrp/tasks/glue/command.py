@@ -1,4 +1,4 @@
-"""`megatron-ddrp glue`: fine-tune encoders on GLUE over a grid and seeds, and print the medians."""
+"""`megatron-ddrp glue`: fine-tune encoders on GLUE over a grid and seeds, and report the medians."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ddrp.tasks.glue.arguments import parse_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read and check everything, then run what is missing, then report. Return 1 where a report leaves runs out."""
+    """Check the inputs, do the missing runs, and report. Return 1 if --report leaves damaged runs out."""
     with first_rank_speaks():
         options = parse_arguments(arguments)
     return run(options)

@@ -1,6 +1,4 @@
-"""GLUE's TSV files → examples. Reading checks everything before any training starts and says which file, which line and
-what was expected.
-"""
+"""Reader of GLUE's TSV files. It checks everything before training starts; errors name file, line and expectation."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from megatron_ddrp.tasks.glue.tasks import GlueTask
 
 
 class GlueDataError(UserError):
-    """A task's files are not as the official release has them; the message names file, line and expectation."""
+    """Error for files that differ from the official release; the message names file, line and expectation."""
 
 
 def read_task(task: GlueTask, data_dir: Path) -> TaskData:
@@ -40,10 +38,12 @@ def read_task(task: GlueTask, data_dir: Path) -> TaskData:
 
 
 def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
-    """Read the task's test sets; return them by their names in a submission. Their labels are nan.
+    """Read the task's test sets; return name in a submission → examples, whose labels are nan.
+
+    A missing diagnostic set is left out.
 
     Raises:
-        GlueDataError: a file is missing or not as released. The diagnostic set is left out where it is not there.
+        GlueDataError: another file is missing, or a file is not as released.
     """
     found = {}
     for file, name in task.submission_files.items():
@@ -57,9 +57,9 @@ def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:
 
 
 def read_examples(task: GlueTask, path: Path, broken_rows: int = 0, labelled: bool = True) -> list[Example]:
-    """Read the rows of one file; at most `broken_rows` of them may lack columns and are left out.
+    """Read the rows of one file; leave out up to `broken_rows` rows that lack columns.
 
-    Without `labelled` the file is a test set, which always has a header line, and the labels are nan.
+    Without `labelled` the file is a test set; test sets always have a header line, and the labels become nan.
     """
     lines = _read_lines(path)
     wanted = (*task.text_columns, task.label_column) if labelled else task.text_columns
@@ -105,7 +105,7 @@ def _read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise GlueDataError(f"{path}, line {line}: not valid UTF-8 ({error.reason}), expected UTF-8 text") from None
-    # Not str.splitlines: U+0085, U+2028 and their kin are text.
+    # Not str.splitlines: U+0085, U+2028 and similar characters are text.
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
 

@@ -1,4 +1,4 @@
-"""The development scores that the paper prints (base size), to stand beside ours and never among them."""
+"""Development scores that the DDRP+MTH paper prints (base size). Tables show them apart from our own scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
     ("BERT (MTH without HCD) 1M steps", (73.28, 90.41, 87.25, 60.85, 92.23, 91.37, 91.00, 84.22), 83.83),
     ("DDRP (MTH) 1M steps", (75.09, 90.41, 88.72, 63.36, 92.66, 92.24, 91.22, 86.22), 85.00),
 )
-"""Tables 1 to 3: name, scores in the order of `PAPER_TASKS`, average of the eight as printed."""
+"""Rows of the paper's Tables 1 to 3: name, scores in the order of `PAPER_TASKS`, average of the eight as printed."""
 
 PAPER_SCORES = {name: dict(zip(PAPER_TASKS, scores, strict=True)) for name, scores, _ in PAPER_ROWS}
 PAPER_AVERAGES = {name: average for name, _, average in PAPER_ROWS}

@@ -1,10 +1,10 @@
-"""--predict-test: predictions for the test sets, whose labels only gluebenchmark.com knows.
+"""--predict-test: predictions for the test sets, whose labels only gluebenchmark.com has.
 
-A submission is a folder of TASK.tsv with `index` and `prediction`, and the same files zipped, as the server takes them.
+A submission is a folder of files TASK.tsv with the columns `index` and `prediction`, and a zip of them for the server.
 
-A sweep keeps scores, not weights. Each task's best run (the best seed at the best grid point) is therefore repeated,
-which its seed makes the same run, and predicts the test set at its end. A task whose predictions are there is skipped
-while the same run is the best.
+A sweep keeps scores, not weights. Therefore each task's best run (the best seed at the best grid point) is repeated;
+its seed makes it the same run. At its end it predicts the test set. A task is skipped if the predictions of its best
+run exist.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 from megatron_ddrp.tasks.jobs.store import Store
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
-"""All files that the server wants, whichever tasks one cares for."""
+"""All files that the server wants, even for tasks that were not run."""
 
 
 def write_submissions(sweep: Sweep, store: Store) -> list[str]:
-    """Write a folder and an archive per encoder; return the lines that say where.
+    """Write a folder and a zip archive per encoder; return lines that name them.
 
-    It is OUT/submission, or OUT/submission-FINGERPRINT for several encoders.
+    The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders.
     """
     store.refresh()
     own = set(sweep.runs)
@@ -43,7 +43,7 @@ def write_submissions(sweep: Sweep, store: Store) -> list[str]:
             run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
             name = "submission" if len(cells) == 1 else f"submission-{run.encoder}"
             jobs.append((sweep.options.output_dir / name, run))
-    todo = [(folder, run) for folder, run in jobs if not _is_there(folder, run)]  # before anybody writes
+    todo = [(folder, run) for folder, run in jobs if not _is_there(folder, run)]  # before any rank writes
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]
         train, dev = sweep.encoded(run)
@@ -53,7 +53,7 @@ def write_submissions(sweep: Sweep, store: Store) -> list[str]:
             continue
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
-        score = result.scores[next(iter(dev))][-1] or 0.0  # 0 where it is undefined
+        score = result.scores[next(iter(dev))][-1] or 0.0  # an undefined score counts as 0
         _marker(folder, run).write_text(json.dumps({"run": run.name, "dev_score": score}) + "\n", encoding="utf-8")
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
     lines = []
@@ -65,9 +65,9 @@ def write_submissions(sweep: Sweep, store: Store) -> list[str]:
 
 
 def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) -> None:
-    """Write one test set's file for the server; numbers are brought into the task's range, as it asks for.
+    """Write one test set's file for the server, which wants numbers within the task's range.
 
-    The server takes no nan: a row without a prediction gets 0, or the first class.
+    The server refuses nan: a row without a prediction gets 0 or the first class.
     """
     predictions = np.nan_to_num(predictions)
     if task.label_range is not None:
@@ -79,7 +79,7 @@ def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) 
 
 
 def pack_submission(folder: Path) -> list[str]:
-    """Zip the folder's files into submission.zip; return the names that the server wants and that are not there."""
+    """Zip the folder's files into submission.zip; return the names of missing files that the server wants."""
     present = [name for name in SUBMISSION if (folder / name).is_file()]
     with AtomicFile(folder / "submission.zip") as output, zipfile.ZipFile(output.stream, "w") as archive:
         for name in present:

@@ -20,23 +20,25 @@ if TYPE_CHECKING:
 
 MISMATCHED = "dev_mismatched"
 STARTED = ("RTE", "MRPC", "STS-B")
-"""Tasks that --start-from-task starts from another one's model, as RoBERTa (arXiv:1907.11692) did for MNLI's."""
+"""Tasks that --start-from-task starts from another task's model, as RoBERTa (arXiv:1907.11692) did from MNLI's."""
 
 
 class Glue(Suite):
-    """The nine tasks.
+    """Suite of the nine GLUE tasks.
 
-    An average is shown only where all of its tasks are: of 8 columns, as the paper prints it, with MNLI as one number
-    (the matched set), and of 9, matched and mismatched apart. The paper's rows stand below where a development set is
-    the official one. Every encoder has the same head, so that encoders compare by what pre-training gave them.
+    The tables have two averages, each shown only if all of its tasks are there: of 8 numbers, as the paper prints it,
+    with MNLI as one number (the matched set), and of 9, with matched and mismatched as two. The paper's scores follow
+    in a table of their own if a development set has the official size. All encoders get the same head, so that a
+    comparison measures pre-training.
     """
 
     program = "megatron-ddrp glue"
     title = "GLUE development scores"
     about = (
-        "Median over seeds of the last epoch's score at the best grid point, x 100. Matthews' correlation for CoLA, "
-        "Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is the paper's. A score "
-        "that is undefined (a constant guess, or training that diverged) counts as 0 and is marked."
+        "Each score is the last epoch's at the best grid point, the median over seeds, x 100: Matthews' correlation "
+        "for CoLA, Pearson's for STS-B, accuracy otherwise; MNLI is the matched set. The average of 8 is defined as in "
+        "the DDRP+MTH paper. An undefined score (a constant guess, or training that diverged) counts as 0 and is "
+        "marked."
     )
     head = "common"
     known = TASKS
@@ -44,7 +46,7 @@ class Glue(Suite):
     averages = ("average of 8", "average of 9")
 
     def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
-        """Read and check all files of the tasks, and the test sets where they will be needed."""
+        """Read and check all files of the tasks; with --predict-test check the test sets too."""
         tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
         if options.predict_test:
             for task in tasks:
@@ -56,7 +58,7 @@ class Glue(Suite):
         return TASKS[row["task"]]
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Write the submissions that are wanted; return where they are."""
+        """Write the submissions if --predict-test is set; return lines that name them."""
         if not sweep.options.predict_test:
             return []
         from megatron_ddrp.tasks.glue.submission import write_submissions
@@ -64,11 +66,11 @@ class Glue(Suite):
         return write_submissions(sweep, store)
 
     def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
-        """Keep the best model of the task that others start from."""
+        """Return whether other tasks start from this task's best model."""
         return task == options.start_from_task
 
     def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
-        """Return the tasks that start from another one's best model, after that one."""
+        """Return the options of the sweep over tasks that start from another task's best model; None without one."""
         before = sweep.options
         if before.start_from_task is None:
             return None
@@ -87,7 +89,7 @@ class Glue(Suite):
         return stage
 
     def means(self, cells: Cells) -> dict[str, float | None]:
-        """Return the two averages over the paper's tasks, each None unless every one of its columns is there."""
+        """Return the two averages over the paper's tasks, each None if one of its scores is missing."""
         if not cells.keys() >= set(PAPER_TASKS):
             return dict.fromkeys(self.averages)
         eight = [cells[task].median for task in PAPER_TASKS]
@@ -96,11 +98,11 @@ class Glue(Suite):
         return dict(zip(self.averages, (statistics.fmean(eight), nine), strict=True))
 
     def official_size(self, task: str) -> int:
-        """Return the rows of the released development file."""
+        """Return the number of rows of the released development file."""
         return TASKS[task].dev_examples
 
     def combined(self, cell: Cell) -> dict[str, list[float]]:
-        """Return MNLI's mean over its two development files."""
+        """Return the mean of MNLI's two development files, one value per seed."""
         if MISMATCHED not in cell.others:
             return {}
         pairs = zip(cell.scores, cell.others[MISMATCHED], strict=True)
@@ -111,7 +113,7 @@ class Glue(Suite):
         return {name: {**row, self.averages[0]: PAPER_AVERAGES[name]} for name, row in PAPER_SCORES.items()}
 
     def published_table(self, encoders: dict[str, Cells]) -> Table | None:
-        """Return the paper's scores where an encoder was scored on an official development set."""
+        """Return a table of the paper's scores if an encoder was scored on a development set of the official size."""
         is_official = any(
             task in PAPER_TASKS and cell.rows[0]["dev_examples"] == TASKS[task].dev_examples
             for cells in encoders.values()

@@ -1,8 +1,8 @@
-"""The GLUE tasks, one row each: files, columns, labels and metric, in the layout of the official TSV release.
+"""GLUE tasks, one row each: files, columns, labels and metric, in the layout of the official TSV release.
 
-Lines are split at tabs and nowhere else: a quotation mark is text, also QQP's doubled ones. Files have a header line
-except CoLA's train.tsv and dev.tsv; MRPC's begin with a byte-order mark. The first development file gives a task's
-score. The label order fixes the class numbers and is alphabetical.
+Tabs alone separate cells: quotation marks are text, also QQP's doubled ones. Files have a header line except CoLA's
+train.tsv and dev.tsv; MRPC's begin with a byte-order mark. The first development file gives a task's score. The labels
+are in alphabetical order, which fixes the class numbers.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from megatron_ddrp.tasks.finetune.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class GlueTask(Task):
-    """One row of the table; `TASKS` holds them by name."""
+    """Row of the table `TASKS`."""
 
     text_columns: tuple[str, ...]
-    """Header names of one sentence or of a pair, in the order in which they are encoded."""
+    """Columns of one sentence or of a pair, in the order in which they are encoded."""
     label_column: str
-    """Header name of the label."""
+    """Column of the label."""
     dev_examples: int
-    """Rows of the official (first) development file."""
+    """Number of rows of the official (first) development file."""
     label_range: tuple[float, float] | None = None
-    """Lowest and highest target of a regression."""
+    """Lowest and highest label of a regression."""
     dev_files: tuple[str, ...] = ("dev.tsv",)
-    """Development files; the first one's score is the task's."""
+    """Development files; the first one gives the task's score."""
     columns: tuple[str, ...] | None = None
-    """Names of the columns of train.tsv and dev.tsv where these have no header line; None where they have one."""
+    """Columns of train.tsv and dev.tsv if these have no header line; None if they have one."""
     several_tests: dict[str, str] = field(default_factory=dict)
-    """Test file → its name in a submission, where test.tsv is not the only one."""
+    """Test file → its name in a submission, for a task with other files than test.tsv."""
     broken_rows: int = 0
-    """Rows of train.tsv that may lack columns: the official QQP file has a few, and they are left out, not repaired."""
+    """Number of rows of train.tsv that may lack columns and are left out: the official QQP file has a few."""
     in_average: bool = True
     """Whether the paper's eight-column average counts the task."""
 
     @property
     def submission_files(self) -> dict[str, str]:
-        """Test file → its name in a submission; also test files that other tasks' data hold."""
+        """Test file → its name in a submission; a file may be in another task's folder."""
         return self.several_tests or {"test.tsv": f"{self.name}.tsv"}
 
 
@@ -132,6 +132,6 @@ TASKS: dict[str, GlueTask] = {
         ),
     )
 }
-"""In the order of the paper's tables, WNLI (left out of the averages) last."""
+"""Tasks by name, in the order of the paper's tables; WNLI, which is in no average, comes last."""
 
 PAPER_TASKS = tuple(name for name, task in TASKS.items() if task.in_average)

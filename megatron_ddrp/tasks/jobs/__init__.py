@@ -1,1 +1,1 @@
-"""Jobs that any number of processes share: the store of finished ones, leases, a queue and a forecast."""
+"""Jobs that any number of processes share: a store of finished jobs, leases, a queue and a forecast."""

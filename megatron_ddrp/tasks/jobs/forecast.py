@@ -1,4 +1,4 @@
-"""The time that jobs will take, from the finished ones of their kind."""
+"""Forecast of the time that jobs will take, from finished jobs of the same kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ddrp.tasks.jobs.store import AnyJob, Store
 
 
 class Forecast(ABC, Generic[AnyJob]):
-    """Expected seconds of jobs. Jobs of one kind take time in proportion to their work."""
+    """Base class of a forecast of jobs. It assumes that jobs of one kind take time in proportion to their work."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -23,18 +23,18 @@ class Forecast(ABC, Generic[AnyJob]):
 
     @abstractmethod
     def work(self, job: AnyJob) -> float:
-        """Return the size of a job beside others of its kind."""
+        """Return the size of a job relative to others of its kind."""
 
     @abstractmethod
     def rates(self, kind: str) -> list[float]:
-        """Return seconds per unit of work, one number per finished job of a kind."""
+        """Return seconds per unit of work, one value per finished job of this kind."""
 
     @abstractmethod
     def guess(self, job: AnyJob) -> float | None:
-        """Return the seconds of a job of whose kind none is finished; None where nothing is known."""
+        """Return the expected seconds of a job if no job of its kind is finished; None if unknown."""
 
     def total(self, jobs: Iterable[AnyJob]) -> float | None:
-        """Return the seconds of jobs done one after the other; None where one of them is not known."""
+        """Return the expected seconds of all jobs in sequence; None if one of them is unknown."""
         rates: dict[str, float | None] = {}
         seconds = 0.0
         for job in jobs:
@@ -50,6 +50,6 @@ class Forecast(ABC, Generic[AnyJob]):
         return seconds
 
     def eta(self, left: Sequence[AnyJob], workers: int, spent: float = 0.0) -> str:
-        """Return the time until `left` are done by several workers; `spent` seconds of it are over already."""
+        """Return the time until `workers` finish the jobs `left`, as text. `spent` seconds have passed already."""
         total = self.total(left)
         return "not known yet" if total is None else duration(max(0.0, total - spent) / workers)

@@ -1,4 +1,4 @@
-"""Many processes, one list of jobs, no server: whoever holds a job's lease does it and writes it into the store."""
+"""Queue of jobs for many processes without a server: the process with a job's lease does it and stores its row."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from megatron_ddrp.tasks.jobs.store import AnyJob, Row, Store
 
 WAIT = 0.5
-"""Seconds between two looks at jobs that other processes hold."""
+"""Seconds between two checks of jobs that other processes hold."""
 
 
 def drain(
     jobs: Sequence[AnyJob], store: Store, perform: Callable[[AnyJob], Row], tell: Callable[[], None] = lambda: None
 ) -> None:
-    """Return when the store holds all of `jobs`: do those whose lease is free, wait for those of other processes.
+    """Do all `jobs` whose lease is free and wait for the others; return when the store has all of them.
 
-    `perform` does a job and returns its row. `tell` is called whenever the store may hold new rows.
+    `perform` does a job and returns its row. `tell` runs whenever the store may have new rows.
     """
     while True:
         store.refresh()

@@ -1,10 +1,10 @@
-"""A file of what is finished, one JSON object per line, that any number of processes read and append to.
+"""Store of finished jobs: a file with one JSON object per line that any number of processes read and append to.
 
-A line is on the disk before anybody counts it as done. Half a line, which a kill while writing leaves, counts as none.
-Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier versions have
-none. `megatron-ddrp glue` keeps its runs in such a file, `megatron-ddrp compare` its jobs. A job belongs to the process
-that holds its lease. The holder reads the store once more before it starts, and writes the finished job there before it
-releases the lease, so that no job is done twice.
+A line is on the disk before a process counts its job as done. A partial line, left by a process killed while writing,
+does not count. Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier
+versions carry none. `glue` keeps its runs in such a file, `compare` its jobs. A job belongs to the process
+with its lease. That process checks the store again after it takes the lease, and stores the finished job before it
+gives the lease back, so that no job is done twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_ddrp.json_files import object_sum
 
 
 class Job(Protocol):
-    """A piece of work that is done once and for ever."""
+    """Piece of work that is done once."""
 
     @property
     def name(self) -> str:
-        """A file name that tells it apart from all other jobs."""
+        """File name that no other job has."""
 
 
 AnyJob = TypeVar("AnyJob", bound=Job)
@@ -35,7 +35,7 @@ SUM = "crc32"
 
 
 class Store:
-    """One synced line per finished piece of work; `refresh` brings in what other processes have appended."""
+    """Finished jobs, one line per job, synced to disk. `refresh` reads lines that other processes have appended."""
 
     def __init__(
         self,
@@ -45,21 +45,21 @@ class Store:
         read: Callable[[Row], Row] = lambda row: row,
         on_damage: Callable[[str], None] | None = None,
     ):
-        """Read the whole lines of the file, if there is one.
+        """Read the complete lines of the file if it exists.
 
-        `read` returns a row as this version writes it, `name` the name of its job. Both raise KeyError, TypeError or
-        ValueError for a row that is not `what`. `on_damage` gets one sentence for each damaged line, which is then
-        left out; without it such a line raises.
+        `read` converts a row to the form of this version, `name` returns the name of its job. Both raise KeyError,
+        TypeError or ValueError for a row that is not `what`. Damaged lines are left out, and `on_damage` gets one
+        sentence for each; without `on_damage` a damaged line raises.
 
         Raises:
-            UserError: a whole line is damaged or not `what`, and there is no `on_damage`.
+            UserError: a complete line is damaged or not `what`, and there is no `on_damage`.
         """
         self.path, self.what = path, what
         self.rows: list[Row] = []
         self.ends_in_half_a_line = False
         self._name, self._as_written_now, self._on_damage = name, read, on_damage
         self._done: set[str] = set()
-        self._offset = self._lines = 0  # bytes and lines read, all of them whole
+        self._offset = self._lines = 0  # bytes and complete lines read
         self.refresh()
 
     def __contains__(self, name: str) -> bool:
@@ -73,11 +73,11 @@ class Store:
         return [job for job in jobs if job.name not in self._done]
 
     def lease(self, name: str) -> BinaryIO | None:
-        """Return the right to do a job; None where another process has it, or the job is finished.
+        """Take the lease of a job; return None if another process holds it or the job is finished.
 
-        It is a locked file. Closing it gives the job back, unless a process has inherited it. The system drops the lock
-        with the last process that has the file open, so a dead worker's lease is free at once and none can go stale.
-        Locks work between machines on a shared file system that has them (NFS 4, Lustre with `flock`).
+        The lease is a locked file. Closing the file gives the lease back, unless a child process has inherited it. The
+        system releases the lock when the last process with the open file ends, so a dead worker's lease is free at
+        once. Locks work between machines on a shared file system with locks (NFS 4, Lustre with `flock`).
 
         Raises:
             UserError: the file system has no locks.
@@ -92,29 +92,29 @@ class Store:
             return None
         except OSError as error:
             raise UserError(
-                f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another one"
+                f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another file system"
             ) from None
-        self.refresh()  # the job may have been finished between our last look and our lease
+        self.refresh()  # another process may have finished the job before we took the lease
         if name in self:
             stream.close()
             return None
         return stream
 
     def refresh(self) -> None:
-        """Read the lines that are new."""
+        """Read new lines of the file."""
         if self.path.is_file():
             with self.path.open("rb") as stream:
                 self._read(stream)
 
     def append(self, row: Row) -> None:
-        """Add a line unless the file has one for the same job; it is on the disk when this returns."""
+        """Append a row and sync it to disk, unless the file has a line for the same job."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             self._read(stream)
             if self._name(row) in self._done:
                 return
-            stream.truncate(self._offset)  # what a killed writer left of a line
+            stream.truncate(self._offset)  # drop the partial line of a killed writer
             stream.seek(self._offset)
             stream.write(json.dumps(row | {SUM: object_sum(row)}).encode() + b"\n")
             stream.flush()
@@ -149,9 +149,9 @@ class Store:
 
     def _damaged(self, sentence: str) -> None:
         if self._on_damage is None:
-            raise UserError(f"{sentence}; choose another --output-dir, or take this line out")
+            raise UserError(f"{sentence}; choose another --output-dir, or delete this line")
         self._on_damage(sentence)
 
 
 class _Changed(ValueError):
-    """A line whose sum does not match."""
+    """Error for a line whose checksum does not match."""

@@ -1,4 +1,4 @@
-"""Worker processes of one command on one machine, which share a store of jobs."""
+"""Worker processes of one command on one machine; they share a store of jobs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 
 
 def device_of(worker: int) -> torch.device:
-    """Return the device of a worker: the GPUs in turn, or the CPU."""
+    """Return the device of a worker: GPUs are assigned in turn; without a GPU, the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", worker % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def share_threads(workers: int) -> None:
-    """Let torch use this process's share of the cores, unless OMP_NUM_THREADS decides."""
+    """Limit torch to this process's share of the cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
@@ -46,12 +46,12 @@ def share_out(
     tell: Callable[[], None],
     program: str,
 ) -> None:
-    """Start `count` workers and return when the store holds all `jobs`; call `tell` after each look at the store.
+    """Start `count` workers and return when the store has all `jobs`; call `tell` after each check of the store.
 
-    Worker n does `work(n, *arguments)`. A worker that was killed does no harm where the others have done its jobs.
+    Worker n calls `work(n, *arguments)`. If a worker is killed, the others do its jobs.
 
     Raises:
-        UserError: all workers have ended and jobs are missing. A worker's own message is above it.
+        UserError: all workers have ended and jobs are missing. A failed worker has printed its own message before.
     """
     plugins = set(PLUGINS.values())
     workers = [
@@ -77,14 +77,14 @@ def share_out(
         lost = next((worker for worker in workers if worker.exitcode), workers[0])
         raise UserError(
             f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(jobs)} jobs are "
-            "missing; finished jobs are kept, the same command does the others"
+            "missing; finished jobs are kept, run the same command to do the others"
         )
 
 
 def _begin(
     program: str, number: int, count: int, plugins: set[Path], work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent answers for us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     for path in plugins:
         load_plugin(path)
     threading.Thread(target=_end_with_parent, daemon=True).start()

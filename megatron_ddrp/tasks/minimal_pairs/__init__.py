@@ -1,1 +1,1 @@
-"""Minimal pairs, such as BLiMP's (Warstadt et al., arXiv:1912.00582), scored by masked language models as they are."""
+"""Scoring of minimal pairs, such as BLiMP (Warstadt et al., arXiv:1912.00582), by masked LMs without fine-tuning."""

@@ -1,4 +1,4 @@
-"""The command line of `megatron-ddrp minimal-pairs`."""
+"""Command line of `megatron-ddrp minimal-pairs`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
 from megatron_ddrp.tasks.minimal_pairs.results import TIES
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
-DESCRIPTION = """Score encoders on minimal pairs (BLiMP and its like), without fine-tuning.
+DESCRIPTION = """Score encoders on minimal pairs, such as BLiMP, without fine-tuning.
 
-Every piece of a sentence is masked in turn; the sum of the log-probabilities is the sentence's score, and a pair is
-right where the good sentence scores higher. OUT/scores.jsonl holds one line per encoder and paradigm; a restarted
-command does what is missing, and several commands may share one OUT. OUT/table.md and OUT/results.json hold
-accuracies, standard errors and paired differences, OUT/heatmap.png all paradigms.
+The command masks the pieces of a sentence in turn. The sum of their log-probabilities is the sentence's score, and a
+pair is right if the good sentence scores higher. OUT/scores.jsonl has one line per encoder and paradigm; a restarted
+command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json have
+accuracies, standard errors and paired differences, OUT/heatmap.png shows all paradigms.
 
-  what it costs  megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
-  a first look   … --max-pairs 100
+  expected time  megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
+  first look     … --max-pairs 100
   compare        … --load runs/bert runs/ddrp
   baseline       … --load runs/ddrp --random-init --seeds 5 --output-dir RANDOM
 """
@@ -28,21 +28,23 @@ accuracies, standard errors and paired differences, OUT/heatmap.png all paradigm
 
 @dataclass(frozen=True)
 class What:
-    """what to score"""
+    """pairs and encoders"""
 
     data_dir: Path = option(
-        MISSING, "folder of .jsonl files with sentence_good and sentence_bad, or one with them in data/", metavar="DIR"
+        MISSING,
+        "folder with .jsonl files, directly or in its folder data/, whose lines have sentence_good and sentence_bad",
+        metavar="DIR",
     )
     load: tuple[Path, ...] = option(
         MISSING,
-        "training checkpoint (pretrain_bert.py --save) or Hugging Face masked LM; several to compare them",
+        "training checkpoint (pretrain_bert.py --save) or Hugging Face masked LM; give several to compare them",
         nargs="+",
         metavar="DIR",
     )
-    output_dir: Path = option(MISSING, "for scores.jsonl, results.json and the tables", metavar="OUT")
+    output_dir: Path = option(MISSING, "folder for scores.jsonl, results.json and the tables", metavar="OUT")
     random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
-    seeds: int = option(1, "with --random-init: this many draws of the weights, with seeds 1 to N", within=COUNT)
-    max_pairs: int | None = option(None, "score N pairs of each paradigm only, the same ones every time", within=COUNT)
+    seeds: int = option(1, "with --random-init: draw the weights N times, with seeds 1 to N", within=COUNT)
+    max_pairs: int | None = option(None, "score only N pairs per paradigm, always the same ones", within=COUNT)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -52,12 +54,12 @@ class What:
 
 @dataclass(frozen=True)
 class How:
-    """how to score"""
+    """score"""
 
     score: str = option("l2r", "; ".join(f"{name}: {text}" for name, text in SCORES.items()), choices=tuple(SCORES))
     ties: str = option(
         "strict",
-        "strict: equal scores are wrong; first: they are right, as in programs that take the first of two equals",
+        "strict: equal scores count as wrong; first: as right, as in programs that take the first of two equal scores",
         choices=TIES,
     )
 
@@ -74,7 +76,7 @@ class Machine:
     )
     tokens_per_batch: int | None = option(
         None,
-        "pieces of one forward pass; halve it if memory runs out (default: 4096 on CPUs, 131072 on GPUs)",
+        "pieces per forward pass; halve it if memory runs out (default: 4096 on CPUs, 131072 on GPUs)",
         within=COUNT,
     )
     dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")

@@ -1,4 +1,4 @@
-"""`megatron-ddrp minimal-pairs`: score encoders on minimal pairs, without fine-tuning, and print the accuracies."""
+"""`megatron-ddrp minimal-pairs`: score encoders on minimal pairs without fine-tuning, and report the accuracies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_ddrp.tasks.minimal_pairs.arguments import parse_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read and check everything, then score what is missing, then report."""
+    """Check the inputs, do the missing jobs, and report."""
     options = parse_arguments(arguments)
     from megatron_ddrp.tasks.minimal_pairs.work import run_here  # here, because it imports torch
 

@@ -1,4 +1,4 @@
-"""heatmap.png: accuracy of every encoder on every paradigm, beside what piece counts alone give."""
+"""Figure heatmap.png: accuracies of encoders, piece counts and published models on every paradigm."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_ddrp.analysis.plotting import pyplot, save_figure, short_names
 from megatron_ddrp.tasks.minimal_pairs.report import Report
 
 MOST_WITH_NUMBERS = 24
-"""Columns up to which the cells show their numbers."""
+"""Largest number of columns at which the cells show their numbers."""
 ROW, COLUMN = 0.19, 0.42
-"""Inches of a row and of a column."""
+"""Height of a row and width of a column in inches."""
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the paradigms by field and term; blue is right, red is wrong, white is chance."""
+    """Draw the accuracies, paradigms sorted by field and term: blue is 1, white 0.5 (chance), red 0."""
     plt = pyplot()
     own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     levels = {**own, **report.piece_counts(), **report.published}

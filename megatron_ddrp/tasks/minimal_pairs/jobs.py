@@ -1,7 +1,7 @@
-"""scores.jsonl: one line per encoder and paradigm, with the scores of all its sentences.
+"""Store scores.jsonl: one line per encoder and paradigm, with the scores of all sentences.
 
-A line is known by all that decides its scores (weights, sentences, kind of score), so that a restarted command scores
-nothing twice, and other weights under an old name are never taken for the old ones. How ties count is decided later.
+Everything that affects the scores (weights, sentences, kind of score) identifies a line. So a restarted command scores
+nothing twice, and new weights under an old name are never mistaken for the old ones. Ties are counted later.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SCORES_FILE = "scores.jsonl"
 
 @dataclass(frozen=True)
 class PairJob:
-    """Everything that decides the scores of a paradigm's sentences."""
+    """Everything that determines the scores of a paradigm's sentences."""
 
     encoder: str
     """Fingerprint of the weights."""
     seed: int | None
-    """Seed of new random weights; None for the loaded weights."""
+    """Seed of random weights; None for the loaded weights."""
     paradigm: str
     data: str
     """Fingerprint of the sentences."""
@@ -45,15 +45,15 @@ class PairJob:
 
 
 class PairStore(Store):
-    """scores.jsonl of an output folder."""
+    """Store of finished jobs in scores.jsonl."""
 
     def __init__(self, path: Path):
-        """Read the finished lines. Raises `UserError` for a damaged one."""
+        """Read the finished lines. Raises `UserError` for a damaged line."""
         super().__init__(path, lambda row: PairJob.of_row(row).name, "written by megatron-ddrp minimal-pairs", _checked)
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as it stands. Raises KeyError, TypeError or ValueError for what is not a finished job."""
+    """Return the row unchanged. Raises KeyError, TypeError or ValueError if it is not a finished job."""
     lengths = {len(row[name]) for name in ("good", "bad", "pieces_good", "pieces_bad")}
     numbers = (row["rows"], row["seconds"], row["identical"])
     if len(lengths) != 1 or not all(isinstance(number, (int, float)) for number in numbers):

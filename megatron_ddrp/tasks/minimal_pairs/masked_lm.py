@@ -1,6 +1,6 @@
-"""Log-probabilities of masked pieces, by a model of this project or a Hugging Face masked LM.
+"""Logits of masked pieces from a model of this project or from a Hugging Face masked LM.
 
-Both project one place per row onto the vocabulary, and nothing else.
+Both compute logits for only one place per row.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from megatron_ddrp.model.bert import Bert
 from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder, load_encoder
 
 SAME_LOGITS = 1e-3
-"""Largest difference of two logits that two ways of computing them may have."""
+"""Largest difference between two computations of the same logits."""
 
 
 def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
-    """Load a training checkpoint or Hugging Face folder whose module carries a masked-LM head.
+    """Load a training checkpoint or Hugging Face folder with its masked-LM head.
 
     Raises:
-        UserError: as `load_encoder`; or the run trained a discriminator.
+        UserError: as in `load_encoder`, and for a run that trained a discriminator.
     """
     encoder = load_encoder(folder, random_init, masked_lm=True)
     if isinstance(encoder.module, TrainedEncoder) and not isinstance(encoder.module.model, Bert):
         raise UserError(
             f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the run trained a "
-            "discriminator, and its generator is another, narrower encoder; give a run with a masked-LM objective"
+            "discriminator, and its generator is another, narrower encoder; use a run with a masked-LM objective"
         )
     return encoder
 
 
 class PieceLogits(nn.Module):
-    """Base: maps rows of ids and one place per row to logits of that place, `[rows, vocab]`."""
+    """Base class of modules that compute logits for one place per row."""
 
     def forward(self, ids: Tensor, places: Tensor) -> Tensor:
-        """`ids` int64 `[rows, length]` without padding, `places` int64 `[rows]` → `[rows, vocab]`."""
+        """Return logits `[rows, vocab]` for `ids`, int64 `[rows, length]` unpadded, at `places`, int64 `[rows]`."""
         raise AssertionError(f"{type(self).__name__} gives no logits")
 
 
@@ -59,10 +59,10 @@ class TrainedLogits(PieceLogits):
 
 
 class HuggingFaceLogits(PieceLogits):
-    """Logits of a masked LM of transformers, whose head gets the hidden states of one place per row.
+    """Logits of a masked LM of transformers, whose head gets the hidden states of only one place per row.
 
-    Hidden states are cut down on their way into the head. Where a model's head takes them from elsewhere, which the
-    first rows show, the model computes the logits of all places instead.
+    Hooks cut the hidden states before the head. If the head of a model reads them from elsewhere, the logits of the
+    first rows differ, and the model then computes the logits of all places.
     """
 
     def __init__(self, model: Any) -> None:
@@ -70,13 +70,13 @@ class HuggingFaceLogits(PieceLogits):
         self.model = model
         self.places: Tensor | None = None
         self.is_narrow: bool | None = None
-        if model.config.model_type == OWN_MODEL_TYPE:  # hidden states may pass the mask decoder first
+        if model.config.model_type == OWN_MODEL_TYPE:  # a mask decoder may come before the head and needs all states
             model.head.register_forward_pre_hook(lambda _, given: (self._cut(given[0]), *given[1:]))
         else:
             model.base_model.register_forward_hook(self._cut_output)
 
     def _cut(self, hidden: Tensor) -> Tensor:
-        """`[rows, length, hidden]` → `[rows, 1, hidden]` while there are places."""
+        """Cut hidden states `[rows, length, hidden]` to `[rows, 1, hidden]` while `places` is set."""
         if self.places is None:
             return hidden
         return hidden[torch.arange(len(hidden), device=hidden.device), self.places].unsqueeze(1)
@@ -104,9 +104,9 @@ class HuggingFaceLogits(PieceLogits):
 
 
 def piece_logits(encoder: Encoder, seed: int, device: torch.device) -> PieceLogits:
-    """Return the masked LM of an encoder that `load_masked_lm` loaded, ready for scoring.
+    """Return the logits module of an encoder from `load_masked_lm`, in eval mode on the device.
 
-    `seed` draws the weights where the encoder was loaded for random ones.
+    If the encoder was loaded with `random_init`, `seed` draws its weights.
     """
     module = encoder.module if encoder.rebuild is None else encoder.fresh(seed, device)
     model = cast(Any, module.to(device).eval()).model

@@ -1,4 +1,4 @@
-"""Minimal pairs from JSON lines: BLiMP's files, or any others with `sentence_good` and `sentence_bad`."""
+"""Reader of minimal pairs from JSON lines: BLiMP's files, or others with `sentence_good` and `sentence_bad`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ddrp.errors import UserError
 SENTENCES = ("sentence_good", "sentence_bad")
 LARGEST_DIGEST = 16
 _SUBSET_SEED = 0
-"""The pairs that --max-pairs keeps are the same for every encoder."""
+"""Seed of the pairs that --max-pairs keeps, the same for all encoders."""
 
 
 @dataclasses.dataclass
@@ -27,11 +27,11 @@ class Paradigm:
     uid: str
     file: Path
     field: str = ""
-    """BLiMP's field, for example `morphology`; empty if the file names none."""
+    """BLiMP's field, for example `morphology`; empty if the file has none."""
     term: str = ""
-    """BLiMP's `linguistics_term`; empty if the file names none."""
+    """BLiMP's `linguistics_term`; empty if the file has none."""
     lines: list[int] = dataclasses.field(default_factory=list)
-    """Line of each pair in the file."""
+    """Line number of each pair in the file."""
     good: list[str] = dataclasses.field(default_factory=list)
     bad: list[str] = dataclasses.field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Paradigm:
         return hashlib.sha256(content.encode()).hexdigest()[:LARGEST_DIGEST]
 
     def sample(self, size: int | None) -> Paradigm:
-        """Return at most `size` of the pairs, in their order; the same ones every time."""
+        """Return at most `size` of the pairs in their order, always the same ones."""
         if size is None or size >= len(self):
             return self
         kept = sorted(np.random.default_rng(_SUBSET_SEED).permutation(len(self))[:size].tolist())
@@ -56,7 +56,7 @@ class Paradigm:
 def pair_files(folder: Path) -> list[Path]:
     """Return the .jsonl files of a folder, or of its folder `data` as in BLiMP's repository.
 
-    Raises `UserError` if there is no such folder or file.
+    Raises `UserError` for a missing folder and for one without such files.
     """
     for place in (folder, folder / "data"):
         if files := sorted(place.glob("*.jsonl")):
@@ -70,18 +70,18 @@ def pair_files(folder: Path) -> list[Path]:
 
 
 def read_pairs(folder: Path, max_pairs: int | None = None) -> list[Paradigm]:
-    """Read the paradigms of a folder; a pair belongs to its `UID`, or to its file where it has none.
+    """Read the paradigms of a folder. The key `UID` of a pair, or else its file's name, names its paradigm.
 
-    Raises `UserError` with file and line for a line without a pair, and for a UID that is in two files.
+    Raises `UserError` with file and line for a line without a pair, and for a UID in two files.
     """
     found: dict[str, Paradigm] = {}
     for file in pair_files(folder):
         own = _read_file(file)
         if not own:
-            raise UserError(f"{file}: holds no pair; take the file away, or copy it again")
+            raise UserError(f"{file}: holds no pair; delete the file, or copy it again")
         for uid, paradigm in own.items():
             if uid in found:
-                raise UserError(f"{file}: UID {uid!r} stands in {found[uid].file} too; give each paradigm one file")
+                raise UserError(f"{file}: UID {uid!r} is in {found[uid].file} too; put each paradigm into one file")
             found[uid] = paradigm.sample(max_pairs)
     return list(found.values())
 
@@ -96,7 +96,7 @@ def _read_file(file: Path) -> dict[str, Paradigm]:
         paradigm = found[uid]
         if not paradigm.good:
             paradigm.uid = uid
-            paradigm.field = str(row.get("field") or "").replace("/", "_")  # one file of BLiMP says syntax/semantics
+            paradigm.field = str(row.get("field") or "").replace("/", "_")  # one file of BLiMP has syntax/semantics
             paradigm.term = str(row.get("linguistics_term") or "")
         paradigm.lines.append(number)
         paradigm.good.append(good)
@@ -105,7 +105,7 @@ def _read_file(file: Path) -> dict[str, Paradigm]:
 
 
 def _objects(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield line number and object of each line that is not empty."""
+    """Yield the line number and the object of each line that is not blank."""
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
@@ -120,7 +120,7 @@ def _objects(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
                     raise UserError(f"{file}, line {number}: expected a JSON object, got {type(row).__name__}")
                 yield number, row
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; give a file that can be read") from None
+        raise UserError(f"{file}: {error.strerror}; give a readable file") from None
 
 
 def _text(row: dict[str, object], key: str, place: str) -> str:

@@ -1,4 +1,4 @@
-"""Published accuracies that come with BLiMP's data, `raw_results/summary` of its repository."""
+"""Published accuracies from BLiMP's repository, folder `raw_results/summary`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_ddrp.errors import UserError
 FOLDER = Path("raw_results", "summary")
 MODELS, HUMANS = "models_summary.jsonl", "human_validation_summary.csv"
 NAMES = {"ngram": "5-gram", "lstm": "LSTM", "txl": "Transformer-XL", "gpt2": "GPT-2"}
-"""Key in `MODELS` → name of the model in BLiMP's paper."""
+"""Key in the file `MODELS` → name of the model in BLiMP's paper."""
 
 
 def published_levels(folder: Path, uids: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return name → UID → accuracy of the models, and the share of human judgements that agree, for some paradigms.
+    """Return name → UID → accuracy of the published models, and of humans the share of judgements that agree.
 
-    `folder` is that of the pairs, or the one above it. Without the files, or without one of the paradigms, it is empty.
-    Raises `UserError` for a file of another kind.
+    The files are looked for in the folder of the pairs and in its parent. The result leaves out a model without all of
+    `uids`, and is empty without the files. Raises `UserError` for a file with another content.
     """
     wanted = set(uids)
     for place in (folder, folder.parent):
@@ -36,7 +36,7 @@ def _models(file: Path) -> dict[str, dict[str, float]]:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         return {name: {row["UID"]: float(row[key]) for row in rows} for key, name in NAMES.items()}
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file}: not BLiMP's summary of models; copy it again, or take it away") from None
+        raise UserError(f"{file}: not BLiMP's summary of models; copy it again, or delete it") from None
 
 
 def _humans(file: Path) -> dict[str, dict[str, float]]:
@@ -46,4 +46,4 @@ def _humans(file: Path) -> dict[str, dict[str, float]]:
         with file.open(encoding="utf-8", newline="") as stream:
             return {"human": {row["Condition"]: float(row["total_mean"]) for row in csv.DictReader(stream)}}
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file}: not BLiMP's summary of human judgements; copy it again, or take it away") from None
+        raise UserError(f"{file}: not BLiMP's summary of human judgements; copy it again, or delete it") from None

@@ -1,4 +1,4 @@
-"""results.json, table.md and heatmap.png of an output folder."""
+"""Report of an output folder: results.json, table.md and heatmap.png."""
 
 from __future__ import annotations
 
@@ -35,20 +35,23 @@ class Report:
 
     @property
     def differences(self) -> list[Difference]:
-        """The difference of every two encoders."""
+        """Differences between every two encoders."""
         return [difference(first, second) for first, second in combinations(self.results, 2)]
 
     def groups(self, key: str) -> dict[str, list[str]]:
-        """Return name → UIDs by `field` or `term`, sorted; empty where no paradigm names one."""
+        """Group the UIDs by `key`, which is `field` or `term`; return name → UIDs, sorted by name.
+
+        Paradigms without a name are left out.
+        """
         names = sorted({getattr(paradigm, key) for paradigm in self.paradigms.values()} - {""})
         return {name: [uid for uid, p in self.paradigms.items() if getattr(p, key) == name] for name in names}
 
     def in_order(self) -> list[str]:
-        """Return the UIDs by field, term and name."""
+        """Return the UIDs sorted by field, term and UID."""
         return sorted(self.paradigms, key=lambda uid: (self.paradigms[uid].field, self.paradigms[uid].term, uid))
 
     def piece_counts(self) -> Levels:
-        """Return what piece counts alone give, once where all encoders cut the sentences alike, else per encoder."""
+        """Return accuracies from piece counts alone: once if they are equal for all encoders, else per encoder."""
         levels = {r.name: {uid: cell.piece_counts for uid, cell in r.cells.items()} for r in self.results}
         first, *others = levels.values()
         if all(level == first for level in others):
@@ -64,7 +67,7 @@ def report_of(
     published: Levels,
     ties: str,
 ) -> Report:
-    """Return the report over finished jobs; `subjects` gives the name of each encoder and seed."""
+    """Return the report on finished jobs; `subjects` maps (fingerprint, seed) to the name of an encoder."""
     rows = {PairJob.of_row(row).name: row for row in store}
     cells: dict[tuple[str, int | None], dict[str, Cell]] = {key: {} for key in subjects}
     for job in jobs:
@@ -90,7 +93,7 @@ def write_report(report: Report, folder: Path) -> str:
 
 
 def summary(report: Report, differences: list[Difference]) -> dict[str, Any]:
-    """Return the content of results.json: the numbers of the tables, as fractions."""
+    """Return the content of results.json: the numbers of the tables as fractions."""
     return {
         "score": report.score,
         "ties": report.ties,
@@ -179,7 +182,7 @@ def _by_group(report: Report, key: str) -> Table:
 
 def _by_paradigm(report: Report) -> Table:
     levels = _levels(report)
-    fields = [uid for uids in report.groups("field").values() for uid in uids]  # empty where no file names one
+    fields = [uid for uids in report.groups("field").values() for uid in uids]  # empty if no file names a field
     rows = [
         [uid, *[report.paradigms[uid].field] * bool(fields), str(len(report.paradigms[uid]))]
         + [percent(level[uid]) for level in levels.values()]
@@ -189,7 +192,7 @@ def _by_paradigm(report: Report) -> Table:
 
 
 def _levels(report: Report) -> Levels:
-    """Return the columns by paradigm: encoders, piece counts, published levels."""
+    """Return the accuracies per paradigm of encoders, piece counts and published models."""
     own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     return {**own, **report.piece_counts(), **{f"{name} (published)": v for name, v in report.published.items()}}
 

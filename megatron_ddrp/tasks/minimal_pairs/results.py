@@ -1,11 +1,11 @@
-"""Accuracies, their standard errors and paired differences, from the scores of sentences.
+"""Accuracies, standard errors and paired differences from the scores of sentences.
 
-A pair is right where the good sentence scores higher by more than `TIE`. A tie is never right, as BLiMP says it; a
-program that takes the first of two equal scores, with the good sentence first, counts it (`ties="first"`), and gives a
-model without any preference 100 %. A score that is no number is never right.
+A pair is right if the good sentence scores higher by more than `TIE`. A tie is wrong, as BLiMP defines it. A program
+that takes the first of two equal scores, with the good sentence first, counts it as right (`ties="first"`) and gives a
+model without any preference 100 %. A pair with a score that is no number is wrong.
 
-Standard errors and intervals answer two questions: other pairs of the same paradigms (pairs are drawn anew within each
-paradigm), or other paradigms (whole paradigms are drawn anew).
+There are two standard errors and intervals: for other pairs of the same paradigms (pairs are resampled within each
+paradigm), and for other paradigms (whole paradigms are resampled).
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 
 TIES = ("strict", "first")
 TIE = 2e-5
-"""Nats. Scores no further apart are equal but for rounding, which differs between two orders of the same pieces.
-
-A model without positions (2 layers x 128, scores of about -100) gave 2,427 permuted pairs differences up to 1e-5."""
+"""Largest difference of a tie, in nats. Rounding makes equal scores differ for two orders of the same pieces: a model
+without positions (2 layers x 128, scores of about -100) gave 2,427 permuted pairs differences of up to 1e-5."""
 DRAWS = 10_000
-"""Draws of the bootstrap."""
+"""Number of bootstrap draws."""
 _SEED = 0
 
 
@@ -33,12 +32,12 @@ class Cell:
     """Result of an encoder on a paradigm."""
 
     right: np.ndarray
-    """bool `[pairs]`."""
+    """Whether each pair is right, bool `[pairs]`."""
     ties: int
     undefined: int
-    """Pairs with a score that is no finite number."""
+    """Number of pairs with a score that is not finite."""
     piece_counts: float
-    """Accuracy that piece counts alone give: shorter wins, equally long counts half, identical pieces are a tie."""
+    """Accuracy from piece counts alone: fewer pieces win, equal counts are half right, identical pieces are a tie."""
 
     @property
     def accuracy(self) -> float:
@@ -53,10 +52,10 @@ class Cell:
 
 
 def cell(row: Mapping[str, Any], ties: str) -> Cell:
-    """Return how a line of scores.jsonl counts; `ties` is one of `TIES`."""
+    """Return the result in a line of scores.jsonl; `ties` is one of `TIES`."""
     good, bad = (np.array([np.nan if v is None else v for v in row[key]]) for key in ("good", "bad"))
     difference = good - bad
-    tied = np.abs(difference) <= TIE  # False where a score is no number
+    tied = np.abs(difference) <= TIE  # False if a score is nan
     right = (difference > TIE) | (tied if ties == "first" else False)
     counts = np.array(row["pieces_good"]) - np.array(row["pieces_bad"])
     identical = row["identical"]
@@ -67,7 +66,7 @@ def cell(row: Mapping[str, Any], ties: str) -> Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """An encoder's results over all paradigms."""
+    """Results of an encoder on all paradigms."""
 
     name: str
     cells: dict[str, Cell]
@@ -80,7 +79,7 @@ class Result:
 
     @property
     def standard_error(self) -> float | None:
-        """Standard error of the macro average over pairs; None where a paradigm has one pair only."""
+        """Standard error of the macro average over pairs; None if a paradigm has only one pair."""
         errors = [cell.standard_error for cell in self.cells.values()]
         if None in errors:
             return None
@@ -94,7 +93,7 @@ class Result:
 
     @property
     def piece_counts(self) -> float:
-        """Macro average that piece counts alone give."""
+        """Macro average from piece counts alone."""
         return statistics.fmean(cell.piece_counts for cell in self.cells.values())
 
     def average(self, uids: Iterable[str]) -> float:
@@ -107,19 +106,19 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Difference:
-    """Macro average of `first` minus that of `second`, paired by pair."""
+    """Difference of the macro averages, `first` − `second`, on the same pairs."""
 
     first: str
     second: str
     difference: float
     over_pairs: Interval
-    """95 % interval: pairs drawn anew within each paradigm."""
+    """95 % interval from resampling pairs within each paradigm."""
     over_paradigms: Interval | None
-    """95 % interval: whole paradigms drawn anew; None for one paradigm."""
+    """95 % interval from resampling whole paradigms; None for one paradigm."""
 
 
 def difference(first: Result, second: Result) -> Difference:
-    """Return the paired difference of two encoders, with percentile intervals of `DRAWS` bootstrap draws each."""
+    """Return the paired difference of two encoders; each interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
     rng = np.random.default_rng(_SEED)
@@ -134,7 +133,10 @@ def difference(first: Result, second: Result) -> Difference:
 
 
 def _pairs_anew(gains: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """Return `[DRAWS]` macro differences. n pairs drawn from n are multinomial counts of −1, 0 and 1."""
+    """Return macro differences after resampling pairs, `[DRAWS]`.
+
+    The counts of −1, 0 and 1 among n pairs drawn with replacement are multinomial.
+    """
     total = np.zeros(DRAWS)
     for gain in gains:
         shares = [(gain == value).mean() for value in (-1, 0, 1)]

@@ -1,13 +1,13 @@
-"""Which pieces are masked when a piece is scored. One row per scored piece; [CLS] and [SEP] are never scored.
+"""Masked rows, one per scored piece. [CLS] and [SEP] are never scored.
 
     pll         log p(w_t | sentence without w_t)             Salazar et al., arXiv:1910.14659, equations 1 and 2
-    l2r         log p(w_t | … without w_t and what follows it in its word)      Kauf and Ivanova, arXiv:2305.10588
-    whole-word  log p(w_t | … without any piece of its word)                    the same
+    l2r         log p(w_t | … without w_t and the later pieces of its word)     Kauf and Ivanova, arXiv:2305.10588
+    whole-word  log p(w_t | … without any piece of its word)                    Kauf and Ivanova, arXiv:2305.10588
 
-A sentence's score is the sum over its pieces. Words begin where the tokenizer says so (`Tokenizer.word_starts`): at
-WordPiece without ##, SentencePiece's ▁ and byte-level BPE's Ġ. Departure: Kauf and Ivanova cut words as the library's
-pre-tokenizer does, which sets punctuation apart. WordPiece does so too; with ▁ and Ġ a full stop belongs to the word
-before it.
+The score of a sentence is the sum over its pieces. `Tokenizer.word_starts` defines the words: they begin at WordPiece's
+pieces without ##, at SentencePiece's ▁ and at byte-level BPE's Ġ. Departure: Kauf and Ivanova split words by the
+library's pre-tokenizer, which separates punctuation. WordPiece does so too, but with ▁ and Ġ a full stop belongs to the
+word before it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ SCORES = {
     "pll": "a piece is predicted from all others",
     "whole-word": "a piece is predicted without its word",
 }
-"""Name of a score → what it means."""
+"""Name of a score → its explanation."""
 MOST_LOGITS = 2**28
-"""Logits of one batch, 1 GiB in fp32: with a large vocabulary a batch has fewer rows than its tokens allow."""
+"""Largest number of logits of a batch, 1 GiB in fp32. With a large vocabulary it limits the rows of a batch."""
 
 
 class Rows(NamedTuple):
     """Masked rows of one length, without padding."""
 
     sentences: np.ndarray
-    """int64 `[rows]`: number of the sentence."""
+    """Number of the sentence, int64 `[rows]`."""
     ids: np.ndarray
-    """int64 `[rows, length]`: [CLS], the sentence with masks, [SEP]."""
+    """[CLS], the sentence with masks, and [SEP], int64 `[rows, length]`."""
     places: np.ndarray
-    """int64 `[rows]`: place of the scored piece, which is masked."""
+    """Place of the scored piece, which is masked, int64 `[rows]`."""
     targets: np.ndarray
-    """int64 `[rows]`: the scored piece."""
+    """Id of the scored piece, int64 `[rows]`."""
 
 
 def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score: str, budget: int) -> Iterator[Rows]:
-    """Yield batches of about `budget` tokens with one row per piece of each sentence, the longest rows first.
+    """Yield batches of at most `budget` tokens with one row per piece of each sentence, the longest rows first.
 
-    Rows of a batch are equally long, so that nothing is padded: a sentence of n pieces alone gives n such rows.
+    All rows of a batch have one length, so that there is no padding. A batch has at least one row.
     """
     most_rows = MOST_LOGITS // len(tokenizer.pieces)
     lengths: dict[int, list[int]] = defaultdict(list)
@@ -67,14 +67,14 @@ def masked_rows(sentences: Sequence[Sequence[int]], tokenizer: Tokenizer, score:
 
 
 def _word_numbers(table: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the number of each place's word for ids `[rows, length]`; a sentence's first piece begins a word."""
+    """Return the word number of each place for ids `[rows, length]`. A sentence's first piece begins a word."""
     starts = tokenizer.word_starts[table]
     starts[:, 1] = starts[:, -1] = True
     return starts.cumsum(axis=1)
 
 
 def _masked(words: np.ndarray, places: np.ndarray, score: str) -> np.ndarray:
-    """Return bool `[rows, length]`: which places are masked when `places` `[rows]` are scored."""
+    """Return whether each place is masked when `places`, `[rows]`, are scored, bool `[rows, length]`."""
     columns, scored = np.arange(words.shape[1]), places[:, None]
     if score == "pll":
         return columns == scored

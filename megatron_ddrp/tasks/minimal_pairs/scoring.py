@@ -1,4 +1,4 @@
-"""Scores of sentences under one encoder, and of a paradigm's pairs: what one job does."""
+"""Scores of sentences, and the execution of one job: the scores of a paradigm under one encoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_ddrp.tasks.minimal_pairs.pairs import SENTENCES, Paradigm
 from megatron_ddrp.tasks.minimal_pairs.rows import masked_rows
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131072}
-"""Default of --tokens-per-batch. On CPUs the feed-forward block's states then stay in a core's cache."""
+"""Default of --tokens-per-batch. On CPUs it keeps the states of the feed-forward block in a core's cache."""
 DECIMALS = 6
 
 Pieces = list[list[int]]
@@ -34,7 +34,7 @@ class Subject:
     """Name of the encoder in tables."""
     folder: Path
     seed: int | None
-    """Seed of new random weights; None for the folder's own weights."""
+    """Seed of random weights; None for the folder's own weights."""
     fingerprint: str
     tokenizer: Tokenizer
     max_length: int
@@ -42,9 +42,9 @@ class Subject:
 
 
 def subjects_of(folder: Path, seeds: Sequence[int | None]) -> list[Subject]:
-    """Load a folder and describe it: once with its weights (`seeds` = [None]), or once per seed of random ones.
+    """Load a folder; return one subject with its weights if `seeds` is [None], else one per seed of random weights.
 
-    Raises `UserError` as `load_masked_lm`.
+    Raises `UserError` as in `load_masked_lm`.
     """
     encoder = load_masked_lm(folder, random_init=None not in seeds)
     rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, encoder.origin)
@@ -58,8 +58,7 @@ def _of_seed(seed: int | None, seeds: Sequence[int | None]) -> str:
 def encode_pairs(paradigm: Paradigm, tokenizer: Tokenizer, max_length: int) -> tuple[Pieces, Pieces]:
     """Return the pieces of the good and of the bad sentences, without [CLS] and [SEP].
 
-    Raises `UserError` that names file and line of a sentence without a piece, or with more than the encoder has
-    positions for.
+    Raises `UserError` with file and line for a sentence without a piece or with too many for the encoder's positions.
     """
     encoded = tokenizer.encode_batch(paradigm.good), tokenizer.encode_batch(paradigm.bad)
     for key, sentences in zip(SENTENCES, encoded, strict=True):
@@ -67,7 +66,7 @@ def encode_pairs(paradigm: Paradigm, tokenizer: Tokenizer, max_length: int) -> t
             if not 0 < len(pieces) <= max_length - 2:
                 raise UserError(
                     f"{paradigm.file}, line {line}: {key} has {len(pieces)} pieces; expected 1 to {max_length - 2}, "
-                    "which is what the encoder has positions for"
+                    "the number of positions of the encoder"
                 )
     return encoded
 
@@ -81,9 +80,9 @@ def score_sentences(
     budget: int,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> np.ndarray:
-    """Return float64 `[sentences]`: the sum of log p over each sentence's pieces, in nats; `score` as in `SCORES`.
+    """Return the sum of log p over the pieces of each sentence, in nats, float64 `[sentences]`.
 
-    Equal sentences are scored once. `advance` is called with the number of rows done since its last call.
+    `score` is a name in `SCORES`. Equal sentences are scored once. `advance` gets the number of rows after each batch.
     """
     numbers: dict[tuple[int, ...], int] = {}
     which = np.array([numbers.setdefault(tuple(pieces), len(numbers)) for pieces in sentences])
@@ -99,7 +98,7 @@ def score_sentences(
 
 
 class Scorer:
-    """Scores paradigms one after the other; it holds the weights of one encoder at a time."""
+    """Scorer of one paradigm after the other, with the weights of one encoder in memory at a time."""
 
     def __init__(
         self,
@@ -109,19 +108,22 @@ class Scorer:
         budget: int | None,
         advance: Callable[[int], object],
     ):
-        """`subjects` by fingerprint and seed, `paradigms` by UID; `budget` in tokens, None for the device's default."""
+        """Keep `subjects` by (fingerprint, seed) and `paradigms` by UID.
+
+        `budget` is the number of tokens per batch, None for the device's default.
+        """
         self.subjects, self.paradigms, self.device, self.advance = subjects, paradigms, device, advance
         self.budget = budget or TOKENS_PER_BATCH[device.type]
         self._loaded: tuple[tuple[str, int | None], PieceLogits] | None = None
 
     def model(self, job: PairJob) -> PieceLogits:
-        """Return the masked LM of a job. Raises `UserError` where its folder holds other weights by now."""
+        """Return the masked LM of a job. Raises `UserError` if the weights in its folder have changed."""
         key = (job.encoder, job.seed)
         if self._loaded is None or self._loaded[0] != key:
             folder = self.subjects[key].folder
             encoder = load_masked_lm(folder, random_init=job.seed is not None)
             if encoder.fingerprint != job.encoder:
-                raise UserError(f"--load {folder}: its weights changed since this command began; start it again")
+                raise UserError(f"--load {folder}: its weights changed after the start of this command; run it again")
             self._loaded = key, piece_logits(encoder, job.seed or 0, self.device)
         return self._loaded[1]
 

@@ -1,4 +1,4 @@
-"""Work of one command: the plan, the worker processes and the progress bar."""
+"""Execution of one command: plan, worker processes and progress bar."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron_ddrp.tasks.minimal_pairs.report import report_of, write_report
 from megatron_ddrp.tasks.minimal_pairs.scoring import Scorer, Subject, encode_pairs, score_sentences, subjects_of
 
 MOST_WORKERS = 8
-"""Processes that a command starts on CPUs by itself, each of which holds an encoder."""
+"""Largest default number of worker processes on CPUs; each process holds an encoder."""
 _PROBE_SECONDS = 0.3
 
 
 class Plan:
-    """The encoders and paradigms of a command, and the rows of each job."""
+    """Encoders and paradigms of a command, and the number of rows of each job."""
 
     def __init__(self, options: argparse.Namespace):
-        """Read all files. Raises `UserError` for the first thing that is wrong."""
+        """Read all files. Raises `UserError` for the first invalid one."""
         self.options = options
         paradigms = read_pairs(options.data_dir, options.max_pairs)
         seeds = list(range(1, options.seeds + 1)) if options.random_init else [None]
@@ -42,7 +42,7 @@ class Plan:
         for subject in subjects:
             twin = self.subjects.setdefault((subject.fingerprint, subject.seed), subject)
             if twin is not subject:
-                self.left_out.append(f"{subject.name}: left out, its weights are those of {twin.name}")
+                self.left_out.append(f"{subject.name}: left out, it has the same weights as {twin.name}")
         self.rows: dict[PairJob, int] = {}
         counted: dict[tuple[str, int], list[int]] = {}
         for subject in self.subjects.values():
@@ -59,7 +59,7 @@ class Plan:
         return list(self.rows)
 
     def num_pairs(self) -> int:
-        """Return the number of pairs of all paradigms."""
+        """Return the number of pairs over all paradigms."""
         return sum(map(len, self.paradigms.values()))
 
 
@@ -68,7 +68,7 @@ def _num_rows(paradigm: Paradigm, subject: Subject) -> int:
 
 
 class PairForecast(Forecast[PairJob]):
-    """Expected seconds of jobs, from the speed of an encoder's finished ones, or of a few of its sentences."""
+    """Forecast of jobs from an encoder's finished jobs or, without one, from timing some of its sentences."""
 
     def __init__(self, plan: Plan, store: PairStore, device: torch.device):
         super().__init__(store)
@@ -80,22 +80,22 @@ class PairForecast(Forecast[PairJob]):
         return job.encoder
 
     def work(self, job: PairJob) -> float:
-        """Return a job's rows."""
+        """Return the number of rows of a job."""
         return self.plan.rows[job]
 
     def rates(self, kind: str) -> list[float]:
-        """Return seconds per row of an encoder's finished jobs."""
+        """Return seconds per row for the finished jobs of an encoder."""
         return [row["seconds"] / row["rows"] for row in self.store if row["encoder"] == kind]
 
     def guess(self, job: PairJob) -> float:
-        """Return the seconds of a job, from timing one paradigm of its encoder."""
+        """Return the expected seconds of a job, from timing sentences of one paradigm."""
         key = (job.encoder, job.seed)
         if key not in self._probed:
             self._probed[key] = self._probe(job)
         return self._probed[key] * self.work(job)
 
     def _probe(self, job: PairJob) -> float:
-        """Return seconds per row, from a sample that grows until it takes a while."""
+        """Return seconds per row, timed on a sample that grows until it takes long enough."""
         subject, whole = self.plan.subjects[job.encoder, job.seed], self.plan.paradigms[job.paradigm]
         scorer = Scorer(self.plan.subjects, {}, self.device, self.plan.options.tokens_per_batch, lambda rows: None)
         model, size = scorer.model(job), 1
@@ -107,11 +107,11 @@ class PairForecast(Forecast[PairJob]):
             seconds = time.perf_counter() - begin
             if size > 1 and seconds > _PROBE_SECONDS or len(sample) == len(whole):
                 return seconds / sum(map(len, sentences))
-            size *= 4  # the first time also warmed up
+            size *= 4  # the first sample also warmed up
 
 
 def run_here(options: argparse.Namespace) -> None:
-    """Score what is missing, in this process or in worker processes that it starts, and write the report."""
+    """Do the missing jobs, in this process or in worker processes, and write the report."""
     plan, store = Plan(options), PairStore(options.output_dir / SCORES_FILE)
     published = published_levels(options.data_dir, plan.paradigms)
     missing = store.missing(plan.jobs)
@@ -148,7 +148,7 @@ def work(
     done: Any,
     bar: tqdm | None = None,
 ) -> None:
-    """Do jobs until the store holds all. `bar` shows the rows, or the shared number `done` counts them."""
+    """Do jobs until the store has all. Finished rows move `bar`; without a bar, they are added to the shared `done`."""
 
     def advance(rows: int) -> None:
         if bar is not None:
@@ -162,12 +162,12 @@ def work(
 
 
 def _own_workers() -> int:
-    """Return one worker per GPU, else one per core: a small encoder's products are too small to share a core's work."""
+    """Return one worker per GPU, else per core, because several cores do not speed up a small encoder's products."""
     return torch.cuda.device_count() or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def plan_text(plan: Plan, store: PairStore, workers: int) -> str:
-    """Return what there is to do and the expected time, as some lines of text."""
+    """Return the text of the plan: the missing jobs, the origin of each encoder, and the expected time."""
     device, missing = device_of(0), store.missing(plan.jobs)
     rows = sum(plan.rows[job] for job in missing)
     lines = [
@@ -179,7 +179,7 @@ def plan_text(plan: Plan, store: PairStore, workers: int) -> str:
     lines += [f"  {sentence}" for sentence in plan.left_out]
     if missing:
         seconds = PairForecast(plan, store, device).total(missing)
-        assert seconds is not None  # a guess always knows
+        assert seconds is not None  # `guess` never returns None
         sharing = f" with {workers} workers" if workers > 1 else ""
         lines.append(f"  expected: {duration(seconds / workers)}{sharing}")
     return "\n".join(lines)

@@ -110,7 +110,7 @@ READERS = {
             ("out/all.bin", "out/all.idx"),
         ),
         Reader(
-            "preprocess_data.py, resumed",
+            "preprocess, resumed",
             ("tools/preprocess_data.py", "--input", "{home}/texts.jsonl", *PREPROCESS),
             ("again_text_document.*",),
         ),

@@ -49,7 +49,7 @@ def make_sample(folder: Path) -> Path:
     _run(folder, "-m", "tests.endurance.damage.foreign_bert", "vocab.txt", "bert")
     _run(folder, *READERS["glue, resumed"].words)
     _stop_clocks(folder)
-    preprocess = [word.format(home=folder) for word in READERS["preprocess_data.py, resumed"].words]
+    preprocess = [word.format(home=folder) for word in READERS["preprocess, resumed"].words]
     _run(folder, *preprocess, stop_after=3, exit_code=143)
     return folder
 

@@ -99,7 +99,7 @@ def test_damaged_notes_are_passed_over_or_refused(rare, tokenizer, tmp_path, cap
             found = analyze_notes(tmp_path, None, ["sings"], 2, 10)
             assert found["checkpoint"] == str(files[0].parent)
             (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith(f"passed over {file.parent}: {file.name} has the CRC-32 ")
+            assert line.startswith(f"skipped {file.parent}: {file.name} has the CRC-32 ")
     for load in (tmp_path, files[0].parent):
         with pytest.raises(UserError, match="has the CRC-32"):
             analyze_notes(load, None, ["sings"], 2, 10)

@@ -170,7 +170,7 @@ def test_page_and_results_hold_the_table_and_its_figures(work):
     assert "| order | BERT (MLM) | 60.00 ± 0.00 | baseline |  |  | 2 | 200 rows |" in text
     assert "](figures/measures.png)" in text and "](figures/fields.png)" in text
     claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on minimal pairs"))
-    assert "+10.00" in claim and "(by a measure that the paper does not print)" in text
+    assert "+10.00" in claim and "(by a measure that the paper does not use)" in text
     found = json.loads((work.folder / "results.json").read_text())
     row = next(r for r in found["comparison"] if (r["measure"], r["model"]) == (MINIMAL_PAIRS, "BERT (MTH)"))
     assert row["difference"] == pytest.approx(0.1) and row["over_items"][0] < 0.1 < row["over_items"][1]

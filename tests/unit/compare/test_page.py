@@ -62,10 +62,10 @@ def test_the_page_tells_what_is_there_and_names_what_is_missing(work):
     log.write_text("$ python pretrain_bert.py\npretrain_bert.py: error: no space left\n")
     for text in page_of(work).values():
         assert "6.5100 ± 0.0100" in text and "6.2550 ± 0.0071" in text  # three seeds, and the two that there are
-        assert "run BERT (MTH), seed 1236: begun, not finished" in text and "error: no space left" in text
-        assert "self-similarity BERT (MTH), seed 1236: not begun" in text
-        assert "GLUE is not in this plan" in text and "83.29" in text and "84.25" in text
-        assert "Up to 2 runs ran beside each other" in text and "2 cores of Some CPU" in text
+        assert "run BERT (MTH), seed 1236: started, not finished" in text and "error: no space left" in text
+        assert "self-similarity BERT (MTH), seed 1236: not started" in text
+        assert "The plan has no GLUE" in text and "83.29" in text and "84.25" in text
+        assert "Up to 2 runs shared the machine" in text and "2 cores of Some CPU" in text
     assert page_of(work)["page.md"].count("--seed 1236") == 2  # MLM and half MTH; the missing run has no command
 
 
@@ -73,7 +73,7 @@ def test_a_store_with_nothing_gives_a_page_with_nothing(values, open_work):
     work = open_work(values)
     for text in page_of(work).values():
         assert "6.5" not in text and "±" not in text
-        assert "not finished, and not on this page, are 15 jobs" in text.lower()
+        assert "this page lacks 15 jobs" in text.lower()
     assert not list((work.folder / "figures").glob("*.png"))
 
 
@@ -181,7 +181,7 @@ def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
         record(work, score.job)
     text = page_of(work)["page.md"]
     assert "| BERT (MLM) | 65.00 ± 7.07 | 10.00 ± 14.14 (1 undefined) | 37.50 ± 3.54 |" in text
-    assert "Averaged here: RTE, CoLA." in text
+    assert "Tasks in the average: RTE, CoLA." in text
     assert json.loads((work.folder / "results.json").read_text())["undefined"]["BERT (MLM)"] == {"RTE": 0, "CoLA": 1}
     claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on GLUE with BERT"))
     assert "+7.50" in claim and "+0.96" in claim  # 2.5 and, where BERT (MLM) collapsed, 12.5

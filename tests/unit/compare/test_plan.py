@@ -36,7 +36,7 @@ def changed(values, path, value):
         ("models.0.objective", "clm", "models[1].objective: got 'clm', expected one of mlm, mth, electra"),
         ("models", [{"name": "BERT"}], "models[1].encoding: missing"),
         ("models.0.name", None, "models[1].name: got None, expected some text"),
-        ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' is the name of two models"),
+        ("models.1.name", "BERT (MLM)", "models[2].name: 'BERT (MLM)' names two models"),
         ("models.1.objective", "mlm", "models[2]: 'BERT (MTH)' is the same as a model before it"),
         (
             "models.0.flags",
@@ -56,8 +56,8 @@ def changed(values, path, value):
         ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
         ("training", {"lr": "fast"}, "training.lr: got 'fast', expected a number"),
         ("training", {"lr-decay-style": "steps"}, "training.lr-decay-style: got 'steps', expected one of"),
-        ("training", {"seed": 1}, "training.seed: not here: seeds decides it"),
-        ("training", {"train-iters": 1}, "training.train-iters: not here: budget decides it"),
+        ("training", {"seed": 1}, "training.seed: not allowed here: seeds determines it"),
+        ("training", {"train-iters": 1}, "training.train-iters: not allowed here: budget determines it"),
         ("half_budget", ["DDRP"], "half_budget: got 'DDRP', expected one of BERT (MLM), BERT (MTH)"),
         ("glue", {"tasks": ["RTE"]}, "glue.data_dir: missing"),
         ("glue", {"data_dir": "g", "tasks": ["SQuAD"]}, "glue.tasks: got 'SQuAD', expected one of RTE"),
@@ -79,7 +79,7 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_allowed(values, write, 
 
 def test_several_workers_and_a_launcher_of_ranks_exclude_each_other(values, write):
     file = write(values | {"workers": 2, "launcher": "deepspeed --num_gpus 2"})
-    with pytest.raises(UserError, match="workers: 2 with a launcher of its own ranks: expected 1"):
+    with pytest.raises(UserError, match="workers: 2 with a launcher that starts several ranks: expected 1"):
         read_plan(file)
 
 
@@ -142,7 +142,7 @@ def test_a_budget_of_tokens_counts_the_rows_of_each_phase(values, open_work, wri
     values["training"] = dict(values.get("training") or {}) | {"seq-length-phases": ["16:0.5"]}
     values["budget"] = {"tokens": 12_800}  # 4 x 24 tokens per step on average
     assert set(open_work(values).steps.values()) == {133}
-    with pytest.raises(UserError, match="budget: minutes with seq-length-phases.*give steps or tokens"):
+    with pytest.raises(UserError, match="budget: minutes with seq-length-phases.*use steps or tokens"):
         read_plan(write(values | {"budget": {"minutes": 1}}))
 
 

@@ -86,7 +86,7 @@ def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
     thread = threading.Thread(target=done.run, args=([only],))
     thread.start()
     time.sleep(1)
-    assert not only.output.exists() and any("waiting for it" in line for line in lines)
+    assert not only.output.exists() and any("waiting for that process" in line for line in lines)
     lease.close()
     thread.join(60)
     assert only.output.read_text() == "done\n"

@@ -275,7 +275,7 @@ def test_the_most_frequent_tag_is_that_of_most_words(tmp_path):
 def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folder, tmp_path, capsys):
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
-    assert "left out, its weights are those of" in capsys.readouterr().out
+    assert "left out, it has the same weights as" in capsys.readouterr().out
 
 
 def test_the_training_file_as_valid_file_is_told(topics):

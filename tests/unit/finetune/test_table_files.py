@@ -89,7 +89,7 @@ def test_parquet(write, tmp_path):
     assert rows[0].cells == {"n": 0, "tags": ["B-A", "O"], "text": None}
     assert rows[1299].where == f"{path}, row 1300"
     assert ": damaged, or not a Parquet file" in fault(write("b.parquet", "PAR1 no"))
-    assert fault(write("c.parquet.gz", "")) == ": Parquet packs by itself; unpack the file"
+    assert fault(write("c.parquet.gz", "")) == ": compressed Parquet; uncompress the file"
     assert fault(path, ["txt"]) == ", row 1: no column 'txt', it has n, tags, text; did you mean 'text'?"
 
 
@@ -163,7 +163,7 @@ def test_squad(write, indent):
     assert cells(write("flat.jsonl", "\n".join(map(json.dumps, flat)))) == flat
 
 
-UNQUOTED = "; is a quotation mark not closed, or not doubled inside a cell?"
+UNQUOTED = "; a quotation mark may be unclosed, or not doubled inside a cell"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ UNQUOTED = "; is a quotation mark not closed, or not doubled inside a cell?"
         ("a.csv", b"text\n\xe4", ", line 2: not UTF-8 (byte 0xe4); save it as UTF-8"),
         ("a.csv", "a,b\n1,2\n3\n", ", line 3: 1 columns, expected 2 (a, b); the row is cut off or not comma-separated"),
         ("a.tsv", "a\tb\n1\t2\t3\n", ", line 2: 3 columns, expected 2 (a, b); the row is cut off or not tab-separated"),
-        ("a.csv", "a,b,a\n1,2,3\n", ", line 1: column 'a' stands twice in the header; rename one"),
+        ("a.csv", "a,b,a\n1,2,3\n", ", line 1: column 'a' is twice in the header; rename one"),
         ("a.csv", 'a,b\n1,2\n3,"4\n\n', f", line 3: unexpected end of data{UNQUOTED}"),
         ("a.csv", 'a,b\n1,"2"x\n', f", line 2: ',' expected after '\"'{UNQUOTED}"),
         ("a.conll", "a O\nb X O\n", ", line 2: 3 columns, expected 2 as in the lines before: a token first, its tag"),

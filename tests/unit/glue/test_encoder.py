@@ -110,7 +110,7 @@ def test_weights_of_another_model_are_refused(bert_folder):
     from safetensors.torch import save_file
 
     save_file({"other.weight": torch.zeros(2)}, bert_folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="weights are of another model"):
+    with pytest.raises(UserError, match="weights do not belong to its config"):
         load_encoder(bert_folder)
 
 
@@ -119,7 +119,7 @@ def test_a_vocabulary_far_smaller_than_its_model_is_refused(bert_folder):
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     transformers.BertModel(transformers.BertConfig(vocab_size=900, **small)).save_pretrained(bert_folder)
-    with pytest.raises(UserError, match="14 pieces and its model embeds 900"):
+    with pytest.raises(UserError, match="14 pieces but its model embeds 900"):
         load_encoder(bert_folder)
 
 

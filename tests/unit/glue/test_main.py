@@ -70,7 +70,7 @@ def test_a_foreign_folder_is_refused(glue_dir, tmp_path):
 def test_a_tokenizer_larger_than_its_model_is_refused(glue_dir, bert_folder, tmp_path):
     with (bert_folder / "vocab.txt").open("a") as stream:
         stream.write("more\n")
-    with pytest.raises(UserError, match="15 pieces and its model embeds 14"):
+    with pytest.raises(UserError, match="15 pieces but its model embeds 14"):
         main(arguments(glue_dir, bert_folder, tmp_path / "out"))
 
 
@@ -155,7 +155,7 @@ def test_some_tasks_start_from_the_best_model_of_another(three_tasks, bert_folde
 def test_no_task_to_start_is_refused(glue_dir, bert_folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(arguments(glue_dir, bert_folder, tmp_path, "--start-from-task", "MNLI"))
-    assert "--start-from-task MNLI: give --tasks some of RTE, MRPC, STS-B" in capsys.readouterr().err
+    assert "--start-from-task MNLI: --tasks must name at least one of RTE, MRPC, STS-B" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_runs_and_hours_and_writes_nothing(glue_dir, bert_folder, tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_a_dry_run_tells_runs_and_hours_and_writes_nothing(glue_dir, bert_folder
     printed = capsys.readouterr().out
     assert "1 encoder x 1 tasks x 2 grid points x 2 seeds = 4 runs on" in printed
     assert "CoLA      4 runs of 64 train, 21 dev" in printed
-    assert re.search(r"expected: \d+s of one worker \(from a probe", printed)
+    assert re.search(r"expected: \d+s with one worker \(from a probe", printed)
     assert "missing: none; not used:" in printed
     assert "new in every run: the task's head" in printed
     assert not out.exists()
@@ -205,10 +205,10 @@ def test_one_report_over_several_folders(glue_dir, bert_folder, tmp_path, capsys
     text = (tmp_path / "both" / "table.md").read_text()
     assert f"| {bert_folder} |" in text
     assert f"| {bert_folder}, random weights |" in text
-    with pytest.raises(UserError, match="holds no runs"):
+    with pytest.raises(UserError, match="no runs.jsonl in it"):
         main(["--report", str(tmp_path), "--output-dir", str(tmp_path / "both")])
     (tmp_path / "2" / "runs.jsonl").write_text("")
-    with pytest.raises(UserError, match="2: its runs.jsonl holds no finished run"):
+    with pytest.raises(UserError, match="2: no finished run in its runs.jsonl"):
         main(["--report", str(tmp_path / "1"), str(tmp_path / "2"), "--output-dir", str(tmp_path / "both")])
 
 

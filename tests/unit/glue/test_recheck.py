@@ -71,9 +71,9 @@ def test_a_change_that_keeps_the_score_is_noticed_by_the_sum(out, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("dev\t1\t", "dev\t7\t", "dev: row 7 stands where row 1 should"),
+        ("dev\t1\t", "dev\t7\t", "dev: row 7 is at the place of row 1"),
         ("dev\t3\t0\t1\n", "", "holds 3 rows of dev, runs.jsonl says 4|gives dev a matthews"),
-        ("dev\t2", "other\t0", "holds predictions for dev, other|stands where"),
+        ("dev\t2", "other\t0", "holds predictions for dev, other|is at the place of"),
         ("\tprediction\t", "\tguess\t", "its first line is"),
         ("dev\t0\t0\t0", "dev\t0\tx\t0", "no predictions of megatron-ddrp glue"),
         ("dev\t0\t0\t0", "dev\t0", "no predictions of megatron-ddrp glue"),

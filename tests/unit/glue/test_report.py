@@ -229,7 +229,7 @@ def test_the_papers_rows_are_marked_and_average_as_printed():
     assert "| 21 (official: 277) |" in table([row(dev_examples=21)])
     text = table([row()])
     assert "| DDRP (MTH) 1M steps (paper) | 75.09 |" in text
-    assert text.index("not ours") > text.index("| base |")
+    assert text.index("Scores printed in the paper") > text.index("| base |")
 
 
 def test_the_report_is_text_numbers_and_a_figure(tmp_path):
@@ -294,6 +294,6 @@ def test_encoders_with_other_files_are_not_compared_in_silence():
     rows = [row(score=0.5, seed=seed, data="a") for seed in (1, 2)]
     alike = [row(score=0.6, seed=seed, data="a", load="new", encoder="f") for seed in (1, 2)]
     unlike = [one | {"data": "b"} for one in alike]
-    assert len(differences(best_cells(rows + alike))) == 1 and "do not compare" not in table(rows + alike)
+    assert len(differences(best_cells(rows + alike))) == 1 and "are not comparable" not in table(rows + alike)
     assert not differences(best_cells(rows + unlike))
     assert "RTE: new had other files, labels or another metric than base" in table(rows + unlike)

@@ -70,7 +70,7 @@ def test_a_second_folder_with_equal_weights_is_named(words, tmp_path, checkpoint
     copy = shutil.copytree(checkpoints["absolute"], tmp_path / "copy")
     main([*words, str(copy), "--dry-run"])
     shown = capsys.readouterr().out
-    assert f"{copy}: left out, its weights are those of {checkpoints['absolute']}" in shown
+    assert f"{copy}: left out, it has the same weights as {checkpoints['absolute']}" in shown
     assert "2 encoders x " in shown
 
 

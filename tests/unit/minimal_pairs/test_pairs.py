@@ -39,7 +39,7 @@ def test_a_folder_without_files_and_a_uid_in_two_files_are_refused(tmp_path):
         read_pairs(tmp_path)
     write_pairs(tmp_path, uid="one")
     (tmp_path / "two.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    with pytest.raises(UserError, match="two.jsonl: UID 'one' stands in .*one.jsonl too"):
+    with pytest.raises(UserError, match="two.jsonl: UID 'one' is in .*one.jsonl too"):
         read_pairs(tmp_path)
 
 

@@ -65,9 +65,9 @@ def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
         ((9, 0), {"dtype": torch.float32}, False, False, "sdpa", "works on every GPU"),
         ((7, 0), {"dtype": torch.float16}, False, False, "sdpa", "works on every GPU"),
         ((9, 0), {"window": 64}, True, True, "triton", "stores no logits"),
-        ((9, 0), {"window": 64}, False, True, "triton", "leaves out what lies outside of a window"),
+        ((9, 0), {"window": 64}, False, True, "triton", "skips pairs outside the window"),
         ((9, 0), {"window": 64, "dropout": 0.0}, False, True, "sdpa", "varlen for local layers"),
-        ((8, 0), {"window": 64, "dtype": torch.float32}, False, True, "triton", "leaves out"),
+        ((8, 0), {"window": 64, "dtype": torch.float32}, False, True, "triton", "skips pairs"),
         ((7, 0), {"window": 64, "dtype": torch.float16}, False, True, "sdpa", "a mask for local layers"),
     ],
 )
@@ -87,7 +87,7 @@ def test_auto_takes_sdpa_without_triton_and_a_mask_with_an_older_torch(monkeypat
     monkeypatch.setattr(varlen, "_has_varlen", lambda: False)
     assert resolve_backend("auto", demand(), True) == (
         "sdpa",
-        "works on every GPU; triton attention needs the package triton, which torch brings along for CUDA",
+        "works on every GPU; triton attention needs the package triton, which torch installs for CUDA",
     )
     assert "a mask for padded" in resolve_backend("auto", demand(dropout=0.0), False, full=False)[1]
     monkeypatch.setattr(varlen, "_has_varlen", lambda: True)

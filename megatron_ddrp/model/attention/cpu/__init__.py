@@ -1,1 +1,1 @@
-"""Blocked attention: cache-sized tiles, for CPUs."""
+"""Blocked attention for CPUs, in tiles that fit in the cache."""

@@ -1,14 +1,14 @@
-"""Attention for CPUs: some query rows at a time, so that their logits stay in cache.
+"""Attention for CPUs, a few query rows at a time, so that their logits stay in the cache.
 
-The formula of `model/attention/logits.py`, with forward and backward pass written out. Several short sequences form a
-block, long sequences are cut into tiles of query rows, and padding at the end is cut off first. Probabilities are kept
-for the backward pass, which computes those of long sequences again. HCD's inner products are taken from the logits of a
-tile before the softmax, and their gradient is added to that of the softmax, so HCD needs no second QKᵀ.
+Computes the formula of `model/attention/logits.py`, with forward and backward pass written out. Short sequences are
+joined into blocks, long ones are cut into tiles of query rows, and padding at the end is cut off first. The
+probabilities of short sequences are kept for the backward pass; those of long ones are recomputed. HCD's inner products
+use a tile's logits before the softmax, and their gradient is added to the softmax's, so HCD needs no second QKᵀ.
 
-Under a window a tile takes the keys within reach of its queries alone.
+Under a window a tile reads only the keys within reach of its queries.
 
 Names: b = batch, h = heads, g = b·h, s = sequence, d = head size, n = longest sequence of a block, t = rows of a tile,
-c = its columns, n of them without a window, R = rows of a relative table.
+c = columns of a tile (n of them without a window), R = rows of a relative table.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _kept_scale(tensor: Tensor, dropout: float) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ rightᵀ` in fp32 at least: `[g, t, d]`, `[g, c, d]` → `[g, t, c]`."""
+    """Return `left @ rightᵀ` in fp32 or wider: `[g, t, d]`, `[g, c, d]` → `[g, t, c]`."""
     return torch.bmm(left, right.transpose(1, 2)).to(torch.promote_types(left.dtype, torch.float32))
 
 
 def _softmax_backward_(gradient: Tensor, probabilities: Tensor) -> None:
-    """Turn the gradient of the probabilities into that of the logits, in place, by torch's own kernel."""
+    """Turn the gradient of the probabilities into the gradient of the logits, in place, with torch's own kernel."""
     torch.ops.aten._softmax_backward_data.out(gradient, probabilities, -1, gradient.dtype, grad_input=gradient)
 
 
@@ -62,7 +62,7 @@ def _attend(
 
 
 def _draw_kept(probabilities: Tensor, dropout: float) -> Tensor:
-    """Draw bool `[g, t, c]`, True with probability 1 − dropout up to 2⁻¹⁶: four decisions per number drawn."""
+    """Draw bool `[g, t, c]`, True with probability 1 − dropout up to 2⁻¹⁶. Each 64-bit number gives four decisions."""
     count = probabilities.numel()
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=probabilities.device).random_(-(2**63), None)
     return (bits.view(torch.int16)[:count] >= round(dropout * 2**16) - 2**15).view_as(probabilities)
@@ -77,7 +77,7 @@ class _BlockedAttention(torch.autograd.Function):
         context = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
         products = query.new_zeros(batch, seq, len(heads), len(heads), dtype=wide)
-        kept: list[Tensor] = []  # per tile: probabilities, with the logits of HCD's heads; dropout's choice
+        kept: list[Tensor] = []  # per tile: probabilities (for HCD's heads the logits); dropout's decisions
         for block in blocks.cut(document_ids, num_heads, attending.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), _kept_scale(block.take(value), dropout)
             positions = BlockPositions(terms, block, q, k, num_heads)
@@ -112,12 +112,12 @@ class _BlockedAttention(torch.autograd.Function):
         terms = ctx.terms.with_tensors(tensors)
         num_heads, keep = query.shape[1], iter(kept)
         whole = [torch.empty_like(x) for x in (query, key, value)]
-        wide = torch.promote_types(query.dtype, torch.float32)  # long sums
+        wide = torch.promote_types(query.dtype, torch.float32)  # for long sums
         needed = ctx.needs_input_grad[-len(tensors) :]
         d_tensors = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(tensors, needed, strict=True)]
         both_ways = gram_gradient + gram_gradient.transpose(-1, -2)
         d_products = by_query(both_ways, similarity.document_mask(document_ids, gram_gradient.shape[1]))
-        again = len(heads) > 0 and not ctx.logits_are_kept  # a second backward pass: the first restored all
+        again = len(heads) > 0 and not ctx.logits_are_kept  # the first backward pass restored the probabilities
         ctx.logits_are_kept = False
         for block in blocks.cut(document_ids, num_heads, ctx.window):
             q, k, v = block.take(query) * terms.scale, block.take(key), block.take(value)
@@ -132,9 +132,9 @@ class _BlockedAttention(torch.autograd.Function):
                     probabilities, chosen = _attend(q[:, rows], k[:, columns], tile, positions, compared)
                     if compared is not None and chosen is not None:
                         d_chosen = compared.gradient(chosen, d_products[block.rows, rows])
-                elif compared is not None:  # .data: autograd would refuse writing to a tensor that it saved
+                elif compared is not None:  # .data: autograd refuses to write to a tensor that it saved
                     d_chosen = compared.restore(probabilities.data, tile, d_products[block.rows, rows])
-                # Until the softmax below, the gradient of the probabilities.
+                # This is the gradient of the probabilities until `_softmax_backward_` below.
                 d_logits = _product(d_out[:, rows], v[:, columns])
                 dropped = probabilities
                 if ctx.dropout:
@@ -159,7 +159,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def blocked_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as the other backends do, tile by tile."""
+    """Compute attention tile by tile; arguments and results are those of every backend."""
     query, key, value, terms = attending[:4]
     context, gram = _BlockedAttention.apply(attending, torch.is_grad_enabled(), query, key, value, *terms.tensors)
     return context, sum_of_counted(similarity.cosine_of_gram(gram), attending) if len(attending.heads) else None

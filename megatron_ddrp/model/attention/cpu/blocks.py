@@ -1,4 +1,4 @@
-"""The pieces that blocked attention works on: rows of a batch cut to their longest sequence, and tiles of query rows.
+"""Units of work of blocked attention: rows of a batch cut to their longest sequence, and tiles of query rows.
 
 Names as in `megatron_ddrp.model.attention.cpu.blocked`.
 """
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = TILE_ELEMENTS = 3 * 2**18
-"""Most logits of a block of short sequences, which share the cost of starting each operation, and of a tile of a long
-sequence: 3 MiB in fp32, about the second-level caches of a few cores."""
+"""Largest number of logits in a block of short sequences, which share the start-up cost of each operation, and in a
+tile of a long sequence: 3 MiB in fp32, about the second-level caches of a few cores."""
 
 SMALLEST_TILE = 32
-"""Fewest query rows of a tile."""
+"""Smallest number of query rows in a tile."""
 
 KEPT_LENGTH = 512
-"""Longest block whose probabilities are kept for the backward pass, which computes those of longer ones again. Keeping
-them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/benchmarks.md`)."""
+"""Length of the longest block whose probabilities are kept for the backward pass; for longer ones they are recomputed.
+Keeping them saves a fifth of attention's time and takes 4 bytes per pair and head (`docs/benchmarks.md`)."""
 
 
 class Tile(NamedTuple):
-    """Some queries of a block, and the keys among which they find all that they may attend to."""
+    """Some queries of a block, and the range of keys that contains all keys they may attend to."""
 
     rows: slice
     columns: slice
@@ -40,9 +40,9 @@ class Block:
     document_ids: Tensor
     """`[b, n]`."""
     unmasked: bool
-    """Whether every pair of the block within the window is allowed."""
+    """True if every pair of the block within the window is allowed."""
     window: int | None
-    """As in `Attending`; None where it reaches over the whole block."""
+    """Same as `Attending.window`; None if the window covers the whole block."""
 
     @property
     def is_kept(self) -> bool:
@@ -56,8 +56,7 @@ class Block:
     def tiles(self, num_heads: int) -> Iterator[Tile]:
         """Cut the query rows into tiles of about `TILE_ELEMENTS` logits.
 
-        Under a window w a tile of t rows takes t + 2w columns. With t = w it has three logits for two that are
-        allowed.
+        Under a window w a tile of t rows has t + 2w columns. At t = w it computes three logits per two allowed ones.
         """
         width = self.length if self.window is None else min(self.length, 3 * self.window + 1)
         rows = TILE_ELEMENTS // (len(self.document_ids) * num_heads * width)
@@ -80,9 +79,9 @@ class Block:
         return place[tile.rows, None] - place[tile.columns]
 
     def forbidden(self, tile: Tile) -> Tensor | None:
-        """Mark the pairs of two documents, with padding or outside of the window; None where there are none.
+        """Mark pairs of two documents, with padding or outside the window; return None if there are none.
 
-        bool `[b, 1, t, c]`, or `[1, 1, t, c]` where all rows of the batch have the same.
+        The result is bool `[b, 1, t, c]`, or `[1, 1, t, c]` if it is the same for all rows of the batch.
         """
         far = None if self.window is None else (self.offsets(tile).abs() > self.window)[None, None]
         if self.unmasked:
@@ -93,7 +92,7 @@ class Block:
 
 
 def cut(document_ids: Tensor, num_heads: int, window: int | None = None) -> Iterator[Block]:
-    """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits, or of one row."""
+    """Cut the batch into blocks of at most `BLOCK_ELEMENTS` logits or of one row."""
     batch, seq = document_ids.shape
     place = torch.arange(1, seq + 1, device=document_ids.device)
     lengths = ((document_ids > 0) * place).amax(-1).clamp_min(1).tolist()

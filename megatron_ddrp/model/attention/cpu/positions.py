@@ -1,7 +1,7 @@
-"""The position terms of blocked attention: what they add to a tile of logits, and their gradients.
+"""Position terms of blocked attention: their contribution to a tile of logits, and their gradients.
 
-A table's products with queries or keys are taken by offset, R numbers per query or key instead of n, and a tile gathers
-them by the clipped offset of each of its pairs.
+A table is multiplied with queries or keys once per row of the table, R products per query or key instead of n. A tile
+then gathers the products by the clipped offset of each of its pairs.
 
 Names as in `blocked.py`.
 """
@@ -18,17 +18,17 @@ from megatron_ddrp.model.attention.cpu.blocks import Block, Tile
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 RUN_OF_KEYS = 128
-"""Keys that are multiplied at a time by the rows of a table of buckets."""
+"""Number of keys multiplied at a time with the rows of a table of buckets."""
 
 Tensors = Sequence[Tensor | None]
-"""Tensor fields of `PositionTerms` or their gradients, in the order of `HEAD_DIMENSIONS`."""
+"""Type of the tensor fields of `PositionTerms`, or of their gradients, in the order of `HEAD_DIMENSIONS`."""
 
 
 class BlockPositions:
-    """The position terms of one block, and their gradients in one backward pass."""
+    """Position terms of one block, and their gradients in one backward pass."""
 
     def __init__(self, terms: PositionTerms, block: Block, query: Tensor, key: Tensor, num_heads: int) -> None:
-        """`query`, times scale, and `key` `[g, n, d]`."""
+        """Prepare the tables. `query` (times scale) and `key` are `[g, n, d]`."""
         self.terms, self.block, self.num_heads = terms, block, num_heads
         self.query_table = None if terms.query_table is None else QueryTable(terms.query_table, query)
         self.key_table = None
@@ -37,7 +37,7 @@ class BlockPositions:
         self.offset_bias = None if terms.offset_bias is None else OffsetBias(terms, block.length)
 
     def add(self, logits: Tensor, tile: Tile) -> None:
-        """Add everything but Q·K to the logits `[g, t, c]` of a tile."""
+        """Add all terms but Q·K to the logits `[g, t, c]` of a tile."""
         by_head = logits.unflatten(0, (-1, self.num_heads))  # [b, h, t, c]
         if self.query_table is not None:
             read = self._read(tile)
@@ -51,7 +51,10 @@ class BlockPositions:
             by_head += self.offset_bias.of_pairs(tile)
 
     def collect(self, d_logits: Tensor, tile: Tile, d_query: Tensor, d_tensors: Tensors) -> None:
-        """The adjoint of `add`: add to `d_query` `[g, t, d]` and the biases' gradients; `finish` adds to the others."""
+        """Apply the adjoint of `add`: add to `d_query` `[g, t, d]` and to the gradient of the bias.
+
+        `finish` adds to the other gradients.
+        """
         _, _, d_bias, d_offset_bias = d_tensors
         if self.query_table is not None:
             read = self._read(tile)
@@ -68,7 +71,7 @@ class BlockPositions:
             self.offset_bias.collect(by_head.sum_to_size(1, len(d_offset_bias), *d_logits.shape[1:])[0], tile)
 
     def finish(self, d_key: Tensor, d_tensors: Tensors) -> None:
-        """Add to the tables' gradients and to `d_key` `[g, n, d]`, once all tiles are in."""
+        """Add to the tables' gradients and to `d_key` `[g, n, d]`, after the last tile."""
         d_query_table, d_key_table, _, d_offset_bias = d_tensors
         if self.query_table is not None and d_query_table is not None:
             d_query_table += _of_table(self.query_table.d_table, d_query_table)
@@ -81,17 +84,20 @@ class BlockPositions:
             self.offset_bias.add_gradient(d_offset_bias)
 
     def _index(self, tile: Tile) -> Tensor:
-        """Return the row of the tables for each pair of a tile: `[t, c]`."""
+        """Return the table row of each pair of a tile: `[t, c]`."""
         row = _clipped(self.block.offsets(tile), self.terms)
         return row if self.terms.table_row is None else self.terms.table_row[row]
 
     def _read(self, tile: Tile) -> slice:
-        """Return the rows of the tables that the pairs of a tile read."""
+        """Return the range of table rows that the pairs of a tile read."""
         return self._rows(tile.rows.start - tile.columns.stop + 1, tile.rows.stop - 1 - tile.columns.start)
 
     def _rows(self, smallest: int, largest: int) -> slice:
-        """Return the rows of the tables for offsets between two. Of a table of buckets, which may have hundreds of
-        rows, these are about two thirds; of the others all rows, which are few."""
+        """Return the table rows for the offsets from `smallest` to `largest`.
+
+        A table of buckets may have hundreds of rows, of which a tile reads about two thirds. Other tables are small, so
+        all their rows are returned.
+        """
         row = self.terms.table_row
         if row is None:
             return slice(0, self.terms.highest - self.terms.lowest + 1)
@@ -99,7 +105,7 @@ class BlockPositions:
         return slice(first, last + 1)
 
     def _runs_of_keys(self) -> Iterator[tuple[slice, slice]]:
-        """Yield some keys after others, each time with the rows of the tables that queries read for them."""
+        """Yield the keys in runs, each with the range of table rows that queries read for them."""
         length, size = self.block.length, RUN_OF_KEYS if self.terms.table_row is not None else self.block.length
         reach = length - 1 if self.block.window is None else self.block.window
         for start in range(0, length, size):
@@ -111,7 +117,7 @@ class BlockPositions:
 
 
 def _clipped(offset: Tensor, terms: PositionTerms) -> Tensor:
-    """Return r of offsets i − j."""
+    """Return r(i,j), the row of each offset i − j."""
     return offset.clamp(terms.lowest, terms.highest) - terms.lowest
 
 
@@ -120,12 +126,12 @@ def _length(places: slice) -> int:
 
 
 def _for_all(table: Tensor, count: int) -> Tensor:
-    """Repeat the heads of `[1 or h, R, d]` for every row of the block: `[g, R, d]`."""
+    """Repeat a table's heads for every row of the block: `[1 or h, R, d]` → `[g, R, d]`."""
     return table.expand(count, -1, -1) if len(table) == 1 else table.repeat(count // len(table), 1, 1)
 
 
 def _of_table(d_for_all: Tensor, table: Tensor) -> Tensor:
-    """The adjoint of `_for_all`: sum `[g, R, d]` to the shape of `table`."""
+    """Apply the adjoint of `_for_all`: sum `[g, R, d]` to the shape of `table`."""
     return d_for_all.unflatten(0, (-1, len(table))).sum(0)
 
 
@@ -134,10 +140,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class QueryTable:
-    """Q_i·T^q[r] of one block for every row r, and the gradient of the table in one backward pass."""
+    """Products Q_i·T^q[r] of one block for every row r, and the table's gradient in one backward pass."""
 
     def __init__(self, table: Tensor, query: Tensor) -> None:
-        """`table` `[1 or h, R, d]`; `query` `[g, n, d]`, times scale."""
+        """Keep `table` `[1 or h, R, d]` and `query` `[g, n, d]`, which is scaled already."""
         self.query, self.table = query, _for_all(table, len(query))
 
     def by_query(self, rows: slice, read: slice) -> Tensor:
@@ -146,11 +152,11 @@ class QueryTable:
 
     @cached_property
     def d_table(self) -> Tensor:
-        """`[g, R, d]`."""
+        """Gradient of the repeated table, `[g, R, d]`."""
         return torch.zeros_like(self.table, memory_format=torch.contiguous_format)
 
     def collect(self, d_logits: Tensor, index: Tensor, rows: slice, read: slice, d_query: Tensor) -> None:
-        """Add the gradient of a tile to those of the table and of its queries `[g, t, d]`."""
+        """Add a tile's gradient to the gradients of the table and of the tile's queries `[g, t, d]`."""
         d_by_query = d_logits.new_zeros(*d_logits.shape[:2], read.stop - read.start)
         d_by_query = d_by_query.scatter_add_(-1, index, d_logits).to(d_query.dtype)
         d_query.baddbmm_(d_by_query, self.table[:, read])
@@ -158,15 +164,15 @@ class QueryTable:
 
 
 class KeyTable:
-    """K_j·T^k[r] of one block for every row r, and the gradients of one backward pass over it."""
+    """Products K_j·T^k[r] of one block for every row r, and the gradients in one backward pass."""
 
     def __init__(self, table: Tensor, key: Tensor, runs: list[tuple[slice, slice]]) -> None:
-        """`table` `[1 or h, R, d]`; `key` `[g, n, d]`, times scale; `runs`: some keys, and the rows read for them."""
+        """Keep `table` `[1 or h, R, d]`, scaled `key` `[g, n, d]`, and the runs of keys with their table rows."""
         self.key, self.table, self.runs = key, _for_all(table, len(key)), runs
 
     @cached_property
     def by_key(self) -> Tensor:
-        """`[g, R, n]`, written where it is read."""
+        """Products `[g, R, n]`; only those that some tile reads are written."""
         if len(self.runs) == 1:
             return _wide(torch.bmm(self.table, self.key.transpose(1, 2)))
         products = self._empty()
@@ -176,7 +182,7 @@ class KeyTable:
 
     @cached_property
     def d_by_key(self) -> Tensor:
-        """The gradient of `by_key`."""
+        """Gradient of `by_key`."""
         return self._empty().zero_()
 
     def _empty(self) -> Tensor:
@@ -184,7 +190,7 @@ class KeyTable:
         return self.key.new_empty(shape, dtype=torch.promote_types(self.key.dtype, torch.float32))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return those of the table `[g, R, d]` and of the scaled key `[g, n, d]`, once all tiles are in."""
+        """Return the gradients of the table `[g, R, d]` and of the scaled key `[g, n, d]`, after the last tile."""
         d_by_key = self.d_by_key.to(self.key.dtype)
         if len(self.runs) == 1:
             return torch.bmm(d_by_key, self.key), torch.bmm(d_by_key.transpose(1, 2), self.table)
@@ -199,8 +205,8 @@ class KeyTable:
 class OffsetBias:
     """v of one block for every pair, and its gradient in one backward pass.
 
-    Of a tile's rows, the last one first, each reads the same numbers one place to the right of the row before: one view
-    serves all of them, where a gather would cost more than QKᵀ.
+    Read a tile's rows from the last to the first: each row reads the same numbers as the row before, shifted by one
+    place. So one strided view serves all rows, where a gather would cost more than QKᵀ.
     """
 
     def __init__(self, terms: PositionTerms, length: int) -> None:
@@ -216,12 +222,12 @@ class OffsetBias:
         return upwards.flip(1)
 
     def _first(self, tile: Tile) -> int:
-        """Return the column of `by_offset` that the tile's last row has in its first column."""
+        """Return the column of `by_offset` that the tile's last row reads in its first column."""
         return self.length - tile.rows.stop + tile.columns.start
 
     @cached_property
     def d_by_offset(self) -> Tensor:
-        """The gradient of `by_offset`."""
+        """Gradient of `by_offset`."""
         return _wide(torch.zeros_like(self.by_offset))
 
     def collect(self, d_pairs: Tensor, tile: Tile) -> None:
@@ -233,5 +239,5 @@ class OffsetBias:
         self.d_by_offset[:, first : first + width] += by_row.sum(1)
 
     def add_gradient(self, d_offset_bias: Tensor) -> None:
-        """Add to the gradient of v `[1 or h, num_relative]`, once all tiles are in."""
+        """Add to the gradient of v `[1 or h, num_relative]`, after the last tile."""
         d_offset_bias.index_add_(1, self.index, self.d_by_offset.to(d_offset_bias.dtype))

@@ -1,7 +1,7 @@
-"""How the Triton kernels of attention are started: tiles, warps and pipeline stages by kernel and device.
+"""Launches of the Triton attention kernels: tiles, warps and pipeline stages per kernel and device.
 
-Chosen by what the compiler reports of registers, spilled bytes and shared memory (`benchmarks/kernels.py`), and fixed
-rather than tuned at the start, so that every rank and every run sums in the same order.
+The values are chosen by the registers, spilled bytes and shared memory that the compiler reports
+(`benchmarks/kernels.py`). They are fixed, not tuned at start-up, so every rank and every run sums in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_ddrp.model.positions.contract import PositionTerms
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps of a program, stages of its loads."""
+    """Queries and keys per tile, warps per program, and pipeline stages of its loads."""
 
     queries: int
     keys: int
@@ -24,28 +24,28 @@ class Tile(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """The tile in the words of a launch."""
+        """Tile as keyword arguments of a launch."""
         return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 class Tiles(NamedTuple):
-    """The tile of each kind of kernel."""
+    """Tiles of each kind of kernel."""
 
     forward: Tile
     query_gradient: Tile
-    """Of the bias's gradient too."""
+    """Tile of the kernels for the gradients of queries and of the bias."""
     key_gradient: Tile
     heads: Tile
-    """Of HCD's kernels."""
+    """Tile of HCD's kernels."""
 
     @property
     def largest(self) -> int:
-        """Most queries or keys of a tile."""
+        """Largest number of queries or keys per tile."""
         return max(max(tile.queries, tile.keys) for tile in self)
 
     @property
     def smallest(self) -> int:
-        """Fewest queries or keys of a tile."""
+        """Smallest number of queries or keys per tile."""
         return min(min(tile.queries, tile.keys) for tile in self)
 
 
@@ -53,17 +53,17 @@ IN_FP32 = {
     64: Tiles(*(Tile(32, 32, 4, 1),) * 4),
     128: Tiles(Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
 }
-"""Widest head → tiles for numbers twice as wide."""
+"""Widest head → tiles for fp32, whose numbers take twice the memory."""
 AMPERE = {
     64: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
     128: Tiles(Tile(128, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 2)),
 }
-"""Widest head → tiles, from compute capability 8.0 on."""
+"""Widest head → tiles for compute capability 8.0 and newer, except 9.0."""
 HOPPER = {
     64: Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 32, 4, 2)),
     128: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2)),
 }
-"""The same for 9.0, where tiles of 64 queries or keys take Hopper's matrix instruction."""
+"""Widest head → tiles for compute capability 9.0, where tiles of 64 queries or keys use Hopper's matrix instruction."""
 WITH_KEY_TABLE = {
     "ampere": {128: {"forward": Tile(128, 16, 8, 2)}},
     "hopper": {
@@ -71,20 +71,20 @@ WITH_KEY_TABLE = {
         128: {"forward": Tile(128, 16, 8, 2), "key_gradient": Tile(32, 32, 8, 1)},
     },
 }
-"""What changes for encodings with a table for the keys, whose kernels hold more."""
+"""Device → widest head → changes for encodings with a key table, whose kernels need more registers and memory."""
 IN_ONE_RUN = {"ampere": {64: {"heads": Tile(64, 32, 8, 2)}}, "hopper": {}}
-"""What changes besides where such a table has an offset for every pair: 4 warps would spill."""
+"""Device → widest head → further changes if that table has an offset for every pair: 4 warps would spill."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, and the lowest that is served for any other."""
+    """Return the compute capability of a CUDA device; for any other device, the lowest one that the kernels support."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
 def tiles(query: Tensor, terms: PositionTerms, cover_all: bool) -> Tiles:
-    """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, on their device.
+    """Return the tiles for queries `[b, s, h, d]` and an encoding's terms, for the queries' device.
 
-    `cover_all`: whether every pair has an offset of its own.
+    `cover_all` is true if every pair has an offset of its own.
     """
     width = 64 if query.shape[-1] <= 64 else 128
     if query.dtype == torch.float32:
@@ -99,6 +99,6 @@ def tiles(query: Tensor, terms: PositionTerms, cover_all: bool) -> Tiles:
 
 
 def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Run so many programs of a kernel on the device of its first argument. Every kernel is started here."""
+    """Run `programs` programs of a kernel on the device of its first argument. Every kernel is launched here."""
     with torch.cuda.device_of(arguments[0]):
         kernel[(programs,)](*arguments, **constants)

@@ -1,10 +1,10 @@
-"""What the Triton kernels read and write by offset i − j: P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their gradients.
+"""Tensors that the Triton kernels index by offset i − j: P^q = Q·T^qᵀ, P^k = K·T^kᵀ and v, and their gradients.
 
-The kernels know the offsets when they are compiled. Where an encoding has one for every pair of the row (ALiBi,
-DeBERTa's buckets), they would be compiled anew for each length, so rows of zeros, which no pair reads, make those
-offsets the same for all lengths up to the next multiple of 128.
+The offsets are compile-time constants of the kernels. Encodings with an offset for every pair of the row (ALiBi,
+DeBERTa's buckets) would need a new compilation for each length. So rows of zeros, which no pair reads, give all lengths
+up to the next multiple of 128 the same offsets.
 
-Names: b = batch, h = heads, s = sequence, d = head size, n = offsets of the encoding, rows = theirs and the filling.
+Names: b = batch, h = heads, s = sequence, d = head size, n = offsets of the encoding, rows = n plus the rows of zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ddrp.model.positions.contract import PositionTerms
 
 LENGTHS = 128
-"""So many lengths in turn have the same offsets, where these grow with the length."""
+"""Number of consecutive lengths that share their offsets, for encodings whose offsets grow with the length."""
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -25,18 +25,18 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 class Offsets:
-    """The offsets of an encoding as the kernels know them, and what has a row for each."""
+    """Offsets of an encoding as the kernels see them, and the tensors with one row per offset."""
 
     def __init__(self, terms: PositionTerms, query: Tensor) -> None:
-        """`query`: `[b, s, h, d]`."""
+        """Choose the offsets for `query` `[b, s, h, d]`."""
         self.terms, self.query = terms, query
         batch, seq, num_heads, _ = query.shape
         self.cover_all = 0 < seq - 1 == terms.highest == -terms.lowest
-        """Whether every pair of the row has an offset of its own, none shares the first or the last."""
+        """True if every pair of the row has an offset of its own, so that no two share the first or the last."""
         before = -seq % LENGTHS if self.cover_all else 0
         self.lowest, self.highest = terms.lowest - before, terms.highest + before
         own = terms.highest - terms.lowest + 1
-        self.rows = -(-(own + 2 * before) // 8) * 8  # so that rows of P begin at 16-byte borders
+        self.rows = -(-(own + 2 * before) // 8) * 8  # rows of P begin at multiples of 16 bytes
         self.filling = (before, self.rows - own - before)
         self.own = slice(before, before + own)
         self.shape = (num_heads, batch * seq, self.rows)
@@ -66,9 +66,9 @@ class Offsets:
     def through_table(
         self, d_vectors: Tensor, vectors: Tensor, d_products: Tensor | None, filled: Tensor | None, table: Tensor | None
     ) -> Tensor | None:
-        """Add the vectors' share of P's gradient to `d_vectors`; return the table's gradient, summed in fp32.
+        """Add P's gradient times the table to `d_vectors`; return the table's gradient, summed in fp32.
 
-        `filled`: what `fill` gave for the table.
+        `filled` is the table padded by `fill`.
         """
         if d_products is None or filled is None or table is None:
             return None
@@ -79,7 +79,7 @@ class Offsets:
         return per_head.to(table.dtype)
 
     def through_offset_bias(self, d_products: Tensor | None) -> Tensor | None:
-        """Return the gradient of v: that of P^q, summed over the queries in fp32."""
+        """Return the gradient of v: the gradient of P^q, summed over the queries in fp32."""
         bias = self.terms.offset_bias
         if d_products is None or bias is None:
             return None

@@ -1,12 +1,12 @@
 """Attention for GPUs without stored logits: flash attention with learned position terms, in Triton.
 
-The formula of `megatron_ddrp.model.attention.logits`. Outside of the kernels stay P^q = Q·T^qᵀ and P^k = K·T^kᵀ
-(`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`) and their gradients T^q′ = P^q′ᵀQ, Q′ += P^q′·T^q; P is
-recomputed in the backward pass. v is read in fp32 as it is, `[h, rows]`; where it is learned, P^q′ is written for it
-too, without a table as well, since v′ = Σ P^q′/scale. Results repeat to the last bit.
+Computes the formula of `megatron_ddrp.model.attention.logits`. Torch computes P^q = Q·T^qᵀ and P^k = K·T^kᵀ outside the
+kernels (`[h, b·s, rows]`, a fraction of a dense bias `[b, h, s, s]`), and their gradients T^q′ = P^q′ᵀQ, Q′ +=
+P^q′·T^q; P is recomputed in the backward pass. The kernels read v `[h, rows]` in fp32. If v is learned, they also write
+P^q′ when there is no table, since v′ = Σ P^q′/scale. Results repeat to the last bit.
 
-Triton is imported at the first call, so that the package works without it. Queries that may attend to nothing
-(padding) give 0 and take no gradient.
+Triton is imported at the first call, so the package works without it. Queries that may attend to nothing (padding)
+output 0 and get no gradient.
 
 Names: b = batch, h = heads, s = sequence, d = head size.
 """
@@ -31,14 +31,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 128
 LOWEST_CAPABILITY = (8, 0)
 DROPOUT_STEPS = 65536
-"""Steps of the dropout rate, which 16 bits per pair decide: 0.1 acts as 6554/65536, and kept values grow to match."""
+"""Steps of the dropout rate, decided by 16 bits per pair: 0.1 acts as 6554/65536, and kept values are scaled to
+match."""
 
 
 def why_not_triton(demand: Demand) -> str | None:
-    """Say in one line why this backend cannot serve; None where it can."""
+    """Return the reason why this backend cannot run, in one line, or None if it can."""
     device, dtype, dropout, head_dim, _ = demand
     if importlib.util.find_spec("triton") is None:
-        return "triton attention needs the package triton, which torch brings along for CUDA: use another backend"
+        return "triton attention needs the package triton, which torch installs for CUDA: use another backend"
     if os.environ.get("TRITON_INTERPRET") != "1":
         if device.type != "cuda" or torch.version.hip:
             return f"triton attention needs an NVIDIA GPU, got {device.type}: use another backend"
@@ -58,7 +59,7 @@ def why_not_triton(demand: Demand) -> str | None:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Return `[b, h, s, d]` as contiguous `[b, s, h, d]`; projections leave this layout, so they are not copied."""
+    """Return `[b, h, s, d]` as contiguous `[b, s, h, d]`, the layout of the projections, so that nothing is copied."""
     return x.transpose(1, 2).contiguous()
 
 
@@ -67,10 +68,10 @@ def _next_power_of_2(number: int) -> int:
 
 
 class _Problem:
-    """The arguments that all kernels share, and the launch of a kernel."""
+    """Arguments that all kernels share, and the launches of the kernels."""
 
     def __init__(self, attending: Attending, seed: Tensor | None) -> None:
-        """Unlike elsewhere, queries, keys and values are `[b, s, h, d]` here, and contiguous."""
+        """Prepare the arguments. Unlike elsewhere, queries, keys and values are contiguous `[b, s, h, d]`."""
         query, key, value, terms, document_ids, heads, dropout, *_ = attending
         batch, seq, num_heads, head_dim = query.shape
         window = None if attending.window is None or attending.window >= seq - 1 else attending.window
@@ -101,7 +102,7 @@ class _Problem:
             "BIAS_BATCHED": self.bias is not None and self.bias.shape[0] > 1,
             "COUNT": len(heads),
             "COUNT_PAD": max(2, _next_power_of_2(len(heads))),
-            # fp32 as three products of tensor-core numbers: as good as fp32, where one alone keeps 10 bits.
+            # fp32 as three products on tensor cores is as exact as fp32; a single product keeps 10 bits.
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
         }
 
@@ -111,11 +112,11 @@ class _Problem:
         return self.query.new_empty(num_heads, batch, seq, dtype=torch.float32)
 
     def launch(self, kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], tile: Tile) -> None:
-        """Run a kernel of attention; `tensors` come after those that all of them read."""
+        """Run an attention kernel; `tensors` follow the arguments that all kernels share."""
         launch(kernel, programs, (*self.inputs, *self.numbers, *tensors, *self.sizes), self.constants | tile.constants)
 
     def launch_compare(self, kernel: Any, tensors: tuple[Tensor, ...], counted: Tensor) -> None:
-        """Run a kernel of HCD, which knows no values and no dropout."""
+        """Run a kernel of HCD, which has no values and no dropout."""
         query, key, _, *of_terms, ids, _ = self.inputs
         inputs, tile = (query, key, *of_terms, ids, self.terms.scale, self.heads), self.tiles.heads
         programs = self.sizes[0] * -(-self.sizes[2] // tile.queries)
@@ -123,8 +124,8 @@ class _Problem:
         launch(kernel, programs, (*inputs, *tensors, *self.sizes), constants)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the context `[b, s, h, d]`, the base-2 log-sum-exp `[h, b, s]`, and under HCD the sums of squares of
-        each query's logits, `[h, b, s]`."""
+        """Return the context `[b, s, h, d]`, the base-2 log-sum-exp `[h, b, s]`, and the sums of squares of each
+        query's logits, `[h, b, s]` (None without HCD)."""
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
         tile = self.tiles.forward
@@ -136,7 +137,7 @@ class _Problem:
         return context, lse, squares
 
     def compare(self, squares: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return HCD's sum over the counted documents, fp32, and what its gradient needs, twice `[m′, b, s]`."""
+        """Return HCD's sum over the counted documents, fp32, and two tensors `[m′, b, s]` for its gradient."""
         from megatron_ddrp.model.attention.gpu import triton_heads
 
         batch, _, seq = self.sizes
@@ -146,9 +147,9 @@ class _Problem:
         return shares.sum(), inverse, inner
 
     def pull(self, of_heads: list[Tensor], d_sum: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the gradient kernels add for HCD: T `[b, s, s]`, and the pulls `[2, m′, b, s]`.
+        """Return HCD's part in the gradient kernels: T `[b, s, s]`, and the pulls `[2, m′, b, s]`.
 
-        `of_heads`: the counted documents, and what `compare` gave for the gradient.
+        `of_heads` are the counted documents and the two tensors from `compare`.
         """
         from megatron_ddrp.model.attention.gpu import triton_heads
 
@@ -162,7 +163,7 @@ class _Problem:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value `[b, s, h, d]`, and of the terms' tensors in their order.
 
-        `wants`: which of the terms' tensors learn.
+        `wants` maps the name of each of the terms' tensors to true if it needs a gradient.
         """
         from megatron_ddrp.model.attention.gpu import triton_kernels
 
@@ -226,10 +227,10 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as the other backends do. Raises ValueError where `why_not_triton` has a reason.
+    """Compute attention on a GPU. Raise ValueError with the reason of `why_not_triton` if it cannot run.
 
-    The seed of dropout is drawn on the device from torch's generator, so activation checkpointing, which winds the
-    generator back, meets the same mask again.
+    Dropout's seed is drawn on the device from torch's generator. Activation checkpointing restores that generator, so
+    it draws the same mask again.
     """
     reason = why_not_triton(attending.demand)
     if reason:

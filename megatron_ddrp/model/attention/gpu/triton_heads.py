@@ -3,10 +3,10 @@
     T = Σ_a Â_a,  Â_a = A_a/‖A_a‖ within each document;  mean pairwise cosine = (Σ_a ⟨Â_a, T⟩ − m)/(m(m − 1))
     its gradient of A_a:  2/(m(m − 1)) · (T − ⟨Â_a, T⟩ Â_a)/‖A_a‖
 
-for the m compared heads a. ‖A_a‖² comes from the attention's forward kernel, by query. `compare_kernel` makes T a tile
-at a time and gives each query's share of the cosine. In the backward pass `pull_kernel` writes T, `[b, s, s]`, for the
-gradient kernels, and what pulls each query's logits toward T and away from themselves. Each program owns a block of
-queries of one sequence.
+for the m compared heads a. The forward kernel of attention computes ‖A_a‖² per query. `compare_kernel` computes T one
+tile at a time and each query's share of the cosine. In the backward pass `pull_kernel` writes T, `[b, s, s]`, for the
+gradient kernels, and the factors that pull each query's logits toward T and away from themselves. Each program owns a
+block of queries of one sequence.
 """
 
 # mypy: ignore-errors
@@ -29,7 +29,7 @@ SMALLEST_SQUARE: tl.constexpr = tl.constexpr(1e-24)
 
 @triton.jit
 def sum_of_document(by_query, ids, row_ids, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sum of `by_query` `[S]` over the document of each of BLOCK_M queries."""
+    """Return the sum of `by_query` `[S]` over the document of each of BLOCK_M queries."""
     total = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, S, BLOCK_N):
         places = first + tl.arange(0, BLOCK_N)
@@ -41,7 +41,7 @@ def sum_of_document(by_query, ids, row_ids, S, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def column_of(matrix, a, COUNT_PAD: tl.constexpr):
-    """Column `a` of `[BLOCK_M, COUNT_PAD]`."""
+    """Return column `a` of `[BLOCK_M, COUNT_PAD]`."""
     return tl.sum(tl.where(tl.arange(0, COUNT_PAD)[None, :] == a, matrix, 0.0), 1)
 
 
@@ -52,7 +52,7 @@ def logits_of(
     HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, WHERE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the compared head number `a`'s logits in base 2, 0 for forbidden pairs."""
+    """Return a tile of the logits of the `a`-th compared head in base 2, with 0 at forbidden pairs."""
     h = tl.load(heads + a)
     origin = (b * S * H + h) * D
     if offset_bias is not None:
@@ -75,7 +75,7 @@ def sum_tile(
     HIGHEST: tl.constexpr, WINDOW: tl.constexpr, BIAS_BATCHED: tl.constexpr, COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of T; `inverse`: 1/‖A_a‖ of each query's document, `[BLOCK_M, COUNT_PAD]`."""
+    """Return a tile of T; `inverse` is 1/‖A_a‖ of each query's document, `[BLOCK_M, COUNT_PAD]`."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for a in range(COUNT):
         logits = logits_of(
@@ -95,7 +95,7 @@ def compare_kernel(
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, DOCUMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Each query's share of HCD's sum, `[B, S]`; its 1/‖A_a‖ and its part of ⟨Â_a, T⟩, `[COUNT, B, S]`."""
+    """Write each query's share of HCD's sum, `[B, S]`, and its 1/‖A_a‖ and part of ⟨Â_a, T⟩, `[COUNT, B, S]` each."""
     b = (tl.program_id(0) // tl.cdiv(S, BLOCK_M)).to(tl.int64)
     first_row = tl.program_id(0) % tl.cdiv(S, BLOCK_M) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -152,7 +152,7 @@ def pull_kernel(
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, DOCUMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """T `[B, S, S]`, and what multiplies T and A of each query in the gradient of A, `[2, COUNT, B, S]`."""
+    """Write T `[B, S, S]`, and the factors of T and of A in each query's gradient of A, `[2, COUNT, B, S]`."""
     b = (tl.program_id(0) // tl.cdiv(S, BLOCK_M)).to(tl.int64)
     first_row = tl.program_id(0) % tl.cdiv(S, BLOCK_M) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)

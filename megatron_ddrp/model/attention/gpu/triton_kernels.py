@@ -1,11 +1,10 @@
-"""Kernels of `triton_attention.py`: forward, and the gradients by query, by key and of the bias.
+"""Kernels of `triton_attention.py`: the forward pass, and the gradients of queries, keys and the bias.
 
-Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; the tiles, and how
-position terms and dropout are made, are in `triton_tiles.py`. Each kernel owns a block of queries (or
-of keys) of one head of one sequence and walks over the tiles of its row (or column) of A, in three runs: the band, and
-what lies in either clipped bin. Tiles out of the block's reach are left out: those of other documents that lie before
-or behind its own, and those outside of the window. Every result has one writer and sums run in a fixed order, so that a
-run repeats to the last bit.
+Flash attention (Dao 2023, arXiv:2307.08691) with the position terms of `positions.contract`; `triton_tiles.py` computes
+the tiles, their position terms and dropout. Each kernel owns a block of queries (or of keys) of one head of one
+sequence and walks over the tiles of its row (or column) of A in three runs: the band, then each clipped bin. It skips
+tiles that the block cannot reach: other documents before or after its own, and places outside the window. Every result
+has one writer and sums have a fixed order, so a run repeats to the last bit.
 """
 
 # mypy: ignore-errors
@@ -41,9 +40,9 @@ def forward_kernel(
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Context and base-2 log-sum-exp of BLOCK_M queries; both 0 for queries that may attend to nothing.
+    """Write the context and base-2 log-sum-exp of BLOCK_M queries; both are 0 for queries that may attend to nothing.
 
-    Of `heads`, the sum of squares of each query's allowed logits too.
+    For the compared `heads`, also write the sum of squares of each query's allowed logits.
     """
     first_row, pair, b, h, line = locate(S, B, BLOCK_M)
     origin = (b * S * H + h) * D
@@ -103,7 +102,7 @@ def query_gradient_kernel(
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BLOCK_M queries and of their P^q; writes delta = Σ_j p·dp of each row for the other kernels too."""
+    """Write the gradients of BLOCK_M queries and their P^q, and each row's delta = Σ_j p·dp for the other kernels."""
     first_row, pair, b, h, line = locate(S, B, BLOCK_M)
     origin = (b * S * H + h) * D
     ids += b * S
@@ -167,7 +166,7 @@ def key_gradient_kernel(
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BLOCK_N keys, of their values and of their P^k."""
+    """Write the gradients of BLOCK_N keys, of their values and of their P^k."""
     first_column, pair, b, h, line = locate(S, B, BLOCK_N)
     origin = (b * S * H + h) * D
     ids += b * S
@@ -188,7 +187,7 @@ def key_gradient_kernel(
     below = tl.zeros((BLOCK_N,), tl.float32)
     start, end = partners(ids, column_ids, first_column, S, S_PAD, BLOCK_N, BLOCK_M, WINDOW)
     for where in tl.static_range(RUNS):
-        # Small offsets come first here: the rows before a key have i − j below.
+        # Small offsets come first here: rows before a key have i − j < 0.
         low, high = run_of_tiles(first_column, start, end, -LOWEST, HIGHEST, BLOCK_N, BLOCK_M, RUNS, (3 - where) % 3)
         for first_row in range(low, high, BLOCK_M):
             rows = first_row + tl.arange(0, BLOCK_M)
@@ -233,7 +232,7 @@ def bias_gradient_kernel(
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, RUNS: tl.constexpr, BIAS_BATCHED: tl.constexpr,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of the bias: summed over the sequences, one after the other, unless each has its own."""
+    """Write the gradient of one tile of the bias, summed over the sequences in order unless each has its own bias."""
     column_blocks = tl.cdiv(S, BLOCK_N)
     tile = tl.program_id(0) % (column_blocks * tl.cdiv(S, BLOCK_M))
     matrix = tl.program_id(0) // (column_blocks * tl.cdiv(S, BLOCK_M))

@@ -1,18 +1,18 @@
-"""Tiles of the attention of `triton_kernels.py`: logits, dropout, gradients, as Triton functions.
+"""Tiles of the attention in `triton_kernels.py`: logits, dropout and gradients, as Triton functions.
 
     A[i,j] = (Q_i·K_j + P^q[i, r(i,j)] + P^k[j, r(i,j)] + v[r(i,j)]/scale) · scale + B[i,j]
     P^q = Q·T^qᵀ,  P^k = K·T^kᵀ
 
-A tile of A is made in registers and never stored. r(i,j) = clip(i − j, lowest, highest) − lowest depends on i − j
-alone, so a row of tiles falls into three runs: before the band (every pair is in the bin of the largest offset, one
-value a row is broadcast), the band (each pair looks up its own value), after the band (the bin of the smallest). The
-gradient of P needs no atomics: between the bins a cell (row, offset) has one pair, hence one writer; the bins are sums
-in registers.
+A tile of A is computed in registers and never stored. r(i,j) = clip(i − j, lowest, highest) − lowest depends on i − j
+alone, so a row of tiles falls into three runs. Before the band every pair is in the bin of the largest offset, so one
+value per row is broadcast. In the band each pair looks up its own value. After the band every pair is in the bin of the
+smallest offset. The gradient of P needs no atomics: between the bins a cell (row, offset) has one pair, hence one
+writer; the bins are summed in registers.
 
-The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so that tiles
-of any shape agree.
+The softmax works in base 2. Dropout's decision is a hash of (seed, head and sequence, row i, column j), so tiles of any
+shape agree.
 
-Memory: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; v/scale
+Memory layouts: queries, keys, values and context `[b, s, h, d]`; P `[h, b, s, TABLE_ROWS]`; v/scale
 `[h, TABLE_ROWS]`, fp32; row statistics `[h, b, s]`.
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Where a tile lies: across the band, or wholly in the bin of the largest or of the smallest offset.
+# Position of a tile: across the band, or entirely in the bin of the largest or of the smallest offset.
 BAND: tl.constexpr = tl.constexpr(0)
 ABOVE: tl.constexpr = tl.constexpr(1)
 BELOW: tl.constexpr = tl.constexpr(2)
@@ -31,7 +31,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_rows(matrix, places, S, stride, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows `places` of a matrix `[S, D]`, zero outside: `[BLOCK, D_PAD]`."""
+    """Return rows `places` of a matrix `[S, D]`, zero outside: `[BLOCK, D_PAD]`."""
     dims = tl.arange(0, D_PAD)
     inside = (places < S)[:, None] & (dims < D)[None, :]
     return tl.load(matrix + places[:, None] * stride + dims[None, :], mask=inside, other=0.0)
@@ -46,7 +46,7 @@ def store_rows(matrix, places, S, stride, values, D: tl.constexpr, D_PAD: tl.con
 
 @triton.jit
 def locate(S, B, BLOCK: tl.constexpr):
-    """First place of this program's block; number of its (head, sequence) pair, sequence and head; its first row."""
+    """Return this program's first place, its (head, sequence) pair number, sequence, head, and the pair's first row."""
     num_blocks = tl.cdiv(S, BLOCK)
     pair = tl.program_id(0) // num_blocks
     b = (pair % B).to(tl.int64)
@@ -60,10 +60,12 @@ def load_ids(ids, places, S):
 
 @triton.jit
 def partners(ids, own_ids, first, S, S_PAD: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """From which tile border up to which place the block of OWN places from `first` can reach, whose documents are
-    `own_ids`; an empty range for padding alone."""
+    """Return the range of places that contains every partner of a block of OWN places from `first`.
+
+    `own_ids` are the block's documents. The range begins at a tile border; it is empty for a block of padding.
+    """
     places = tl.arange(0, S_PAD)
-    if WINDOW is not None:  # S_PAD holds the block and its window on both sides
+    if WINDOW is not None:  # S_PAD covers the block and its window on both sides
         places += first - WINDOW
         places = tl.where((places >= 0) & (places < first + OWN + WINDOW), places, S)
     all_ids = load_ids(ids, places, S)
@@ -78,10 +80,10 @@ def run_of_tiles(
     first, start, end, LEFT: tl.constexpr, RIGHT: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
     RUNS: tl.constexpr, WHICH: tl.constexpr,
 ):  # fmt: skip
-    """The part of [start, end) whose tiles hold the band (WHICH = 0), or lie before it (1) or after it (2).
+    """Return the part of [start, end) whose tiles contain the band (WHICH = 0), or lie before it (1) or after it (2).
 
-    For a block of OWN places from `first`. Before the band: LEFT or more places before each of the block; after it:
-    RIGHT or more places after each. With one run only, it is everything.
+    The block has OWN places from `first`. A place before the band is at least LEFT places before each of them; a place
+    after it, at least RIGHT places after each of them. With RUNS = 1 return the whole range.
     """
     if RUNS == 1:
         low, high = start, end
@@ -105,12 +107,12 @@ def logits_tile(
     TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, WINDOW: tl.constexpr, WHERE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of A in base 2, −inf for forbidden pairs: `[BLOCK_M, BLOCK_N]`, fp32."""
+    """Return a tile of A in base 2, −inf at forbidden pairs: `[BLOCK_M, BLOCK_N]`, fp32."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     in_rows = rows < S
     in_columns = columns < S
     inside = in_rows[:, None] & in_columns[None, :]
-    # 64-bit sums on the scalar base only: those of the matrices of places stay 32 bits wide.
+    # Only the scalar base is a 64-bit sum; the matrices of places stay 32 bits wide.
     if by_query is not None:
         by_query += line * TABLE_ROWS
     if by_key is not None:
@@ -145,7 +147,7 @@ def logits_tile(
 
 @triton.jit
 def mix(x):
-    """Scatter the bits of uint32 numbers: two multiplications, as in SplitMix's finaliser."""
+    """Mix the bits of uint32 numbers with two multiplications, as in SplitMix's finaliser."""
     x ^= x >> 16
     x *= 0x21F0AAAD
     x ^= x >> 15
@@ -155,10 +157,10 @@ def mix(x):
 
 @triton.jit
 def keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which entries dropout keeps, bool `[BLOCK_M, BLOCK_N]`.
+    """Return the entries that dropout keeps, bool `[BLOCK_M, BLOCK_N]`.
 
-    Two uint32 keys a row, from Philox's for the (head, sequence) pair; a hash of keys and column gives 32 bits to two
-    columns, and its products with two odd numbers one column's decision each, in their high bits.
+    Philox gives two uint32 keys per row for the (head, sequence) pair. A hash of the keys and the column gives 32 bits
+    per two columns; the high bits of its products with two odd numbers decide one column each.
     """
     first, second, _, _ = tl.philox(tl.load(seed), pair, 0, 0, 0)
     keys = mix(first.to(tl.uint32) + rows.to(tl.uint32))
@@ -172,7 +174,7 @@ def keep_tile(seed, pair, rows, first_column, drop_below, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def enlargement(seed, drop_below):
-    """The factor of what dropout keeps."""
+    """Return the factor by which kept entries grow."""
     factor = 1.0
     if seed is not None:
         factor = 65536.0 / (65536 - drop_below)
@@ -181,7 +183,7 @@ def enlargement(seed, drop_below):
 
 @triton.jit
 def slot_of(heads, h, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
-    """Place of head `h` among the heads that HCD compares, −1 for any other."""
+    """Return the index of head `h` among the heads that HCD compares, or −1."""
     slots = tl.arange(0, COUNT_PAD)
     numbers = tl.load(heads + slots, mask=slots < COUNT, other=-1)
     return tl.max(tl.where(numbers == h, slots, -1), 0)
@@ -189,9 +191,9 @@ def slot_of(heads, h, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
 
 @triton.jit
 def compare_tile(logits, total, pulls, slot, b, rows, columns, B, S, COUNT: tl.constexpr):
-    """HCD's gradient of a tile of a compared head's A: toward·T − away·A, `[BLOCK_M, BLOCK_N]`.
+    """Return HCD's gradient of a tile of a compared head's A: toward·T − away·A, `[BLOCK_M, BLOCK_N]`.
 
-    `total`: T, `[B, S, S]`; `pulls`: toward and away of each query, `[2, COUNT, B, S]`; see `triton_heads.py`.
+    `total` is T, `[B, S, S]`; `pulls` holds toward and away of each query, `[2, COUNT, B, S]`; see `triton_heads.py`.
     """
     in_rows = rows < S
     own = pulls + (slot * B + b) * S + rows
@@ -207,9 +209,9 @@ def gradient_tile(
     logits, v, d_out, lse, delta, seed, pair, rows, first_column, drop_below,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities that dropout keeps, and the gradient of A: both `[BLOCK_M, BLOCK_N]`, fp32, not enlarged yet.
+    """Return the probabilities that dropout keeps, and the gradient of A: both `[BLOCK_M, BLOCK_N]`, fp32.
 
-    `delta`: that of flash attention ÷ dropout's enlargement.
+    Neither includes dropout's factor yet. `delta` is flash attention's delta divided by that factor.
     """
     p = tl.exp2(logits - lse[:, None])
     d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
@@ -236,9 +238,9 @@ def collect(
     WHERE: tl.constexpr,
     AXIS: tl.constexpr,
 ):
-    """Write the gradients of P between the bins, one tile's, to `cells + offset`; return the sums of the bins so far.
+    """Write a tile's gradients of P between the bins to `cells + offset`; return the sums of the bins so far.
 
-    `cells`: the pointer to P's rows; P belongs to the rows of A for AXIS = 1, to its columns for AXIS = 0.
+    `cells` points to P's rows; P belongs to the rows of A for AXIS = 1, to its columns for AXIS = 0.
     """
     if WHERE == ABOVE:
         above += tl.sum(gradient, AXIS)
@@ -262,9 +264,9 @@ def clear_cells(
     cells, places, S, low, high, SIGN: tl.constexpr, TABLE_ROWS: tl.constexpr, LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Write 0 to the cells between the bins without a partner in the band's tiles [low, high), and to the filling.
+    """Write 0 to the cells between the bins without a partner in the band's tiles [low, high), and to the padding.
 
-    `cells`: the pointer to P's rows, which belong to the rows of A for SIGN = 1, to its columns for −1.
+    `cells` points to P's rows, which belong to the rows of A for SIGN = 1, to its columns for SIGN = −1.
     """
     for first in range(0, TABLE_ROWS, 32):
         column = first + tl.arange(0, 32)[None, :]
@@ -277,7 +279,7 @@ def clear_cells(
 
 @triton.jit
 def store_bins(cells, above, below, inside, LOWEST: tl.constexpr, HIGHEST: tl.constexpr):
-    """Write the two bins, or the one there is, to the rows at `cells` `[BLOCK]`."""
+    """Write the two bins (one if LOWEST = HIGHEST) to the rows at `cells` `[BLOCK]`."""
     dtype = cells.dtype.element_ty
     if LOWEST == HIGHEST:
         tl.store(cells, (above + below).to(dtype), mask=inside)

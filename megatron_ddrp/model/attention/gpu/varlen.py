@@ -1,9 +1,8 @@
 """Attention without position terms over rows that hold several documents or padding: torch's varlen flash attention.
 
-`torch.nn.attention.varlen` (torch 2.10 and newer) takes runs of tokens laid end to end and lets each attend to itself,
-so no mask is stored and no pair of two documents, or outside of a window, is computed. Padding is a run of its own:
-nothing has to be gathered, and nobody reads what it gives. Limits: no dropout, no bias, half precision, GPUs from A100
-on.
+`torch.nn.attention.varlen` (torch 2.10 and newer) takes runs of tokens laid end to end; each run attends to itself. So
+no mask is stored, and no pair of two documents or outside the window is computed. Padding is a run of its own: nothing
+has to be gathered, and its output is never read. Limits: no dropout, no bias, half precision, GPUs from A100 on.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from megatron_ddrp.model.attention.attending import Attending, Demand
 
 LOWEST_CAPABILITY = (8, 0)
 LARGEST_HEAD = 192
-"""Head size up to which every GPU of that capability has flash attention's backward pass."""
+"""Largest head size for which every GPU of that capability has flash attention's backward pass."""
 
 
 def why_not_flash(demand: Demand) -> str | None:
-    """Say in one line why flash attention cannot serve; None where it can."""
+    """Return the reason why flash attention cannot run, in one line, or None if it can."""
     if demand.device.type != "cuda" or torch.version.hip:
         return f"flash attention needs an NVIDIA GPU, got {demand.device.type}"
     if torch.cuda.get_device_capability(demand.device) < LOWEST_CAPABILITY:
@@ -38,7 +37,7 @@ def why_not_flash(demand: Demand) -> str | None:
 
 
 def why_not_varlen(demand: Demand) -> str | None:
-    """Say in one line why `varlen_attention` cannot serve; None where it can."""
+    """Return the reason why `varlen_attention` cannot run, in one line, or None if it can."""
     if not _has_varlen():
         return f"varlen attention needs torch 2.10 or newer, got {torch.__version__}"
     if demand.dropout:
@@ -61,16 +60,16 @@ def _has_windows() -> bool:
 
 
 def varlen_attention(attending: Attending) -> Tensor:
-    """Return the context `[b, h, s, d]` of logits that are content alone; the layout must be known."""
+    """Return the context `[b, h, s, d]` of content-only logits; the layout must be known."""
     from torch.nn.attention import varlen
 
     layout, (batch, _, seq, head_dim) = attending.layout, attending.query.shape
     assert layout is not None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in attending[:3])  # [b·s, h, d]
-    if not math.isclose(attending.terms.scale, head_dim**-0.5):  # torch 2.10 knows no other scale
+    if not math.isclose(attending.terms.scale, head_dim**-0.5):  # torch 2.10 accepts no other scale
         query = query * (attending.terms.scale * head_dim**0.5)
     runs, window = (layout.runs, layout.runs, layout.longest, layout.longest), attending.window
-    options: dict[str, Any] = {} if window is None else {"window_size": (window, window)}  # the borders belong to it
+    options: dict[str, Any] = {} if window is None else {"window_size": (window, window)}  # both ends are inclusive
     context = varlen.varlen_attn(query, key, value, *runs, **options)
     assert isinstance(context, Tensor)
     return context.unflatten(0, (batch, seq)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The kinds of tasks by name."""
+"""Kinds of tasks by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a kind of task: how files become rows, what the head learns, how predictions are written.
+"""Contract of a kind of task: conversion of files to rows, loss, predictions and their files.
 
 A kind is one file with a subclass of `Kind`, one line in `kinds/__init__.py`, and a test with its slow twin.
 """
@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.finetune.rows import Encoded
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 Line = tuple[str, str, str]
-"""(index, prediction, label) of a line in a file of predictions; the index counts the file's rows from 0."""
+"""(index, prediction, label) of a line in a file of predictions; the index is the row's number from 0."""
 
 
 class Kind(ABC):
@@ -28,7 +28,7 @@ class Kind(ABC):
     head: ClassVar[str]
     """Name in `heads.HEADS` of the layers on top of the encoder."""
     usual_columns: ClassVar[Columns]
-    """Columns to read if no flag names others."""
+    """Default columns of the files."""
 
     @abstractmethod
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
@@ -36,14 +36,14 @@ class Kind(ABC):
 
     @abstractmethod
     def label_names(self, cell: Any) -> Sequence[str]:
-        """Return the labels in a cell of the label column, as they are written; nothing for numbers and answers.
+        """Return the names of the labels in a cell of the label column; nothing for numbers and answers.
 
         Raises ValueError with the reason for a cell that no task of this kind can have.
         """
 
     @abstractmethod
     def label(self, cell: Any, task: Task) -> Any:
-        """Return the label of a cell as `encode` takes it. Raises ValueError with the reason if it is not a label."""
+        """Return the label of a cell in the form that `encode` takes. Raises ValueError with the reason otherwise."""
 
     def check(self, texts: Sequence[str], cell: Any) -> None:
         """Raise ValueError with the reason if the texts of a row do not match the cell of its label."""
@@ -58,10 +58,9 @@ class Kind(ABC):
         """Yield the prediction of each example as a JSON value; null if it is undefined."""
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Any]) -> float | None:
-        """Return what always predicting the most frequent label of the training rows scores on `labels`.
+        """Return the score on `labels` of always predicting the most frequent label of the training rows.
 
-        `counts` says how often each label occurs in the training rows. Return None for kinds without such a
-        prediction.
+        `counts` has the number of training rows per label. Return None for kinds without such a prediction.
         """
         return None
 
@@ -73,17 +72,17 @@ class Kind(ABC):
     def encode(
         self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int
     ) -> Encoded:
-        """Return the rows of the examples, each of at most `max_length` pieces, specials included.
+        """Return the rows of the examples, each of at most `max_length` pieces including special ones.
 
-        `pair_separators` stand between the two texts of a pair: 2 in the RoBERTa family.
+        `pair_separators` is the number of separators between two texts: 2 in the RoBERTa family, otherwise 1.
         """
 
     def targets(self, encoded: Encoded, rows: np.ndarray) -> np.ndarray:
-        """Return the targets of some rows as `loss_sum` takes them."""
+        """Return the targets of some rows in the form that `loss_sum` takes."""
         return np.asarray(encoded.targets[rows])
 
     def size(self, encoded: Encoded, rows: np.ndarray) -> int:
-        """Return the number of targets of some rows, by which the loss of a batch is divided."""
+        """Return the number of targets of some rows; it divides the loss of a batch."""
         return len(rows)
 
     @abstractmethod
@@ -92,27 +91,27 @@ class Kind(ABC):
 
     @abstractmethod
     def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return zeros of the shape of all outcomes, float64 `[outcomes, …]`."""
+        """Return zeros in the shape of all outcomes, float64 `[outcomes, …]`."""
 
     @abstractmethod
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-        """Return the indices and the values of a batch's outcomes; values are nan where outputs are not finite."""
+        """Return the indices and the values of a batch's outcomes; a value is nan if its outputs are not finite."""
 
     @abstractmethod
     def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> Any:
-        """Return all outcomes in the form that the metric takes, as `Encoded.answers` is."""
+        """Return all outcomes in the form that the metric takes, the form of `Encoded.answers`."""
 
     def score(self, metric: str, answers: Any, predictions: Any) -> float | None:
-        """Return the predictions' score, None where it is undefined."""
+        """Return the score of the predictions; None if it is undefined."""
         return METRICS[metric](answers, predictions)
 
     def beside(self, task: Task) -> tuple[str, ...]:
-        """Return the metrics that are reported beside the task's own."""
+        """Return the names of metrics that are reported in addition to the task's own."""
         return ()
 
     @abstractmethod
     def lines(self, task: Task, answers: Any, predictions: Any) -> Iterable[Line]:
-        """Yield the lines of a file of predictions; none of the three may hold a tab or a line break."""
+        """Yield the lines of a file of predictions; their parts contain no tab and no line break."""
 
     @abstractmethod
     def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
-"""Question answering: the part of a context that answers a question, or nothing, as in SQuAD.
+"""Question answering as in SQuAD: the answer is a part of a context, or there is none.
 
-The model gives each piece one logit for the first piece of the answer and one for the last (Devlin et al.,
-arXiv:1810.04805, section 4.2). Long contexts become several overlapping rows; of all rows the span with the highest sum
-of its two logits wins. In tasks with unanswerable questions [CLS] competes with the spans (section 4.3 there).
+Each piece gets two logits: to be the first piece of the answer, and to be the last (Devlin et al., arXiv:1810.04805,
+section 4.2). Long contexts become several overlapping rows; the span with the highest sum of its two logits over all
+rows wins. In tasks with unanswerable questions [CLS] competes with the spans (section 4.3 of the same paper).
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.windows import context_windows, pieces_of_answer
 
 NO_ANSWER = "no answer"
-"""The one label of a task in which questions may have no answer; other tasks have none."""
+"""Only label of a task with unanswerable questions; other tasks have no labels."""
 OVERLAP = 128
-"""Pieces that neighbouring rows of one context share, at most half of a row's room."""
+"""Number of pieces that neighbouring rows of one context share, at most half of a row's room."""
 LONGEST_ANSWER = 30
-"""Pieces of the longest predicted answer."""
+"""Largest number of pieces of a predicted answer."""
 LONGEST_QUESTION = 64
-"""Pieces of a question, at most about half of a row."""
+"""Largest number of pieces of a question; a question also takes at most about half of a row."""
 
 
 class Answers(NamedTuple):
-    """The label of an example: the gold answers, none where the question has no answer."""
+    """Label of an example: its gold answers, empty for an unanswerable question."""
 
     texts: tuple[str, ...]
     begins: tuple[int, ...]
-    """Character of the context at which each begins. The model learns the first answer."""
+    """First character of each answer in the context. The model learns the first answer."""
 
 
 @dataclass(frozen=True)
 class Windows(Encoded):
-    """Rows of a question and a window over its context; targets are the first and the last piece in the row.
+    """Rows of a question and a window over its context. Targets are the answer's first and last piece in the row.
 
-    Both targets are 0, [CLS], where the window does not hold the whole answer.
+    Both targets are 0, [CLS], if the window does not contain the whole answer.
     """
 
     spans: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
-    """Characters of the context that a piece stands for, `[all pieces, 2]`; −1 of [CLS], [SEP] and the question."""
+    """First and end character of each piece in the context, `[all pieces, 2]`; −1 outside the context."""
     questions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Number of the question in each row, `[rows]`."""
     contexts: tuple[str, ...] = ()
-    """The context of each question."""
+    """Context of each question."""
 
 
 class QuestionAnswering(Kind):
-    """A span of the context. An example's texts are question and context, its label `Answers`."""
+    """Kind that predicts a span of the context. An example's texts are question and context, its label `Answers`."""
 
     head: ClassVar[str] = "qa"
     usual_columns: ClassVar[Columns] = Columns("question", "context", "answers")
@@ -71,7 +71,7 @@ class QuestionAnswering(Kind):
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return question and context."""
         if columns.pair is None:
-            raise ValueError("a question without a context; name its column by --text-pair-column")
+            raise ValueError("a question without a context; name the column of the context by --text-pair-column")
         return text_of(cells, columns.text), text_of(cells, columns.pair)
 
     def label_names(self, cell: Any) -> Sequence[str]:
@@ -83,7 +83,7 @@ class QuestionAnswering(Kind):
         return _answers(cell)
 
     def check(self, texts: Sequence[str], cell: Any) -> None:
-        """Refuse an answer that the context does not hold where it should."""
+        """Raise ValueError for an answer that is not at its character of the context."""
         for text, begin in zip(*_answers(cell), strict=True):
             if not text.strip() or begin < 0 or texts[1][begin : begin + len(text)] != text:
                 raise ValueError(
@@ -138,20 +138,20 @@ class QuestionAnswering(Kind):
         return np.concatenate([encoded.targets[rows], encoded.lengths[rows][:, None]], axis=1)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean of the two cross entropies over the pieces of a row, summed over rows."""
+        """Return the mean of the cross entropies of first and last piece, summed over rows."""
         positions = torch.arange(outputs.shape[1], device=outputs.device)
         is_padding = positions >= targets[:, 2:]  # [batch, seq]
         logits = outputs.masked_fill(is_padding[..., None], -math.inf)  # [batch, seq, 2]
         return nn.functional.cross_entropy(logits, targets[:, :2], reduction="sum") / 2
 
     def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return `[rows, 4]` zeros."""
+        """Return zeros, `[rows, 4]`."""
         return np.zeros((len(encoded), 4))
 
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-        """Return of each row the score, first and last piece of its best span, and the score of [CLS].
+        """Return four values per row: score, first piece and last piece of its best span, and the score of [CLS].
 
-        All four are nan where not all outputs of a row are finite. The score is −inf where a row has no context.
+        All four are nan if an output of the row is not finite. The score is −inf for a row without context.
         """
         assert isinstance(encoded, Windows)
         lengths = encoded.lengths[rows]
@@ -167,7 +167,7 @@ class QuestionAnswering(Kind):
         return rows, torch.where(is_finite[:, None], found, math.nan)
 
     def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> list[str | None]:
-        """Return the answer of each question, "" for none, and None where a row has no prediction."""
+        """Return the answer to each question: "" for no answer, None if a row of the question has no prediction."""
         assert isinstance(encoded, Windows)
         begins = encoded.ends - encoded.lengths
         by_question: list[list[int]] = [[] for _ in encoded.contexts]
@@ -188,7 +188,7 @@ class QuestionAnswering(Kind):
         return answers
 
     def score(self, metric: str, answers: list[tuple[str, ...]], predictions: list[str | None]) -> float | None:
-        """Return F1 or exact match, None where a prediction is missing."""
+        """Return F1 or exact match; None if a prediction is missing."""
         found = [prediction for prediction in predictions if prediction is not None]
         if len(found) < len(predictions):
             return None
@@ -196,20 +196,20 @@ class QuestionAnswering(Kind):
         return scores.exact_match if metric == "exact-match" else scores.f1
 
     def beside(self, task: Task) -> tuple[str, ...]:
-        """Return the other one of F1 and exact match."""
+        """Return the other metric of F1 and exact match."""
         return tuple(name for name in METRICS_OF_KIND["qa"] if name != task.metric)
 
     def lines(self, task: Task, answers: list[tuple[str, ...]], predictions: list[str | None]) -> Iterable[Line]:
-        """Yield one line per question: the answer as a JSON string (null: no prediction), the gold ones as a list."""
+        """Yield one line per question: the answer as a JSON string (null: no prediction), gold answers as a list."""
         for index, (prediction, gold) in enumerate(zip(predictions, answers, strict=True)):
             yield str(index), json.dumps(prediction, ensure_ascii=False), json.dumps(gold, ensure_ascii=False)
 
     def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[list[tuple[str, ...]], list[str | None]]:
-        """Return the gold answers and the predictions."""
+        """Return (gold answers, predictions)."""
         answers, predictions = [], []
         for number, (index, prediction, gold) in enumerate(lines):
             if index != str(number):
-                raise ValueError(f"question {index} stands where question {number} should")
+                raise ValueError(f"question {index} is at the place of question {number}")
             predicted, texts = json.loads(prediction), json.loads(gold)
             if not (predicted is None or isinstance(predicted, str)) or not _are_texts(texts):
                 raise ValueError(f"{prediction[:80]!r} or {gold[:80]!r} is no answer")
@@ -219,15 +219,15 @@ class QuestionAnswering(Kind):
 
 
 def best_spans(first: Tensor, last: Tensor, longest: int) -> Tensor:
-    """Return score, first and last piece of the best span of each row, float `[batch, 3]`; the shortest among equals.
+    """Return score, first piece and last piece of each row's best span, float `[batch, 3]`; equal scores: the shortest.
 
-    `first` and `last` are logits `[batch, seq]`, −inf where no answer may begin or end; a span has at most `longest`
-    pieces. The search is complete, not over a few best beginnings and ends.
+    `first` and `last` are logits `[batch, seq]`, −inf at pieces where no answer may begin or end. The search covers all
+    spans of at most `longest` pieces.
     """
     seq = first.shape[1]
     best = first.new_zeros(len(first), 3)
     best[:, 0] = -math.inf
-    for more in range(min(longest, seq)):  # pieces after the first
+    for more in range(min(longest, seq)):  # number of pieces after the first
         scores, begins = (first[:, : seq - more] + last[:, more:]).max(dim=1)  # [batch] each
         found = torch.stack([scores, begins.to(scores.dtype), begins.to(scores.dtype) + more], dim=1)
         best = torch.where((scores > best[:, 0])[:, None], found, best)
@@ -238,13 +238,13 @@ def _warning(lost: int, max_length: int) -> str:
     if not lost:
         return ""
     return (
-        f"no row of {max_length} pieces holds the whole answer to {lost:,} of the questions; there the model learns "
-        "that there is none; a larger --max-seq-length holds more"
+        f"no row of {max_length} pieces holds the whole answer to {lost:,} of the questions; the model learns that "
+        "they have no answer; use a larger --max-seq-length"
     )
 
 
 def _located(tokenizer: Tokenizer, context: str) -> tuple[list[int], np.ndarray]:
-    """Return the pieces of a context and their spans, int32 `[pieces, 2]`."""
+    """Return the pieces of a context and their characters, int32 `[pieces, 2]`."""
     pieces, spans = tokenizer.encode_with_spans(context)
     return pieces, np.array(spans, dtype=np.int32).reshape(-1, 2)
 
@@ -256,7 +256,7 @@ def _first_answer(label: object, places: np.ndarray) -> tuple[int, int] | None:
 
 
 def _answers(cell: Any) -> Answers:
-    """Return the answers of a cell, in SQuAD's layout or in that of Hugging Face's datasets."""
+    """Return the answers of a cell in SQuAD's layout or in the layout of Hugging Face's datasets."""
     try:
         flat = flat_answers(cell)
         answers = Answers(tuple(flat["text"]), tuple(flat["answer_start"]))

@@ -1,7 +1,7 @@
-"""Kinds that predict one thing for a text or a pair: a class, several classes at once, or a number.
+"""Kinds that predict a class, several classes or a number for a text or a pair of texts.
 
-Pairs are `[CLS] a [SEP] b [SEP]` with segments 0 and 1; a row that is too long loses pieces from the end of its longer
-side.
+Pairs are `[CLS] a [SEP] b [SEP]` with segments 0 and 1. A row that is too long loses pieces from the end of its longer
+text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, truncate
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
-"""Rows that are tokenized in one call."""
+"""Number of rows per call of the tokenizer."""
 
 
 class SequenceKind(Kind):
-    """Base class of the three kinds; a subclass interprets the outputs of a row."""
+    """Base class of the three kinds. A subclass interprets the outputs of a row."""
 
     head: ClassVar[str] = "sequence"
     usual_columns: ClassVar[Columns] = Columns("text", None, "label")
@@ -38,7 +38,7 @@ class SequenceKind(Kind):
         return tuple(text_of(cells, name) for name in names)
 
     def num_outputs(self, task: Task) -> int:
-        """Return the number of labels, 1 for a number."""
+        """Return the number of labels; 1 for a regression."""
         return max(1, len(task.labels))
 
     def encode(
@@ -60,22 +60,22 @@ class SequenceKind(Kind):
         return writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return float64 labels, `[rows, …]`, as the loss takes them."""
+        """Convert float64 labels, `[rows, …]`, to the form that the loss takes."""
         return labels
 
     def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return zeros of the shape of the targets."""
+        """Return zeros in the shape of the targets."""
         return np.zeros(encoded.targets.shape)
 
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-        """Return the predictions of the rows, nan where not all of a row's outputs are finite."""
+        """Return the predictions of the rows; nan if an output of the row is not finite."""
         predicted = self.predict(outputs)
         is_finite = outputs.isfinite().all(dim=-1).view(-1, *[1] * (predicted.ndim - 1))
         return rows, torch.where(is_finite, predicted, math.nan)
 
     @abstractmethod
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return the predictions, float `[batch, …]`, of outputs `[batch, num_outputs]`."""
+        """Return the predictions, float `[batch, …]`, for outputs `[batch, num_outputs]`."""
 
     def predictions(self, task: Task, encoded: Encoded, outcomes: np.ndarray) -> np.ndarray:
         """Return the outcomes."""
@@ -87,11 +87,11 @@ class SequenceKind(Kind):
             yield str(index), self.spelled(task, prediction), self.spelled(task, answer)
 
     def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels and predictions, each `[rows, …]`."""
+        """Return (labels, predictions), each `[rows, …]`."""
         found = []
         for number, (index, prediction, label) in enumerate(lines):
             if index != str(number):
-                raise ValueError(f"row {index} stands where row {number} should")
+                raise ValueError(f"row {index} is at the place of row {number}")
             found.append((self.value(task, label), self.value(task, prediction)))
         answers, predictions = zip(*found, strict=True)
         return np.array(answers, dtype=np.float64), np.array(predictions, dtype=np.float64)
@@ -111,7 +111,7 @@ class SequenceKind(Kind):
 
     @abstractmethod
     def value(self, task: Task, text: str) -> Any:
-        """Return what `spelled` wrote. Raises ValueError where it did not write `text`."""
+        """Return the label or prediction that `spelled` wrote as `text`. Raises ValueError for any other text."""
 
 
 class Classification(SequenceKind):
@@ -126,21 +126,21 @@ class Classification(SequenceKind):
         return float(number_of(written(cell), task))
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
-        """Return the score of the most frequent class."""
+        """Return the score of predicting the most frequent class for every row."""
         answers = np.array(labels)
         most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
         return self.score(task.metric, answers, np.full(len(answers), float(most))) or 0.0
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return class numbers, int64 `[rows]`, or the nan of rows without labels."""
+        """Return class numbers, int64 `[rows]`; labels with a nan (rows without labels) stay unchanged."""
         return labels if np.isnan(labels).any() else labels.astype(np.int64)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy."""
+        """Return the cross entropy, summed over rows."""
         return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return the number of the likeliest class."""
+        """Return the number of the most probable class, `[batch]`."""
         return outputs.argmax(dim=-1).float()
 
     def spelled(self, task: Task, value: float) -> str:
@@ -153,7 +153,7 @@ class Classification(SequenceKind):
 
 
 class MultiLabel(SequenceKind):
-    """Kind that predicts any number of labels, or none. Files have them as a list, or as text with `|` between them."""
+    """Kind that predicts any number of labels, or none. A cell holds a list, or text with `|` between the labels."""
 
     usual_columns: ClassVar[Columns] = Columns("text", None, "labels")
 
@@ -171,7 +171,7 @@ class MultiLabel(SequenceKind):
         return [float(number in numbers) for number in range(len(task.labels))]
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[list[float]]) -> float | None:
-        """Return the score of the most frequent label alone."""
+        """Return the score of predicting only the most frequent label for every row."""
         answers = np.array(labels)
         predictions = np.zeros_like(answers)
         predictions[:, max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))] = 1
@@ -186,12 +186,12 @@ class MultiLabel(SequenceKind):
         return [label for label, chosen in zip(task.labels, value, strict=True) if chosen]
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the binary cross entropy, its mean over the labels."""
+        """Return the mean binary cross entropy over labels, summed over rows."""
         losses = nn.functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
         return losses.mean(dim=-1).sum()
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return 1 for each label whose probability is above a half, else 0, `[batch, labels]`."""
+        """Return 1 for each label with a probability above 0.5, otherwise 0, `[batch, labels]`."""
         return (outputs > 0).float()
 
     def spelled(self, task: Task, value: np.ndarray) -> str:
@@ -214,7 +214,7 @@ class Regression(SequenceKind):
     """Kind that predicts a number."""
 
     def label_names(self, cell: Any) -> Sequence[str]:
-        """Return nothing: a number is no name."""
+        """Return nothing, because numbers have no names. Raises ValueError for a cell without a number."""
         self._number(cell)
         return ()
 
@@ -232,7 +232,7 @@ class Regression(SequenceKind):
         return number
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared error."""
+        """Return the squared error, summed over rows."""
         return nn.functional.mse_loss(outputs[:, 0], targets.float(), reduction="sum")
 
     def as_json(self, task: Task, value: float) -> float:
@@ -240,11 +240,11 @@ class Regression(SequenceKind):
         return float(value)
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return the number."""
+        """Return the predicted numbers, `[batch]`."""
         return outputs[:, 0]
 
     def spelled(self, task: Task, value: float) -> str:
-        """Return the number in full."""
+        """Return the number with all its digits."""
         return repr(float(value))
 
     def value(self, task: Task, text: str) -> float:
@@ -253,7 +253,7 @@ class Regression(SequenceKind):
 
 
 def text_of(cells: Mapping[str, Any], column: str) -> str:
-    """Return the text in a column. Raises ValueError where it holds something else, or blanks alone."""
+    """Return the text in a column. Raises ValueError for another type and for blank text."""
     text = cells[column]
     if not isinstance(text, str):
         raise ValueError(f"{column} is {repr(text)[:80]}, expected text")
@@ -263,7 +263,7 @@ def text_of(cells: Mapping[str, Any], column: str) -> str:
 
 
 def written(cell: Any) -> str:
-    """Return a label as it is written: a text as it stands, a whole number or a truth value as in JSON.
+    """Return the name of a label: text unchanged, a whole number or a truth value as in JSON.
 
     Raises ValueError for anything else.
     """

@@ -1,7 +1,7 @@
 """Token classification: one label per word of a sentence, as in named-entity recognition.
 
-A word's label stands on its first piece, the word's other pieces have none (Devlin et al., arXiv:1810.04805, section
-5.3). A sentence that is too long for a row becomes several overlapping rows (`words.windows_of`): no word is dropped.
+A word's first piece has its label, its other pieces have none (Devlin et al., arXiv:1810.04805, section 5.3). A
+sentence that is too long for a row becomes several overlapping rows (`words.windows_of`): no word is dropped.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.words import pieces_of_words, windows_of
 
 OVERLAP = 4
-"""Neighbouring rows of one sentence share a row's pieces divided by this."""
+"""Divisor of a row's pieces that gives the overlap of neighbouring rows of one sentence."""
 UNKNOWN = "nan"
 """Tag of a word without a prediction, or without a label."""
 
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of all sentences; its length is the number of sentences."""
+    """Tags of all sentences. The length is the number of sentences."""
 
     classes: np.ndarray
     """Class number of each word, sentence after sentence, float64 `[words]`; nan if undefined."""
     ends: np.ndarray
-    """The word behind each sentence's last one, int64 `[sentences]`."""
+    """End of each sentence in `classes`, exclusive, int64 `[sentences]`."""
     labels: tuple[str, ...]
     """Names of the classes."""
 
@@ -85,17 +85,17 @@ class Tokens(Kind):
         return [float(number_of(name, task)) for name in self.label_names(cell)]
 
     def check(self, texts: Sequence[str], cell: Any) -> None:
-        """Refuse a row with another number of tags than of words."""
+        """Raise ValueError for a row with different numbers of tags and words."""
         if len(texts) != len(cell):
             raise ValueError(f"{len(cell)} tags for {len(texts)} words, expected one for each")
 
     def told(self, task: Task, predictions: Tags) -> Iterable[Any]:
-        """Yield the tags of each sentence, null for a word without a prediction."""
+        """Yield the tags of each sentence; None for a word without a prediction."""
         for names in predictions.by_sentence():
             yield [None if name == UNKNOWN else name for name in names]
 
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[Sequence[float]]) -> float | None:
-        """Return the score of the most frequent tag on every word."""
+        """Return the score of predicting the most frequent tag for every word."""
         ends = np.cumsum([len(row) for row in labels])
         answers = Tags(np.concatenate([np.asarray(row, dtype=np.float64) for row in labels]), ends, task.labels)
         most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
@@ -109,7 +109,7 @@ class Tokens(Kind):
     def encode(
         self, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, max_length: int, pair_separators: int = 1
     ) -> Encoded:
-        """Return rows of whole words. Targets are class numbers `[all pieces]`, 0 where a label is not known."""
+        """Return rows of whole words. Targets are class numbers `[all pieces]`, 0 for an unknown label."""
         writer, targets = RowWriter(tokenizer.pad_id), array("i")
         classes, ends = array("d"), array("q")
         room = max_length - 2
@@ -143,17 +143,17 @@ class Tokens(Kind):
         return int(np.count_nonzero(encoded.targets[encoded.places(rows)] != IGNORED_LABEL))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy over the labelled words."""
+        """Return the cross entropy, summed over the labelled words."""
         return nn.functional.cross_entropy(
             outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
     def blank(self, encoded: Encoded) -> np.ndarray:
-        """Return a zero for every piece."""
+        """Return one zero per piece."""
         return np.zeros(len(encoded.targets))
 
     def outcomes(self, outputs: Tensor, encoded: Encoded, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-        """Return the likeliest class of every piece of the rows, nan where not all of its outputs are finite."""
+        """Return the most probable class of every piece of the rows; nan if an output of the piece is not finite."""
         valid = torch.from_numpy(_is_piece(encoded.lengths[rows])).to(outputs.device)
         of_pieces = outputs[valid]  # [pieces of the rows, labels]
         is_finite = of_pieces.isfinite().all(dim=-1)
@@ -164,7 +164,7 @@ class Tokens(Kind):
         return Tags(outcomes[encoded.targets != IGNORED_LABEL], encoded.answers.ends, task.labels)
 
     def score(self, metric: str, answers: Tags, predictions: Tags) -> float | None:
-        """Return F1 of entities, or a metric of words."""
+        """Return F1 of entities for a seqeval metric, otherwise a metric of words."""
         if not metric.startswith("seqeval"):
             return METRICS[metric](answers.classes, predictions.classes)
         if not np.isfinite(predictions.classes).all():
@@ -172,27 +172,27 @@ class Tokens(Kind):
         return score_entities(answers.by_sentence(), predictions.by_sentence(), metric == "seqeval-strict").f1
 
     def beside(self, task: Task) -> tuple[str, ...]:
-        """Return the accuracy of words."""
+        """Return the name of the words' accuracy, unless it is the task's metric."""
         return () if task.metric == "accuracy" else ("accuracy",)
 
     def lines(self, task: Task, answers: Tags, predictions: Tags) -> Iterable[Line]:
-        """Yield one line per sentence, the tags as a JSON list."""
+        """Yield one line per sentence with its tags as JSON lists."""
         for index, tags in enumerate(zip(predictions.by_sentence(), answers.by_sentence(), strict=True)):
             predicted, gold = (json.dumps(names, ensure_ascii=False) for names in tags)
             yield str(index), predicted, gold
 
     def read_lines(self, task: Task, lines: Sequence[Line]) -> tuple[Tags, Tags]:
-        """Return the labels and the predictions."""
+        """Return (labels, predictions)."""
         numbers = {label: float(number) for number, label in enumerate(task.labels)} | {UNKNOWN: math.nan}
         classes: tuple[list[float], list[float]] = [], []
         ends = []
         for row, (index, *texts) in enumerate(lines):
             if index != str(row):
-                raise ValueError(f"sentence {index} stands where sentence {row} should")
+                raise ValueError(f"sentence {index} is at the place of sentence {row}")
             for found, text in zip(classes, texts, strict=True):
                 found += _classes(text, numbers)
             if len(classes[0]) != len(classes[1]):
-                raise ValueError(f"sentence {index} has another number of predictions than of labels")
+                raise ValueError(f"sentence {index} has different numbers of predictions and labels")
             ends.append(len(classes[0]))
         predictions, answers = (Tags(np.array(found), np.array(ends), task.labels) for found in classes)
         return answers, predictions
