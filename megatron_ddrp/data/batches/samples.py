@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_ddrp.data.dataset.dataset_index import MEND
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
-from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
 MIN_DOCUMENT_TOKENS = 8
@@ -41,6 +41,10 @@ class _Pieces(NamedTuple):
     """First token within the document."""
     lengths: NDArray[np.int64]
     """Tokens, without specials."""
+
+
+class NoSample(UserError):
+    """A part of a dataset that holds no sample."""
 
 
 class SampleIndex:
@@ -76,11 +80,10 @@ class SampleIndex:
         self.num_dropped_documents = self.num_documents - int(after[_DOCUMENTS] - before[_DOCUMENTS])
         self.num_tokens = int(after[_TOKENS] - before[_TOKENS])
         if not len(self):
-            raise UserError(
-                f"{dataset.prefix}: no sample in documents [{low}, {high}) of {dataset.num_documents}: "
-                f"{self.num_dropped_documents} of these {self.num_documents} have fewer than {MIN_DOCUMENT_TOKENS} "
-                "tokens; preprocess more text, or give this part a larger share by --split",
-                FAILURE,
+            short = f"{self.num_dropped_documents} of these {self.num_documents} have"
+            why = f"{short} fewer than {MIN_DOCUMENT_TOKENS} tokens" if high > low else "the range is empty"
+            raise NoSample(
+                f"{dataset.prefix}: no sample in documents [{low}, {high}) of {dataset.num_documents}: {why}"
             )
 
     def __len__(self) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_ddrp.arguments import config_of
 from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.config.reading import Place, options_of, read_settings
+from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
 
 Flags = tuple[tuple[str, Any], ...]
@@ -36,7 +37,7 @@ DECIDED = {
 def read_flags(values: Any, place: Place) -> Flags:
     """Return the flags of `pretrain_bert.py` in a mapping. Raises `UserError` for a flag in `DECIDED`."""
     options = options_of(*concerns().values())
-    settings = read_settings(options, values or {}, place)
+    settings = read_settings(options, values or {}, place, HINTS)
     for name in DECIDED:
         if name in settings:
             raise place.at(name.replace("_", "-")).error(f"not allowed here: {DECIDED[name]} determines it")
