@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 
-# Okabe and Ito's colours, told apart by readers of every colour vision.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
@@ -24,11 +24,11 @@ LEGEND_LINE = 0.27
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, drawing into files. Raises `UserError` where it is not installed."""
+    """Return matplotlib's pyplot, set up to draw into files. Raises `UserError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or give a .json") from None
+        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or name a .json") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
@@ -37,14 +37,14 @@ def pyplot() -> Any:
 
 
 def save_figure(plt: Any, figure: Any, path: Path) -> None:
-    """Write a figure, whole or not at all."""
+    """Write a figure as PNG and close it. A failure leaves no partial file."""
     with AtomicFile(path) as stream:
         figure.savefig(stream.stream, format="png", dpi=150)
     plt.close(figure)
 
 
 def run_style(number: int) -> dict[str, Any]:
-    """Return colour, marker and line of the `number`-th run. No two of 49 runs share both colour and marker."""
+    """Return the look of run `number`, counted from 0. No two of 49 runs share both colour and marker."""
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKERS[(number + number // len(COLORS)) % len(MARKERS)],

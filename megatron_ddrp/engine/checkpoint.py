@@ -40,7 +40,7 @@ class Progress:
     """Optimizer steps, including skipped ones."""
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    """Non-padding tokens."""
+    """Tokens other than padding."""
     since_logged: Mapping[str, float] = field(default_factory=dict)
     """Sums and counts of the objective over the steps since the last row of metrics.jsonl, by name."""
 

@@ -39,7 +39,7 @@ class StepResult:
     """Result of a step, copied to the host in the background. Reading anything but `lr` waits for the step's end."""
 
     def __init__(self, lr: float, sums: Tensor, grad_norm: Tensor, counts: Tensor, objective: Objective) -> None:
-        """`sums` fp64 `[sums]` and `counts` int64 `[counts]`: the global batch's, in the objective's order."""
+        """Keep the global batch's `sums` fp64 `[sums]` and `counts` int64 `[counts]`, in the objective's order."""
         self.lr = lr
         self._objective = objective
         self._numbers = HostCopy(torch.cat([grad_norm.double().view(1), counts.double(), sums]))
@@ -51,13 +51,13 @@ class StepResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The global batch's counts, by name; "tokens" are those that are not padding."""
+        """Counts of the global batch by name; "tokens" excludes padding."""
         names = self._objective.counts
         return dict(zip(names, map(int, self._numbers.read().tolist()[1 : 1 + len(names)]), strict=True))
 
     @property
     def totals(self) -> dict[str, float]:
-        """The global batch's sums and counts, by name."""
+        """Sums and counts of the global batch by name."""
         sums = self._numbers.read().tolist()[1 + len(self._objective.counts) :]
         return {**dict(zip(self._objective.sum_names, sums, strict=True)), **self.counts}
 

@@ -235,9 +235,9 @@ def count(objective: Objective, micro_batches: Iterable[Batch]) -> np.ndarray:
 
 
 def losses_of(totals: Mapping[str, float], objective: Objective) -> dict[str, float]:
-    """Return a row of the log: the loss, its terms that have a weight, and the rates.
+    """Return a row of the log: the loss, its terms with a weight, and the rates.
 
-    `totals` has the sums of `sum_names` and the counts, by name, over one or several whole global batches.
+    `totals` holds the sums of `sum_names` and the counts by name, over one or several whole global batches.
     """
     means = {term.name: totals[term.name] / max(1, totals[term.per]) for term in objective.terms}
     total = sum(term.weight * means[term.name] for term in objective.terms)

@@ -55,7 +55,7 @@ class Agreement(NamedTuple):
 
 
 class HeadDisagreement(MaskedLM):
-    """Masked LM and the disagreement of all heads of each layer."""
+    """Masked LM, and the disagreement of all heads of each layer."""
 
     options = {part: Number(float(part == "output"), "[0, inf)") for part in PARTS}
     travelling = (DocumentLengths, Agreement)

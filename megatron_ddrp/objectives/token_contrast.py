@@ -23,7 +23,7 @@ from megatron_ddrp.objectives.mlm import MaskedLM
 
 
 class TokenContrast(MaskedLM):
-    """Masked LM and the contrast of every two tokens of a sequence."""
+    """Masked LM, and the contrast of every two tokens of a sequence."""
 
     options = {"weight": Number(1.0, "[0, inf)"), "margin": Number(0.5, "[0, 2]")}
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ddrp.analysis.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names
+
 FIGURE = "learning_curves.png"
 PANELS_PER_ROW = 3
 
@@ -45,10 +47,8 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
     if not drawn:
         return None
-    from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure  # here, because it imports torch
-
     plt = pyplot()
-    columns = min(len(drawn), PANELS_PER_ROW)
+    columns = 2 if len(drawn) == 4 else min(len(drawn), PANELS_PER_ROW)
     rows = -(-len(drawn) // columns)
     size = (4.4 * columns + 0.8, 3.6 * rows + 1)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
@@ -59,16 +59,17 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
         for run, curve in curves.items():
             _draw_curve(axis, curve, run, run_style(runs.index(run)))
         axis.set_title(title, fontsize=12)
+        axis.set_xlabel("training step")
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(plt.MaxNLocator(5, integer=True))
         axis.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:g}k" if step >= 10_000 else f"{step:g}")
         axis.tick_params(labelbottom=True)
         axis.set_ylim(top=min(axis.get_ylim()[1], 101))  # no score is above 100
     for axis in axes[:, 0]:
-        axis.set_ylabel("score x 100")
-    figure.supxlabel(f"training step (error bars: {error})", fontsize=11)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=10, frameon=False)
+        axis.set_ylabel("score × 100")
+    lines = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]
+    bar = plt.Line2D([], [], color=GREY, marker="|", linestyle="", markersize=14, markeredgewidth=2)
+    legend_below(figure, {**dict(zip(short_names(runs), lines, strict=True)), error: bar})
     save_figure(plt, figure, folder / FIGURE)
     return FIGURE
 

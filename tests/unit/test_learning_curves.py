@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.analysis import figures
+from megatron_ddrp.analysis import plotting as figures
+from megatron_ddrp.tasks import learning_curves
 from megatron_ddrp.tasks.learning_curves import FIGURE, Score, curves_of, draw_learning_curves
 
 LOW, HIGH = Score(0.5, 0.4, 0.6), Score(0.7, 0.6, 0.75)
@@ -43,5 +44,5 @@ def test_a_panel_shows_each_run_with_its_error_bars(tmp_path: Path, monkeypatch:
     first, second = axes[0].containers
     assert [list(values) for values in first.lines[0].get_data()] == [[1, 2], [50, 70]]
     assert [[round(y) for _, y in bar] for bar in first.lines[2][0].get_segments()] == [[40, 60], [60, 75]]
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["a", "b"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["a", "b", "seeds"]
     assert second.get_label() == "b" and len(axes[1].containers) == 1

@@ -150,7 +150,7 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
 
 
 def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
-    """Return a colour and marker per encoding, a line per objective; one of each per arm if two are alike."""
+    """Return arm → style: colour and marker by encoding, line by objective, or all by number if two would be equal."""
     kinds = [(arm.model.encoding, arm.model.objective) for arm in arms]
     if len(set(kinds)) < len(kinds):
         return {arm: run_style(number) for number, arm in enumerate(arms)}

@@ -15,7 +15,7 @@ BOTTOM = 0.04
 
 
 def draw(encoders: dict[str, Cells], tasks: list[str], title: str, path: Path) -> None:
-    """Draw `best_cells`' result, the tasks in this order.
+    """Draw the result of `best_cells`, with the tasks in this order.
 
     An undefined score counts as 0 in the median. It stands at the lower edge as a cross, so that it does not stretch
     the axis to 0.

@@ -16,7 +16,7 @@ ROW, COLUMN = 0.19, 0.42
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the paradigms by field and term; blue is right, red is wrong, white is chance."""
+    """Draw the accuracies, paradigms sorted by field and term: blue is 1, white 0.5 (chance), red 0."""
     plt = pyplot()
     own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     levels = {**own, **report.piece_counts(), **report.published}
