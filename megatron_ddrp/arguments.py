@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
 from megatron_ddrp.config import Config, concerns, flag
-from megatron_ddrp.config.config_file import Settings as FileSettings
-from megatron_ddrp.config.config_file import config_of, read_config
+from megatron_ddrp.config.config_file import FromFile, config_of, read_config
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import options_of
@@ -68,7 +67,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     refused = [(typed, parser.hint_for(typed)) for typed in flags_of(unknown)]
     if (file := given.pop("deepspeed", None)) is not None:
         refused.append((f"--deepspeed {file}", "it takes no value; give --deepspeed_config FILE"))
-    from_file = read_config(given.pop("config")) if "config" in given else FileSettings({})
+    from_file = read_config(given.pop("config")) if "config" in given else FromFile({})
     dry_run = given.pop("dry_run", False)
     assumed = {name: given.pop(name) for name in ("world_size", "device_memory") if name in given}
     for name, value in assumed.items():
@@ -85,7 +84,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     if refused or not_settled:
         parser.refuse(refused + not_settled)
     for found, text in settled:
-        add_renamed(parser, settings, found, text.split())
+        add_renamed(parser, given, found, text.split())
+    settings |= given
     config = config_of(settings)
     remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))

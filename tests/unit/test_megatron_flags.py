@@ -244,6 +244,13 @@ def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
         read_flags({"learning_rate": 1}, Place("plan.yaml"))
 
 
+def test_renamed_flags_win_over_yaml_as_ours_do(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train-iters: 7\nmicro-batch-size: 7\nglobal-batch-size: 14\n", encoding="utf-8")
+    training = read(f"--config {path} --train-samples 42 --batch-size 2").config.training
+    assert (training.train_iters, training.micro_batch_size, training.global_batch_size) == (3, 2, 14)
+
+
 def test_a_deepspeed_file_of_a_plan_decides_as_for_a_run(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 64}', encoding="utf-8")
