@@ -9,9 +9,11 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
 
-DESCRIPTION = """Compare models at one budget. The command trains all models of a plan with the same seeds and data
-order, scores them on minimal pairs, GLUE and your own tasks, analyses them, and writes one page, which also has the
-numbers of the DDRP+MTH paper.
+DESCRIPTION = """Compare models at one budget.
+
+The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
+own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
+Pre-Training by Reducing Representation Confusion").
 
 The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
 finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints. Run the same command again to do what is

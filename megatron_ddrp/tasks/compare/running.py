@@ -38,6 +38,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class _Running:
+    """Running process of a job."""
+
     job: Job
     lease: BinaryIO
     process: subprocess.Popen[bytes]
