@@ -15,6 +15,7 @@
 #
 # To resume after a kill, run the same command again. Then: bash examples/compare.sh examples/compare/paper.yaml
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT=${OUT:-corpus}

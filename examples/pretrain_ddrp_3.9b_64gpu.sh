@@ -12,6 +12,7 @@
 # On other machines, choose tensor x pipeline x data = the number of GPUs; DRY_RUN=1 refuses a layout that does not fit.
 # With more memory use a larger --micro-batch-size, with less use --checkpoint-activations.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 48 --hidden-size 2560 --num-attention-heads 40 --seq-length 512 --layernorm-position pre
@@ -29,4 +30,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 64 --device-memory 80
 fi
-exec deepspeed --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"

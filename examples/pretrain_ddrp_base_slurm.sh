@@ -20,6 +20,7 @@
 #
 # Submit it from the project's folder with the environment active: srun passes both on. DeepSpeed's launcher is not used.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" # Slurm runs a copy of this file
 
 if [[ -n ${DRY_RUN:-} ]]; then

@@ -13,6 +13,7 @@
 # To resume after a kill, run the same command again: finished stages are skipped. If a command line or your corpus has
 # changed, that stage and all later ones run again.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT=${OUT:-quickstart}
@@ -93,7 +94,7 @@ stage "Preprocessing" "" \
     --vocab-file "$OUT/vocab.txt" --tokenizer-type BertWordPieceLowerCase --workers 2
 
 stage "Pre-training: DDRP positions, MTH objective" "$OUT/checkpoint" \
-    deepspeed --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
+    deepspeed --quiet --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
     --split 949,50,1 --save "$OUT/checkpoint" --load "$OUT/checkpoint" \
     "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}"
 

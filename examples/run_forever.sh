@@ -8,12 +8,13 @@
 #              arguments; 1 if it failed MAX_FAILURES times without a new checkpoint
 #
 #   [MAX_FAILURES=5] [BACKOFF=10] [GRACE=120] \
-#       bash examples/run_forever.sh deepspeed --num_gpus 8 pretrain_bert.py … --save D --load D
+#       bash examples/run_forever.sh deepspeed --quiet --num_gpus 8 pretrain_bert.py … --save D --load D
 #
 # Send SIGTERM or SIGUSR1 to this script to finish the current step, save and stop. After a failure it waits BACKOFF
 # seconds, then twice as long, up to ten minutes; a new checkpoint resets the failures and the wait. Ranks that outlive
 # their launcher have GRACE seconds to save.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 
 save='' load=''
 for ((i = 1; i <= $#; i++)); do

@@ -18,6 +18,7 @@ import inspect
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
+from megatron_ddrp.errors import allocations_as_user_errors
 
 SENTENCES, MAP_SENTENCES = 5000, 1000
 LENGTH = 64
@@ -29,14 +30,24 @@ def main() -> None:
     arguments = build_parser().parse_args()
     from megatron_ddrp.analysis import reports
 
-    {
+    analyse = {
         "self-similarity": reports.report_similarity,
         "attention-maps": reports.report_maps,
         "triangle": reports.report_triangles,
         "space": reports.report_space,
         "throughput": reports.report_throughput,
         "notes": reports.report_notes,
-    }[arguments.command](arguments)
+    }[arguments.command]
+    with allocations_as_user_errors(f"use {need_less_memory(arguments)}"):
+        analyse(arguments)
+
+
+def need_less_memory(arguments: argparse.Namespace) -> str:
+    """Return what a command line can change to need less memory."""
+    size = getattr(arguments, "batch_size", 1)
+    if size > 1:
+        return f"--batch-size {size // 2} instead of {size}"
+    return "a smaller --tokens" if arguments.command == "throughput" else "a machine with more memory"
 
 
 def build_parser() -> ArgumentParser:

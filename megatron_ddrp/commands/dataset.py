@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.dataset.merging import merge
+from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
@@ -47,10 +49,12 @@ MERGE = """Join datasets: the documents of the inputs one after another, as one 
 
 The inputs may differ in type (uint16 and int32 give int32), and are refused if their manifests name different
 tokenizers. The output appears under its name when it is complete. Its manifest adds theirs up; it has none where an
-input has none.
+input has none. Parts that `preprocess --partition` wrote may come in any order; they give the files of one run over the
+whole input, and a missing, repeated or foreign part is an error.
 
     megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
     megatron-ddrp dataset merge --output-prefix data/all shards/*.idx
+    megatron-ddrp dataset merge --output-prefix data/wiki_text_document data/wiki_part*_text_document.idx
 """
 
 
@@ -79,13 +83,32 @@ def build_parser() -> ArgumentParser:
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or None where they name none."""
-    kind, files = arguments.tokenizer_type, (arguments.vocab_file, arguments.tokenizer_model)
-    if kind is None and files == (None, None):
+    flags = TokenizerFlags(*(getattr(arguments, name) for name in TokenizerFlags._fields))
+    if flags == TokenizerFlags():
         return None
-    if kind is None:
-        with contextlib.suppress(UserError):  # verify says it better
-            kind = entry(read_manifest(arguments.prefix), "tokenizer").get("type")
-    return build_tokenizer(kind if kind in TOKENIZER_TYPES else TOKENIZER_TYPES[0], *files)
+    with contextlib.suppress(UserError):  # verify says it better
+        flags = completed(flags, [arguments.prefix])
+    return build_tokenizer(flags.tokenizer_type or TOKENIZER_TYPES[0], flags.vocab_file, flags.tokenizer_model)
+
+
+def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
+    """Return the tokenizer that the manifest names, or None where its vocabulary is not there any more, or changed."""
+    flags = recorded_flags(dataset.prefix)
+    if flags.tokenizer_type is None or flags.path is None:
+        return None
+    try:
+        tokenizer = build_tokenizer(flags.tokenizer_type, flags.vocab_file, flags.tokenizer_model)
+    except UserError:
+        return None
+    return tokenizer if entry(dataset.manifest, "tokenizer").get("fingerprint") == tokenizer.fingerprint else None
+
+
+def training_command(prefix: str) -> str:
+    """Return the command that trains on a dataset, with `FILE` for a vocabulary that is not known or has moved."""
+    flags = recorded_flags(prefix)
+    if flags.path is None or not os.path.exists(flags.path):
+        flags = flags.with_path("FILE")
+    return shlex.join(["megatron-ddrp", "pretrain", "--data-path", prefix, *flags.words(), "--save", "DIR"])
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -99,12 +122,15 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     dataset, tokenizer = IndexedDataset(arguments.prefix), given_tokenizer(arguments)
     if tokenizer is not None:
         check_tokenizer(dataset.prefix, tokenizer)
+    else:
+        tokenizer = recorded_tokenizer(dataset)
     summary = summarize(dataset)
     print(dataset.prefix)
     for line in summary.lines():
         print(line)
     for document, size, text in first_documents(dataset, arguments.documents, arguments.tokens, tokenizer):
         print(f"\ndocument {document}, {size:,} tokens: {text}")
+    print(f"\ntrain on it: {training_command(dataset.prefix)}")
     if output is None:
         return
     if output.suffix == ".json":

@@ -24,13 +24,18 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = option(
         None, "the same for validation, with --train-data-path", nargs="+", metavar="[WEIGHT] P"
     )
-    vocab_file: str | None = option(None, "WordPiece vocabulary, one piece per line", metavar="FILE")
-    tokenizer_type: str = option(
-        "BertWordPieceLowerCase",
-        "tokenizer that the data were made with",
+    vocab_file: str | None = option(
+        None, "WordPiece vocabulary, one piece per line (default: where the manifest of the data says)", metavar="FILE"
+    )
+    tokenizer_type: str | None = option(
+        None,
+        "the tokenizer the data were made with (default: as the manifest of the data says, else "
+        "BertWordPieceLowerCase)",
         choices=("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece", "HuggingFace"),
     )
-    tokenizer_model: str | None = option(None, "SentencePiece model or Hugging Face folder", metavar="FILE")
+    tokenizer_model: str | None = option(
+        None, "SentencePiece model or Hugging Face folder (default: as --vocab-file)", metavar="FILE"
+    )
     split: str | None = option(
         None, "shares of the documents of --data-path for training, validation and test (default: 949,50,1)"
     )

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
@@ -71,10 +72,13 @@ def load_yaml(path: Path, place: Place) -> Any:
         raise place.error("cannot be read: nested too deeply") from None
 
 
-def read_settings(options: Mapping[str, Option], values: Any, place: Place) -> dict[str, Any]:
-    """Return name → checked value for the settings in a mapping, whose keys have dashes or underscores.
+def read_settings(
+    options: Mapping[str, Option], values: Any, place: Place, hints: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return name → checked value of the settings in a mapping; its keys have dashes or underscores.
 
-    Raises `UserError` for an unknown key and for a value of a wrong type or out of range.
+    Raises `UserError` for an unknown key, and for a value of a wrong type or out of its range. `hints` have the remedy
+    for keys that other programs know, with dashes.
     """
     if not isinstance(values, Mapping):
         raise place.error(f"expected settings such as `{next(iter(options))}: …`, got a {type(values).__name__}")
@@ -82,7 +86,8 @@ def read_settings(options: Mapping[str, Option], values: Any, place: Place) -> d
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in options:
-            raise place.error(_unknown(str(key), options))
+            hint = hints.get(name.replace("_", "-"))
+            raise place.error(f"unknown setting {str(key)!r}; {hint}" if hint else _unknown(str(key), options))
         settings[name] = read_value(value, options[name], place.at(str(key)))
     return settings
 
@@ -145,7 +150,7 @@ def _one(value: Any, kind: Any, rules: Mapping[str, Any], place: Place) -> Any:
         if choices and converted not in choices:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        expected = f"one of {', '.join(choices)}" if choices else _EXPECTED[kind]
+        expected = f"one of {', '.join(map(str, choices))}" if choices else _EXPECTED[kind]
         raise place.error(f"got {SHOWN.repr(value)}, expected {expected}") from None
     if "within" in rules and (reason := refused_range(converted, rules["within"])):
         raise place.error(f"got {converted}: {reason}")

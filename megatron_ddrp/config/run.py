@@ -74,9 +74,13 @@ class Config:
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
             refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
-        if decay and warmup + decay > steps:
+        end = optimizer.decay_steps(steps)
+        if optimizer.lr_decay_iters is not None and warmup >= end:
+            refuse(f"--lr-decay-iters {end}: the warm-up alone has {warmup} steps, so give more than those")
+        if decay and warmup + decay > end:
+            limit = "train" if optimizer.lr_decay_iters is None else "lr-decay"
             refuse(
-                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --train-iters {steps}: give "
+                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --{limit}-iters {end}: give "
                 "fewer; for a branch from step N, --train-iters is N + the decay"
             )
 
@@ -156,7 +160,7 @@ class Config:
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
-    *("bf16", "fp16", "tf32", "compile"),
+    *("bf16", "fp16", "tf32", "compile", "decided_by_deepspeed_config"),
 }
 """Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
 

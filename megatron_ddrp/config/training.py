@@ -85,6 +85,12 @@ class OptimizerConfig:
         "(arXiv:2412.13663) and Ettin (arXiv:2507.11412)",
         choices=("linear", "minus_sqrt"),
     )
+    lr_decay_iters: int | None = option(
+        None,
+        "step at which the decay reaches --min-lr, which later steps keep; --lr-warmup-fraction is a share of it "
+        "(default: --train-iters)",
+        within=COUNT,
+    )
     lr_warmup_fraction: float = option(
         0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
     )
@@ -110,11 +116,15 @@ class OptimizerConfig:
                     "--lr-decay-style wsd"
                 )
 
+    def decay_steps(self, total_steps: int) -> int:
+        """Return the step at which the decay of a run of `total_steps` reaches `min_lr`."""
+        return total_steps if self.lr_decay_iters is None else self.lr_decay_iters
+
     def warmup_steps(self, total_steps: int) -> int:
         """Return the number of warm-up steps of a run of `total_steps`."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
-        return math.ceil(self.lr_warmup_fraction * total_steps)
+        return math.ceil(self.lr_warmup_fraction * self.decay_steps(total_steps))
 
 
 @dataclass(frozen=True)
@@ -136,8 +146,13 @@ class ParallelConfig:
         1, "tensors that ZeRO shards: 0 none, 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3)
     )
     deepspeed_config: str | None = option(
-        None, "JSON file with DeepSpeed settings, added to the ones derived from the flags", metavar="FILE"
+        None,
+        "DeepSpeed's JSON; it decides stage, precision, batch sizes, Adam's numbers, clipping and offload where no "
+        "flag and no --config does",
+        metavar="FILE",
     )
+    decided_by_deepspeed_config: tuple[str, ...] = ()
+    """Settings that the file decided, by name: the record of who decided what in config.json."""
     offload_optimizer: str = option(
         "none",
         "cpu keeps ZeRO's optimizer state in host memory and computes the update there, to save memory of the GPU",
@@ -152,6 +167,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        object.__setattr__(self, "decided_by_deepspeed_config", tuple(self.decided_by_deepspeed_config))
         if self.offload_optimizer != "none" and self.zero_stage == 0:
             refuse(
                 "--offload-optimizer cpu with --zero-stage 0: offloading needs ZeRO, so use --zero-stage 1 or higher"

@@ -22,9 +22,14 @@ def silent(count: int) -> None:
 def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
     """Return a progress bar on stderr over the bytes of the files as they lie on the disk, with the time left.
 
-    In a log file it appears only for long runs, every 10 seconds. `doing` is its label; without `show` it is silent.
+    `doing` stands in front of it; without `show` it is silent.
     """
     total = sum(map(os.path.getsize, paths)) if all(map(os.path.isfile, paths)) else None  # unknown for pipes
+    return byte_progress(total, doing, show)
+
+
+def byte_progress(total: int | None, doing: str | None = None, show: bool = True) -> tqdm:
+    """Return a progress bar on stderr over `total` bytes. In a log file it appears for long runs only, and seldom."""
     seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     unit: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True}
     return tqdm(desc=doing, **unit, dynamic_ncols=True, leave=False, file=sys.stderr, disable=not show, **seldom)

@@ -42,3 +42,11 @@ def choices(config: Config, device: torch.device) -> str:
     attention = ", in local layers ".join(dict.fromkeys(f"{backend} attention ({why})" for backend, why in chosen))
     layers = "compiled layers, " if compiles(model.compile, device) else ""
     return f"{attention}, {layers}{config.training.precision}"
+
+
+def unused_devices(world_size: int) -> tuple[str, ...]:
+    """Return a line about the other GPUs where one process runs on a machine with several; nothing otherwise."""
+    count = torch.cuda.device_count()
+    if world_size > 1 or count < 2:
+        return ()
+    return (f"1 of {count} GPUs used; to use all: deepspeed --module megatron_ddrp pretrain … with the same flags",)

@@ -107,6 +107,14 @@ def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
             checkpoint.refuse_folders(save, load)
 
 
+def test_a_folder_of_megatron_lm_is_refused(tmp_path):
+    (tmp_path / "iter_0005000" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5000")
+    for flag, folders in (("--load", (None, tmp_path)), ("--save", (tmp_path, None))):
+        with pytest.raises(UserError, match=f"{flag} {tmp_path} holds checkpoints of Megatron-LM, which are not read"):
+            checkpoint.refuse_folders(*folders)
+
+
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.dataset.suggestions import suggest
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -58,8 +59,7 @@ def file_size(path: Path) -> int:
         reason = "not a file"
     except OSError as error:
         reason = str(error.strerror)
-    hint = "expected PREFIX.bin and PREFIX.idx as megatron-ddrp preprocess writes them; check --data-path"
-    raise UserError(f"{path}: {reason}; {hint}")
+    raise UserError(f"{path}: {reason}; {suggest(path) if path.suffix == '.idx' else MEND}")
 
 
 class Header(NamedTuple):

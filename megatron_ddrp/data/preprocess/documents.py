@@ -5,13 +5,16 @@ Cutting and parsing are two steps, so that one process can read and many can par
     iter_chunks(opened, …)   → Chunk: about a megabyte of whole records, not parsed
     parse_chunk(chunk, …)    → the documents' texts, and the records that cannot be read (records.py)
     iter_documents(names, …) → both in one process
+    record_start(file, byte) → where the first record at or behind a byte begins, to read a range of a file
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.parquet import parquet_rows
@@ -76,10 +79,52 @@ def iter_documents(
                 on_read(chunk.read)
 
 
+def record_start(file: InputFile, position: int) -> int:
+    """Return the byte at which the first record that begins at or behind `position` begins, or the file's size.
+
+    Reads on from `position` only, so that several machines which ask for the same byte find the same border. Behind
+    `position` a plain-text document needs a blank line before it, and WikiExtractor's one the `</doc>` of another.
+    The file is not packed.
+    """
+    size = os.path.getsize(file.path)
+    if position <= 0 or position >= size:
+        return 0 if position <= 0 else size
+    is_last = _LAST_LINES[_format_of(file)]
+    with open(file.path, "rb") as stream:
+        stream.seek(position - 1)
+        line = _next_line(stream)  # the rest of the line that holds the byte before `position`
+        while is_last and line:
+            line = _next_line(stream)
+            if is_last(line):
+                break
+        return stream.tell()
+
+
+def _next_line(stream: BinaryIO) -> bytes:
+    """Read a line; return it, of a longer one the first megabyte."""
+    line = part = stream.readline(BLOCK_BYTES)
+    while part and not part.endswith(b"\n"):
+        part = stream.readline(BLOCK_BYTES)
+    return line
+
+
+@functools.lru_cache(maxsize=1)
+def lines_before(file: InputFile) -> int:
+    """Return the number of lines before the range of a file."""
+    lines = 0
+    with OpenInput(file._replace(begin=0, end=file.begin)) as opened:
+        while block := opened.read(BLOCK_BYTES):
+            lines += block.count(b"\n")
+    return lines
+
+
 def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Yield (format, bytes), cut after whole records."""
-    rest = opened.read(max(chunk_bytes, _FIRST)).removeprefix(_BYTE_ORDER_MARK)
-    kind = _format(opened.file, rest)
+    """Yield (format, bytes), cut behind whole records."""
+    file = opened.file
+    rest = opened.read(max(chunk_bytes, _FIRST))
+    if file.begin == 0:
+        rest = rest.removeprefix(_BYTE_ORDER_MARK)
+    kind = _format(file, rest) if (file.begin, file.end) == (0, None) else _format_of(file)
     end = _end(kind, rest, 0)
     while True:
         if end:
@@ -87,8 +132,8 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
             rest = rest[end:]
         if len(rest) > MAX_RECORD_BYTES:
             raise UserError(
-                f"{opened.file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
-                f"{opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
+                f"{file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
+                f"{file.begin + opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
             )
         block = opened.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
         if not block:
@@ -97,6 +142,12 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
         rest += block
         end = _end(kind, rest, start)
     yield kind, rest
+
+
+def _format_of(file: InputFile) -> str:
+    """Return the format of a file of which a range is read."""
+    with OpenInput(file._replace(begin=0, end=None)) as opened:
+        return _format(file, opened.read(_FIRST + len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK))
 
 
 def _format(file: InputFile, first: bytes) -> str:
@@ -126,3 +177,10 @@ _ENDS = {
     "wiki": (b"</doc>\n", b"</doc>\r\n"),
 }
 """Format → byte strings that end a record; plain text's records also end at lines of blanks."""
+
+_LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
+    "json": None,
+    "text": lambda line: line.endswith(b"\n") and not line.strip(b" \t\r\x0b\x0c\n"),
+    "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
+}
+"""Format → a function that tells whether a line is the last of its record; None where every line is."""

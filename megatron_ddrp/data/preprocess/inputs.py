@@ -52,12 +52,16 @@ _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5
 
 
 class InputFile(NamedTuple):
-    """A file to read."""
+    """One file to read, or a range of its bytes."""
 
     path: str
     """Path of the file; `-` is standard input."""
     name: str
     """Name in a manifest: the file's name, or its path inside the given folder."""
+    begin: int = 0
+    """First byte to read, which begins a record."""
+    end: int | None = None
+    """Byte behind the last one to read; None at the end of the file."""
 
     @property
     def packing(self) -> str:
@@ -113,7 +117,7 @@ class OpenInput:
 
     def __init__(self, file: InputFile):
         self.file = file
-        self._raw = _open_raw(file.path)
+        self._raw = _open_raw(file.path, file.begin, file.end)
         buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = file.packing
         if is_stream(file.path):
@@ -137,10 +141,17 @@ class OpenInput:
             ) from None
 
     def manifest_entry(self) -> dict[str, Any]:
-        """Return the manifest's entry: name, size and SHA-256 of the whole file as stored on the disk."""
+        """Return the manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk.
+
+        A range of a file has the entries `begin` and `end` as well, and the SHA-256 is that of the range.
+        """
         while self._buffered.read(BLOCK_BYTES):
             pass
-        return {"name": self.file.name, "bytes": self._raw.count, "sha256": self._raw.digest.hexdigest()}
+        file, size, borders = self.file, self._raw.count, {}
+        if (file.begin, file.end) != (0, None):
+            borders = {"begin": file.begin, "end": file.end}
+            size = os.path.getsize(file.path)
+        return {"name": file.name, "bytes": size, **borders, "sha256": self._raw.digest.hexdigest()}
 
     def __enter__(self) -> OpenInput:
         return self
@@ -150,27 +161,33 @@ class OpenInput:
 
 
 class _HashedFile(io.FileIO):
-    """A file that counts and hashes the bytes read from it."""
+    """A file, or a range of it, that counts and hashes the bytes read from it."""
 
-    def __init__(self, file: str | int, closefd: bool = True):
+    def __init__(self, file: str | int, closefd: bool = True, begin: int = 0, end: int | None = None):
         super().__init__(file, "rb", closefd)
+        if begin:
+            self.seek(begin)
+        self._length = None if end is None else end - begin
         self.count = 0
         self.digest = hashlib.sha256()
 
     def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer) or 0
-        self.digest.update(memoryview(buffer)[:count])
+        view = memoryview(buffer)
+        if self._length is not None:
+            view = view[: self._length - self.count]
+        count = super().readinto(view) or 0
+        self.digest.update(view[:count])
         self.count += count
         return count
 
 
-def _open_raw(path: str) -> _HashedFile:
+def _open_raw(path: str, begin: int = 0, end: int | None = None) -> _HashedFile:
     if path == STANDARD_INPUT:
         return _HashedFile(sys.stdin.fileno(), closefd=False)
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return _HashedFile(path)
+        return _HashedFile(path, begin=begin, end=end)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a readable file") from None
 

@@ -19,13 +19,15 @@ from typing import Any
 
 import megatron_ddrp
 from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
+from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, relative_path
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
-from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
+from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
+from megatron_ddrp.data.preprocess.partition import own_bytes, own_files, partition_entry
 from megatron_ddrp.data.preprocess.records import Chunk
 from megatron_ddrp.data.preprocess.signals import uninterrupted
 from megatron_ddrp.data.preprocess.workers import map_in_order
-from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.progress import byte_progress
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_impossible, warn_of_unknown
 from megatron_ddrp.errors import UserError
@@ -88,10 +90,14 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
     files = find_inputs(config.input, leave_out=local)
     tokenize = ChunkTokenizer(config)
+    rules = _rules(config, tokenize)
+    if config.partition is not None:
+        rules["partition"] = partition_entry(config.partition, files)
+        files = own_files(files, config.partition)
     if warning := warn_of_impossible(tokenize.tokenizer):
         print(warning, file=sys.stderr)
     folder = config.unfinished_folder
-    job = _job(config, files, tokenize)
+    job = _job(config, files, rules)
     with ExitStack() as closing:
         with uninterrupted():  # a signal between opening and the block would leave empty files
             output = closing.enter_context(UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job))
@@ -101,7 +107,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
             raise UserError(f"{folder}: this run has skipped records; add --on-error skip, or remove the folder")
         if output.discarded:
             print(f"{folder}: damaged, or left by another command, input or version; starting afresh", file=sys.stderr)
-        run = _Run(config, files, tokenize, output)
+        run = _Run(config, files, tokenize, output, rules)
         try:
             result = run.to_the_end()
         except OSError as error:
@@ -123,9 +129,14 @@ class _Run:
     """A preprocessing run, resumed from the last checkpoint if there is one."""
 
     def __init__(
-        self, config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
+        self,
+        config: PreprocessConfig,
+        files: list[InputFile],
+        tokenize: ChunkTokenizer,
+        output: UnfinishedDatasets,
+        rules: dict[str, Any],
     ):
-        self._config, self._files, self._tokenize, self._output = config, files, tokenize, output
+        self._config, self._files, self._tokenize, self._output, self._rules = config, files, tokenize, output, rules
         self._resumable = not any(is_stream(file.path) for file in files)
         self._inputs: list[dict[str, Any]] = []  # the manifest's entries
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
@@ -137,7 +148,7 @@ class _Run:
         """Tokenize the rest of the input and publish the datasets."""
         started = saved = time.monotonic()
         if not self._output.published:
-            with reading_progress([file.path for file in self._files]) as progress:
+            with byte_progress(own_bytes(self._files)) as progress:
                 tokenized = map_in_order(
                     ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
                 )
@@ -148,7 +159,8 @@ class _Run:
                             self.keep()
                             saved = time.monotonic()
                     progress.update(chunk.read)
-            self._refuse_empty()
+            if self._config.partition is None:  # a part may be empty: the merge of all parts is complete then
+                self._refuse_empty()
         self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
         self.result.seconds = time.monotonic() - started
         return self.result
@@ -175,8 +187,9 @@ class _Run:
 
     def _add(self, chunk: TokenizedChunk) -> None:
         result = self.result
-        line = result.line if chunk.file == result.file else 0
-        reasons = name_faults(self._files[chunk.file].path, line, chunk.faults, self._config.on_error)
+        line, file = result.line if chunk.file == result.file else 0, self._files[chunk.file]
+        before = lines_before(file) if chunk.faults else 0
+        reasons = name_faults(file.path, before + line, chunk.faults, self._config.on_error)
         for k, documents in enumerate(chunk.by_key):
             self._output.append(k, documents.ids, documents.sizes, documents.documents)
             result.by_key[k] = result.by_key[k].plus(documents.counts)
@@ -198,11 +211,12 @@ class _Run:
         """Return PREFIX.json, a function of the input's bytes and the flags: equal runs give equal files."""
         tokenizer = self._tokenize.tokenizer
         return {
-            **_rules(self._config, self._tokenize),
+            **self._rules,
             **self.result.by_key[k]._asdict(),
             "skipped": self.result.skipped,
             "dtype": tokenizer.dtype.name,
             "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
+            PATH: relative_path(self._tokenize.path, self._config.prefixes[k]),
             "json_key": self._config.json_keys[k],
             "inputs": self._inputs,
         }
@@ -218,17 +232,18 @@ def _rules(config: PreprocessConfig, tokenize: ChunkTokenizer) -> dict[str, Any]
     }
 
 
-def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """Return all settings that the output depends on; standard input and pipes never equal an earlier run's."""
+def _job(config: PreprocessConfig, files: list[InputFile], rules: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that decides the output's bytes; standard input and pipes are never the same again."""
     inputs: list[Any] = []
     for file in files:
         if is_stream(file.path):
             inputs.append([file.path, os.getpid(), time.time()])
         else:
             status = os.stat(file.path)
-            inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns])
+            borders = [] if file.end is None else [file.begin, file.end]
+            inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns, *borders])
     return {
-        **_rules(config, tokenize),
+        **rules,
         "inputs": inputs,
         "json_keys": config.json_keys,
         "chunk_bytes": CHUNK_BYTES,

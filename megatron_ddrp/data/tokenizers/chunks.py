@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.data.preprocess.partition import Partition
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
 from megatron_ddrp.data.preprocess.sentences import Splitter, sentence_splitter
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -40,7 +41,9 @@ class PreprocessConfig:
     on_error: str = "stop"
     """Reaction to an unreadable record: `stop`, or `skip` and count it."""
     overwrite: bool = False
-    """True to replace existing datasets."""
+    """Replace existing datasets."""
+    partition: Partition | None = None
+    """Part of the input to take, whose number goes into the datasets' names; None for all of it."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -54,12 +57,16 @@ class PreprocessConfig:
     def prefixes(self) -> list[str]:
         """Prefixes of the datasets, one per key."""
         level = "sentence" if self.split_sentences else "document"
-        return [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
+        return [f"{self._own_prefix}_{key}_{level}" for key in self.json_keys]
 
     @property
     def unfinished_folder(self) -> str:
         """Folder in which the datasets grow."""
-        return f"{self.output_prefix}.unfinished"
+        return f"{self._own_prefix}.unfinished"
+
+    @property
+    def _own_prefix(self) -> str:
+        return self.output_prefix + (self.partition.suffix if self.partition else "")
 
 
 class KeyCounts(NamedTuple):
@@ -111,6 +118,8 @@ class ChunkTokenizer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        is_wordpiece = config.tokenizer_type.startswith("BertWordPiece")
+        self.path = str(config.vocab_file if is_wordpiece else config.tokenizer_model)
         self.splitter_name: str | None = None
         self._split: Splitter = lambda text: [text]
         if config.split_sentences:

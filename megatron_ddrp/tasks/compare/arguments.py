@@ -44,6 +44,12 @@ def build_parser() -> ArgumentParser:
     mode = parser.add_argument_group("mode")
     mode.add_argument("--page-only", action="store_true", help="run nothing; write the page from the finished jobs")
     mode.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="end when other commands on the same OUT are doing all that is left, instead of waiting for them; the one "
+        "that finishes last writes the page (for job arrays)",
+    )
+    mode.add_argument(
         "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"
     )
     return parser

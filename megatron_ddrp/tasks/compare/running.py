@@ -57,28 +57,35 @@ class Runner:
         self.running: list[_Running] = []
         self.failed: dict[str, str] = {}
         """Name of a failed job → the reason."""
+        self._taken: set[str] = set()
+        """Names of the jobs that other commands held at the last look."""
         self._waited: set[str] = set()
         self._told = time.monotonic()
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run the jobs; return when each is in the store, has failed, or needs a failed job."""
+    def run(self, jobs: Sequence[Job], wait: bool = True) -> None:
+        """Run the jobs; return when each is in the store, has failed, or needs a failed job.
+
+        Without `wait`, return as soon as other commands are doing all the jobs that are left.
+        """
         try:
-            while self._step(jobs):
+            while self._step(jobs) and (wait or not self._taken.issuperset(job.name for job in self.left(jobs))):
                 time.sleep(WAIT)
         finally:
             self._stop()
 
-    def _left(self, jobs: Sequence[Job]) -> list[Job]:
+    def left(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that are neither in the store nor given up."""
         return [job for job in self.store.missing(jobs) if job.name not in self.failed]
 
     def _step(self, jobs: Sequence[Job]) -> bool:
         """Collect ended processes and start jobs; return whether jobs are left."""
+        self._taken.clear()
         self.store.refresh()
         for running in [r for r in self.running if r.process.poll() is not None]:
             self.running.remove(running)
             self._finish(running, jobs)
         own = {running.job.name for running in self.running}
-        left = self._left(jobs)
+        left = self.left(jobs)
         for job in left:
             if lost := next((name for name in job.needs if name in self.failed), None):
                 self.failed[job.name] = f"needs {lost}"
@@ -87,12 +94,14 @@ class Runner:
         if self.running and time.monotonic() - self._told > STATUS:
             self._told = time.monotonic()
             self.say("  " + self.forecast.status([(r.job, r.began) for r in self.running], left))
-        return bool(self._left(left))
+        return bool(self.left(left))
 
     def _start(self, job: Job) -> None:
         lease = self.store.lease(job.name)
         if lease is None:
-            if job.name not in self.store and job.name not in self._waited:
+            if job.name not in self.store:
+                self._taken.add(job.name)
+            if job.name in self._taken and job.name not in self._waited:
                 self._waited.add(job.name)
                 self.say(f"{job}: another process is doing it; waiting for that process")
             return
@@ -135,7 +144,7 @@ class Runner:
                 seconds = time.monotonic() - running.began
                 self.store.append(self._row(running, seconds))
                 done = len(jobs) - len(self.store.missing(jobs))
-                self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self._left(jobs)))
+                self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self.left(jobs)))
                 return
         log = log_file(self.folder, job)
         why = f"exit code {code}" if code else f"it made no {job.output}"

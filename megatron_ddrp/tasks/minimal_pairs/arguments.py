@@ -80,6 +80,11 @@ class Machine:
         "pieces per forward pass; halve it if memory runs out (default: 4096 on CPUs, 131072 on GPUs)",
         within=COUNT,
     )
+    wait: bool = option(
+        True,
+        "wait for what other commands on the same OUT are doing; --no-wait ends instead when nothing else is left, and "
+        "the command that finishes last writes the tables (for job arrays)",
+    )
     dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")
 
     def __post_init__(self) -> None:

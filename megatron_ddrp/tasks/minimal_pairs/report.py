@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
@@ -89,7 +90,21 @@ def write_report(report: Report, folder: Path) -> str:
     from megatron_ddrp.tasks.minimal_pairs.figure import draw  # it shows a Report
 
     draw(report, folder / "heatmap.png")
-    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json and heatmap.png"
+    curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
+    figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
+    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json{figures}"
+
+
+def _panels(report: Report) -> list[tuple[str, dict[str, Score]]]:
+    """Return the panels of the learning curves: the macro average, then each of several fields."""
+    fields = report.groups("field")
+    parts = {"macro average": list(report.paradigms), **(fields if len(fields) > 1 else {})}
+    return [(title, {each.name: _score(each.only(uids)) for each in report.results}) for title, uids in parts.items()]
+
+
+def _score(result: Result) -> Score:
+    error = result.standard_error or 0.0
+    return Score(result.macro_average, result.macro_average - error, result.macro_average + error)
 
 
 def summary(report: Report, differences: list[Difference]) -> dict[str, Any]:

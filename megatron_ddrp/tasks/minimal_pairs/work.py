@@ -15,6 +15,7 @@ from tqdm import tqdm
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.queue import drain
+from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, share_out, share_threads
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, read_pairs
@@ -134,9 +135,13 @@ def run_here(options: argparse.Namespace) -> None:
         else:
             work(0, *given, bar)
     store.refresh()
+    if left := len(store.missing(plan.jobs)):
+        print(left_to_others(left, options.output_dir))
+        return
     names = {key: subject.name for key, subject in plan.subjects.items()}
     report = report_of(names, plan.paradigms, plan.jobs, store, published, options.ties)
-    print(write_report(report, options.output_dir))
+    with one_at_a_time(options.output_dir, "report"):
+        print(write_report(report, options.output_dir))
 
 
 def work(
@@ -158,7 +163,7 @@ def work(
                 done.value += rows
 
     scorer = Scorer(subjects, paradigms, device_of(number), options.tokens_per_batch, advance)
-    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform)
+    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform, wait=options.wait)
 
 
 def _own_workers() -> int:
