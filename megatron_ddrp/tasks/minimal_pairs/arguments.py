@@ -82,8 +82,8 @@ class Machine:
     )
     wait: bool = option(
         True,
-        "wait for what other commands on the same OUT are doing; --no-wait ends instead when nothing else is left, and "
-        "the command that finishes last writes the tables (for job arrays)",
+        "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
+        "finishes last writes the tables (for job arrays)",
     )
     dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")
 
