@@ -38,6 +38,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class _Running:
+    """Running process of a job."""
+
     job: Job
     lease: BinaryIO
     process: subprocess.Popen[bytes]
@@ -56,14 +58,14 @@ class Runner:
         self.failed: dict[str, str] = {}
         """Name of a failed job → the reason."""
         self._taken: set[str] = set()
-        """Names of the jobs that other commands held at the last look."""
+        """Names of the jobs that other commands held at the last check."""
         self._waited: set[str] = set()
         self._told = time.monotonic()
 
     def run(self, jobs: Sequence[Job], wait: bool = True) -> None:
         """Run the jobs; return when each is in the store, has failed, or needs a failed job.
 
-        Without `wait`, return as soon as other commands are doing all the jobs that are left.
+        Without `wait`, return as soon as other commands are doing all remaining jobs.
         """
         try:
             while self._step(jobs) and (wait or not self._taken.issuperset(job.name for job in self.left(jobs))):
@@ -72,7 +74,7 @@ class Runner:
             self._stop()
 
     def left(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs that are neither in the store nor given up."""
+        """Return the jobs that are neither in the store nor failed."""
         return [job for job in self.store.missing(jobs) if job.name not in self.failed]
 
     def _step(self, jobs: Sequence[Job]) -> bool:

@@ -175,6 +175,8 @@ class _Writer(ABC):
 
 
 class _JsonLines(_Writer):
+    """Writer of one JSON object per row."""
+
     def text(self, cells: dict[str, Any], prediction: Any) -> str:
         return json.dumps(cells | {PREDICTION: prediction}, ensure_ascii=False) + "\n"
 

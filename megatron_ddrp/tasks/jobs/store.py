@@ -146,7 +146,7 @@ class Store:
 
 
 def left_to_others(count: int, folder: Path) -> str:
-    """Return the sentence with which a command ends that leaves the missing jobs to other commands."""
+    """Return the last line of a command that leaves the `count` missing jobs to other commands."""
     jobs = "1 job is" if count == 1 else f"{count:,} jobs are"
     return f"nothing left to do here: {jobs} being done by other commands on {folder}; the last one writes the tables"
 
@@ -159,13 +159,13 @@ def one_at_a_time(folder: Path, name: str) -> Iterator[None]:
         UserError: the file system has no locks.
     """
     stream = _locked(folder, name)
-    assert stream is not None  # it waited
+    assert stream is not None  # without LOCK_NB it waits for the lock
     with stream:
         yield
 
 
 def _locked(folder: Path, name: str, how: int = 0) -> BinaryIO | None:
-    """Return the locked file of a name; None where another process holds it and `how` is not to wait."""
+    """Lock the file of a name and return it; None if another process holds it and `how` is `LOCK_NB` (do not wait)."""
     path = folder / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")
