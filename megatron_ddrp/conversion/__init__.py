@@ -1,1 +1,1 @@
-"""Between training checkpoints and Hugging Face folders."""
+"""Conversion between training checkpoints and Hugging Face folders."""

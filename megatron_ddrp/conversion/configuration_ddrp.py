@@ -1,4 +1,4 @@
-"""Sizes of an exported model; one of the files that travel inside its folder, see modeling_ddrp.py."""
+"""Configuration of an exported model; this file is copied into every exported folder, see modeling_ddrp.py."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class DdrpConfig(PretrainedConfig):
-    """Sizes under BERT's names, and where positions and LayerNorms stand."""
+    """Sizes under BERT's names, the position encoding, and the place of LayerNorms."""
 
     model_type = "megatron_ddrp"
     attribute_map = {
@@ -52,8 +52,8 @@ class DdrpConfig(PretrainedConfig):
     """Name that a position encoding reads → name in config.json."""
 
     def __init__(self, **settings: Any) -> None:
-        """Take the settings of a config.json; those that it lacks have the values of `DEFAULTS`."""
-        if settings.get("absolute_embedding") is None:  # a folder older than this key, when tupe-r's distance was 128
+        """Take the settings of a config.json; missing ones get the values of `DEFAULTS`."""
+        if settings.get("absolute_embedding") is None:  # a folder from before this key, when tupe-r's distance was 128
             encoding = settings.get("position_encoding", DEFAULTS["position_encoding"])
             settings["absolute_embedding"] = encoding == "absolute"
             if encoding == "tupe-r":
@@ -61,7 +61,7 @@ class DdrpConfig(PretrainedConfig):
         super().__init__(**(DEFAULTS | settings))
 
     def window(self, layer: int) -> int | None:
-        """Return how far left and right the tokens of a layer attend; None: to all tokens."""
+        """Return the number of tokens on each side to which a layer's tokens attend; None means all tokens."""
         if self.local_attention is None or layer % self.global_every == 0:
             return None
         return self.local_attention // 2

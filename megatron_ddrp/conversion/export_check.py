@@ -1,4 +1,4 @@
-"""The check of an exported folder: transformers loads it, and its hidden states are those of the training model."""
+"""Check of an exported folder: transformers loads it, and it computes the training model's hidden states."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 
 TOLERANCE = 1e-4
-"""Largest difference of a hidden state, relative to the largest hidden state. Rounding in fp32 gives some 1e-6."""
+"""Largest allowed difference of a hidden state, relative to the largest one; fp32 rounding gives about 1e-6."""
 LONGEST = 128
-"""Tokens per row that are compared."""
+"""Largest number of compared tokens per row."""
 
 
 Scores = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""Maps last hidden states `[batch, seq, hidden]` to a head's scores under their names in transformers' output."""
+"""Function from last hidden states `[batch, seq, hidden]` to a head's scores, by transformers' names of outputs."""
 
 
 def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Tokenizer, scores: Scores) -> str:
-    """Load the class `class_name` from a written folder, compare it with the model, and return a line for people.
+    """Load the class `class_name` from a written folder, compare it with the model, and return a line for the user.
 
-    Scores of tokens are compared where there is no padding. Raises `UserError` where the folder cannot be loaded or
-    computes something else, and for a plug-in's encoding where transformers is not installed. Other folders are not
-    checked then: the tests load every encoding.
+    Scores of tokens are compared outside the padding. Raise `UserError` if the folder cannot be loaded or computes
+    something else. Without transformers, raise it for a plug-in's encoding; other folders are then not checked, since
+    the tests load every built-in encoding.
     """
     config = model.config
     try:
@@ -47,7 +47,7 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
     mask = (place < torch.tensor([[seq], [seq // 2 + 1]])).long()  # two rows, one of them padded
     pad, ids = tokenizer.pad_id, place * torch.tensor([[1], [2]]) % config.vocab_size
-    ids = torch.where(ids == pad, (pad + 1) % config.vocab_size, ids)  # RoBERTa counts positions by what is no padding
+    ids = torch.where(ids == pad, (pad + 1) % config.vocab_size, ids)  # RoBERTa counts positions over non-padding ids
     ids, segments = torch.where(mask > 0, ids, pad), (place >= seq // 3).long() * mask
     inputs = {"input_ids": ids, "attention_mask": mask}
     inputs |= {"token_type_ids": segments} if config.num_segments > 1 else {}
@@ -55,9 +55,9 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
         with torch.no_grad():
             loaded, report = exported_class(folder, class_name).from_pretrained(folder, output_loading_info=True)
             output = loaded.eval()(**inputs, output_hidden_states=True)
-    except Exception as error:  # the code of a plug-in may raise anything
+    except Exception as error:  # a plug-in's code may raise any error
         raise UserError(f"the exported model cannot be loaded: {type(error).__name__}: {error}") from error
-    has_head = any(name.endswith("logits") for name in output)  # else the head's weights lie beside the encoder's class
+    has_head = any(name.endswith("logits") for name in output)  # else the encoder's class ignores the head's weights
     if strange := sorted({*report["missing_keys"], *(report["unexpected_keys"] if has_head else ())}):
         raise UserError(f"the exported model does not fit its weights: {strange[0]} and {len(strange) - 1} more")
     valid = mask.bool()
@@ -65,7 +65,7 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
         hidden = model.encode(ids, segments, mask, place * mask)
         gaps = {"hidden states": _gap(output.hidden_states[-1][valid], hidden[valid])}
         for name, expected in scores(hidden).items() if has_head else ():
-            compared = valid if expected.shape[:2] == valid.shape else ...  # all, where there is one score per row
+            compared = valid if expected.shape[:2] == valid.shape else ...  # everything, if there is one score per row
             gaps[name.replace("_", " ")] = _gap(output[name][compared], expected[compared])
     for what, gap in gaps.items():
         if not gap <= TOLERANCE:
@@ -83,11 +83,11 @@ def _gap(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
 
 
 def exported_class(folder: Path, class_name: str) -> Any:
-    """Return a class of a folder's own code, else of transformers."""
+    """Return a class from a folder's own code if it has any, else from transformers."""
     code = folder / "modeling_ddrp.py"
     if not code.exists():
         return getattr(importlib.import_module("transformers"), class_name)
-    # A package whose parts lie in the folder, so that the files find one another by relative imports.
+    # A package whose modules are the folder's files, so that they can import one another relatively.
     spec = spec_from_file_location(f"exported_{uuid.uuid4().hex}", code, submodule_search_locations=[str(folder)])
     assert spec is not None and spec.loader is not None, code
     module = sys.modules[spec.name] = module_from_spec(spec)

@@ -1,6 +1,6 @@
-"""Sums of the files of our own exports: a Hugging Face folder of ours that was damaged since is refused, not believed.
+"""Sums of the files of this project's exports: a folder that was damaged after its export is refused.
 
-The folder of another program carries none, and transformers does not look at ours.
+Folders of other programs have no sums, and transformers ignores ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path) -> None:
-    """Raise `UserError` where an export of ours is not as it was written. Folders without sums pass."""
+    """Raise `UserError` if an export has changed since it was written. Folders without sums are accepted."""
     if not (folder / SUMS).exists():
         return
     files = read_object(folder / SUMS).get("files")

@@ -1,8 +1,8 @@
-"""Fine-tuned model of ours → Hugging Face folder that `AutoModelFor…` loads, with equal scores.
+"""Export of a fine-tuned model as a Hugging Face folder that `AutoModelFor…` loads, with equal scores.
 
-The encoder leaves as the family that its masked LM leaves as, where that family's class in transformers computes our
-heads: BERT, RoBERTa's relatives and DeBERTa do. ELECTRA pools with a GELU, and ModernBERT puts one more dense layer and
-a norm before every classifier, so these leave as our own family, with our model code.
+The encoder is exported as its masked LM's family if that family's classes in transformers compute our heads, as those
+of BERT, RoBERTa's relatives and DeBERTa do. ELECTRA pools with a GELU, and ModernBERT adds a dense layer and a norm
+before every classifier, so these are exported as our own family, with our model code.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ SEQUENCE_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), ROBERTA_NAMES),
     **dict.fromkeys((*DEBERTAS, OWN_MODEL_TYPE), {}),
 }
-"""`model_type` of each family whose heads compute ours → names of a text's pooler and classifier, as far as they differ
-from ours. Heads of tokens and answers have our names in all of them."""
+"""`model_type` of each family whose heads compute ours → names of a sequence head's pooler and classifier that differ
+from ours. All these families use our names for the heads of tokens and answers."""
 
 ENCODER_PARTS = ("embeddings.", "layers.", "head.final_norm.")
-"""Beginnings of the names of our weights that hidden states depend on."""
+"""Prefixes of the names of our weights that affect hidden states."""
 
 
 @dataclass(frozen=True)
 class TaskHead:
-    """The head that fine-tuning trained, and what config.json says about it."""
+    """A head trained by fine-tuning, and its settings in config.json."""
 
     kind: str
     """Key of `FINE_TUNED`: "sequence", "tokens" or "qa"."""
     weights: Mapping[str, Tensor]
-    """Names → tensors: `pooler.dense.weight` `[hidden, hidden]` and `classifier.weight` `[labels, hidden]` for a
-    sequence, the latter alone for tokens, `qa_outputs.weight` `[2, hidden]` for answers; each with its `.bias`."""
+    """Name → tensor. A sequence head has `pooler.dense.weight` `[hidden, hidden]` and `classifier.weight` `[labels,
+    hidden]`, a token head the latter only, an answer head `qa_outputs.weight` `[2, hidden]`; each weight has a
+    `.bias`."""
     labels: tuple[str, ...] = ()
-    """Names of the classes, in the classifier's order; none for a regression and for answers."""
+    """Names of the classes, in the classifier's order; empty for a regression and for answers."""
     problem_type: str | None = None
     """Loss of a sequence head in transformers: single_label_classification, multi_label_classification, regression."""
     dropout: float = 0.1
-    """Dropout before the classifier if somebody trains the folder further."""
+    """Dropout before the classifier, for further training of the folder."""
 
     def scores(self, hidden: Tensor) -> dict[str, Tensor]:
         """Return the scores of last hidden states `[batch, seq, hidden]`, under transformers' names.
@@ -96,12 +97,12 @@ def write_finetuned(
 ) -> str:
     """Write a fine-tuned model with its head and tokenizer as the folder `output`; return the line that loads it.
 
-    `model` is one of ours, as `checkpoint.read_model` returns it, with fine-tuned weights, on any device and in any
-    precision; it stays as it is, and the folder is fp32. `more_settings` are further keys of config.json.
+    `model` comes from `checkpoint.read_model`, with fine-tuned weights, on any device and in any precision. It stays
+    unchanged; the folder is fp32. `more_settings` are further keys of config.json.
 
-    `output` appears whole or not at all, in place of a folder of that name. Before it does, transformers loads it and
-    compares hidden states and scores. Raises `UserError` where they differ, where a weight is not finite, or where the
-    folder cannot be written.
+    `output` is written whole or not at all, and replaces a folder of that name. Before that, transformers loads it and
+    its hidden states and scores are compared with the model's. Raise `UserError` if they differ, if a weight is not
+    finite, or if the folder cannot be written.
     """
     model = copy.deepcopy(model).cpu().float().eval()
     model.merge_embeddings()
@@ -131,7 +132,7 @@ def write_finetuned(
 
 
 def _family(config: ModelConfig, tokenizer: Tokenizer) -> Family:
-    """Return the family that the model is written as: its masked LM's if that one has our heads, else our own."""
+    """Return the family of the export: the masked LM's family if it computes our heads, else our own."""
     family = leaving_family(config, "masked-lm", tokenizer)
     return family if family.model_type in SEQUENCE_NAMES else FAMILIES[OWN_MODEL_TYPE]
 

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder, read as data: code that it names is never run, sizes are checked before use."""
+"""config.json of a Hugging Face folder, read as data: the code that it names never runs, and sizes are checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
 OWN_MODEL_TYPE = "megatron_ddrp"
-"""`model_type` of the folders that our own classes read. The model code in them is for users of transformers."""
+"""`model_type` of folders for our own classes. The model code in them is for users of transformers."""
 LARGEST_SIZE = 2**22
-"""No width, vocabulary or length is larger."""
+"""Largest width, vocabulary or length that is accepted."""
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -51,13 +51,13 @@ OWN_SETTINGS = (
     "embedding_size",
     "num_segments",
 )
-"""Fields of `ModelConfig` that exports of ours have in config.json as well, under their own names."""
+"""Fields of `ModelConfig` that our own exports also have in config.json, under their own names."""
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
-    Raises `UserError` where it cannot be read, where the model is another's code, or where an export of ours is not as
+    Raise `UserError` if it cannot be read, if the model needs foreign code, or if an export of ours has changed since
     it was written.
     """
     check_sums(folder)
@@ -69,20 +69,20 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def refuse_code(path: Path, values: dict[str, Any]) -> None:
-    """Raise `UserError` where a configuration file names Python code, in the folder or elsewhere."""
+    """Raise `UserError` if a configuration file names Python code, in the folder or elsewhere."""
     kernel = values.get("attn_implementation") or values.get("_attn_implementation")
     if values.get("auto_map") or (isinstance(kernel, str) and "/" in kernel):
         key = "auto_map" if values.get("auto_map") else "attn_implementation"
         raise UserError(
             f"{path}: {key} names code outside transformers, and code of a folder is never run here; give a folder "
-            "whose model transformers knows by itself"
+            "with a model that transformers itself contains"
         )
 
 
 def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """Return settings of `ModelConfig`, read from the given keys (→ fields) of config.json.
 
-    Raises `UserError` for a value that is not of its field's kind.
+    Raise `UserError` for a value of the wrong type.
     """
     known = {field.name: field for field in fields(ModelConfig)}
     settings: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def read_settings(path: Path, values: dict[str, Any], keys: Mapping[str, str]) -
 
 
 def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Return settings as a `ModelConfig`. What it refuses is an error of the file `path`, not of a flag."""
+    """Return the settings as a `ModelConfig`. Its errors name the file `path`, not a flag."""
     try:
         config = ModelConfig(**settings)
         usual = ModelConfig(**settings | {"ffn_hidden_size": None})
@@ -114,7 +114,7 @@ def model_config(path: Path, settings: dict[str, Any]) -> ModelConfig:
 
 
 def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, most: int = LARGEST_SIZE) -> int:
-    """Return an integer of config.json. Raises `UserError` for another value."""
+    """Return an integer of config.json. Raise `UserError` for any other value."""
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise UserError(f"{path}: {key} is {shown(value)}, expected a whole number from {least} to {most}")
@@ -122,7 +122,7 @@ def whole_number(path: Path, values: dict[str, Any], key: str, least: int = 1, m
 
 
 def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
-    """Return a setting of config.json. Raises `UserError` where it is none of `allowed`."""
+    """Return a setting of config.json. Raise `UserError` if it is not in `allowed`."""
     value = values.get(key)
     if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
         others = ", or a name that --plugin FILE.py brings" if key == "position_encoding" else ""
@@ -131,6 +131,6 @@ def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it, at most 80 characters."""
+    """Return a value as text for an error, at most 80 characters long."""
     text = "too long a number" if isinstance(value, int) and abs(value) >= 10**80 else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

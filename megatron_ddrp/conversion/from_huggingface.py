@@ -1,6 +1,6 @@
-"""Hugging Face folder → a folder that `pretrain_bert.py --load` resumes from, and the command that does.
+"""Import of a Hugging Face folder as a folder for `--load` in pre-training, and the command that resumes from it.
 
-Such folders have no optimizer state: the checkpoint holds weights alone, at iteration 0.
+Such folders have no optimizer state, so the checkpoint holds weights only, at iteration 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ddrp.conversion.run_flags import model_flags, objective_flags
 from megatron_ddrp.errors import UserError
 
 NO_TOKENIZER = (
-    "none, for lack of vocab.txt and tokenizer.json: give the model's own to pretrain_bert.py (transformers writes it: "
+    "none: the folder has no vocab.txt or tokenizer.json; give the model's own to pretrain_bert.py (to write it: "
     "AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR))"
 )
 
@@ -32,7 +32,7 @@ class Import(ReadFolder):
 
     @property
     def warning(self) -> str | None:
-        """One sentence where the tokenizer is hardly the model's own, else None."""
+        """One sentence if the tokenizer is probably not the model's own, else None."""
         spare = self.embedded_pieces - self.config.vocab_size
         if self.tokenizer is None or spare <= PADDED_ROWS:
             return None
@@ -43,7 +43,7 @@ class Import(ReadFolder):
         )
 
     def summary(self) -> str:
-        """Return a few lines: what was loaded, left out and initialised, and the flags to resume with."""
+        """Return a few lines about weights loaded, left out and initialised, and the command to resume with."""
         model, tokenizer, loaded = self.config, self.tokenizer, self.weights.ours.values()
         groups = Counter(name.rpartition(".")[0] or name for name in self.weights.left_out)
         left_out = [f"{group} ({count})" for group, count in groups.items()]
@@ -58,7 +58,7 @@ class Import(ReadFolder):
             "initialised": "; ".join(self.weights.initialised) or "nothing",
             "tokenizer": f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size:,} pieces" if tokenizer else NO_TOKENIZER,
             "wrote": f"{self.output}: weights without optimizer state",
-            "go on": shlex.join(command),
+            "resume": shlex.join(command),
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
@@ -76,13 +76,13 @@ class Import(ReadFolder):
 def import_folder(source: Path, output: Path, overwrite: bool = False, generator: Path | None = None) -> Import:
     """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
 
-    `generator` is the folder of the generator of an ELECTRA whose discriminator's is `source`; without it one is drawn.
+    For an ELECTRA discriminator `source`, `generator` is the folder of its generator; without it a new one is drawn.
     Both may be names on the hub.
 
-    `output` appears whole or not at all. Raises `UserError` where the model is of no family in the registry, where a
-    weight is missing or does not fit, or where `output` exists and may not be replaced.
+    `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
+    is missing or does not fit, or if `output` exists and may not be replaced.
     """
-    refuse_output(output, overwrite, _is_import, "import that nothing was trained from")
+    refuse_output(output, overwrite, _is_import, "untrained import")
     read = read_folder(local_folder(source), None if generator is None else local_folder(generator))
     with whole_folder(output) as folder:
         whole = Config(model=read.config, objective=read.objective)
@@ -96,7 +96,7 @@ def import_folder(source: Path, output: Path, overwrite: bool = False, generator
 
 
 def _is_import(folder: Path) -> bool:
-    """Return whether a folder holds an import and nothing that training added."""
+    """Return whether a folder holds an import and nothing from training."""
     try:
         newest = checkpoint.newest(folder)
         return newest is not None and bool(checkpoint.read_state(newest).get(checkpoint.WEIGHTS_ONLY))

@@ -1,4 +1,4 @@
-"""The generator of a discriminator out of a folder of its own, joined to it."""
+"""Import of an ELECTRA generator from its own folder, joined to its discriminator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECTION = "generator.embeddings.projection."
 def generator_objective(objective: ObjectiveConfig, config: ModelConfig, generator: ModelConfig) -> ObjectiveConfig:
     """Return the discriminator's objective with a generator of the folder's sizes; `config` is the discriminator's.
 
-    Raises `UserError` where the objective trains no generator, or none of these sizes beside this discriminator.
+    Raise `UserError` if the objective trains no generator, or none of these sizes beside this discriminator.
     """
     share = round(min(1.0, generator.num_attention_heads / config.num_attention_heads), 4)
     for candidate in (objective, replace(objective, generator_size=share)):
@@ -38,10 +38,9 @@ def generator_objective(objective: ObjectiveConfig, config: ModelConfig, generat
 
 
 def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) -> None:
-    """Add a generator's weights to those of its discriminator; `wanted` are the names of both together.
+    """Add a generator's weights to its discriminator's; `wanted` are the names of both together.
 
-    What the two share must be equal, except for token embeddings whose difference is a weight. Raises `UserError` where
-    it is not.
+    Shared weights must be equal, except token embeddings if their difference is a weight. Raise `UserError` otherwise.
     """
     for name, tensor in other.ours.items():
         if f"generator.{name}" in wanted:
@@ -52,7 +51,7 @@ def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) ->
             raise UserError(
                 f"--generator: {name} is not the discriminator's, and here the two share their embeddings; {ADVICE}"
             )
-    if PROJECTION + "weight" in wanted and PROJECTION + "weight" not in weights.ours:  # nothing projects there
+    if PROJECTION + "weight" in wanted and PROJECTION + "weight" not in weights.ours:  # both widths are equal
         width = len(weights.ours["generator.layers.0.attention.query.weight"])
         weights.ours[PROJECTION + "weight"] = torch.eye(width)
         weights.ours[PROJECTION + "bias"] = torch.zeros(width)

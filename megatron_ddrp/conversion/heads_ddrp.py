@@ -1,6 +1,6 @@
-"""The heads of an exported model; one of the files that travel inside its folder, see modeling_ddrp.py.
+"""Heads of an exported model; this file is copied into every exported folder, see modeling_ddrp.py.
 
-Those for fine-tuning compute and lose what BERT's in transformers do.
+The heads for fine-tuning compute the same outputs and losses as BERT's in transformers.
 """
 
 from collections import OrderedDict
@@ -24,14 +24,15 @@ class MaskedLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden: Tensor, token_embedding: Tensor) -> Tensor:
-        """Map `[.., hidden]`, with the embedding `[vocab, embedding]`, to `[.., vocab]`."""
+        """Map `[.., hidden]` to `[.., vocab]`; `token_embedding` is `[vocab, embedding]`."""
         return F.linear(self.norm(F.gelu(self.dense(hidden))), token_embedding, self.bias)
 
 
 class MaskDecoder(nn.Module):
-    """DeBERTa's enhanced mask decoder: absolute positions join just before the masked-LM head, for every token.
+    """DeBERTa's enhanced mask decoder: adds absolute positions just before the masked-LM head, for every token.
 
-    The last layer is applied twice more, queries beginning as absolute embedding + H[L−1], keys and values of H[L−1].
+    It applies the last layer twice more. The first queries are absolute embedding + H[L−1]; keys and values come from
+    H[L−1].
     """
 
     def __init__(self, config: DdrpConfig) -> None:
@@ -49,7 +50,7 @@ class MaskDecoder(nn.Module):
 
 
 def replaced_token_head(config: DdrpConfig, contextual: bool = False) -> nn.Sequential:
-    """Return a discriminator's head, `[.., hidden]` → `[.., 1]`: dense, GELU, linear; first a norm if contextual."""
+    """Return a discriminator's head, `[.., hidden]` → `[.., 1]`: dense, GELU, linear, after a norm if contextual."""
     parts = OrderedDict({"norm": norm(config)} if contextual else {})
     parts["dense"] = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
     parts |= {"activation": nn.GELU(), "output": nn.Linear(config.hidden_size, 1)}
@@ -69,14 +70,14 @@ class Pooler(nn.Module):
 
 
 def classifier_dropout(config: DdrpConfig) -> float:
-    """Return the dropout before a classifier: its own, else that of the hidden states."""
+    """Return the dropout rate before a classifier; by default that of the hidden states."""
     return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
 
 
 def classification_loss(config: DdrpConfig, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of logits `[batch, num_labels]` by `problem_type`: squared error, cross entropy, or binary ones.
+    """Return the loss of logits `[batch, num_labels]` by `problem_type`: squared error or (binary) cross entropy.
 
-    Where config.json names none, the labels decide, and it is noted in `config`: one label is a regression, integers
+    If config.json names no type, the labels decide, and `config` stores the result: one label is a regression, integers
     are classes, other labels are one yes or no per class.
     """
     if config.problem_type is None and config.num_labels == 1:
@@ -93,14 +94,14 @@ def classification_loss(config: DdrpConfig, logits: Tensor, labels: Tensor) -> T
 
 
 def stack_spans(start: Tensor | None, end: Tensor | None) -> Tensor | None:
-    """Return positions `[batch]` or `[batch, 1]` as one tensor `[batch, 2]`, None where one side is not given."""
+    """Return positions `[batch]` or `[batch, 1]` as one tensor `[batch, 2]`, or None if one of them is missing."""
     return None if start is None or end is None else torch.stack([start.flatten(), end.flatten()], dim=-1)
 
 
 def span_loss(logits: Tensor, spans: Tensor) -> Tensor:
-    """Return the mean of the first and the last token's cross entropy.
+    """Return the mean cross entropy of the first and the last token of the answer.
 
-    `logits` are `[batch, seq, 2]`, `spans` int64 `[batch, 2]`; a position behind the last token counts for nothing.
+    `logits` are `[batch, seq, 2]`, `spans` int64 `[batch, 2]`; positions after the last token are ignored.
     """
     behind = logits.shape[1]
     losses = [

@@ -1,4 +1,4 @@
-"""A name on the Hugging Face hub, such as `FacebookAI/roberta-base`, in place of a folder."""
+"""Download of a model by its name on the Hugging Face hub, such as `FacebookAI/roberta-base`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from megatron_ddrp.conversion.huggingface_weights import PICKLED_WEIGHTS, SAFE_W
 from megatron_ddrp.errors import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of a name on the hub: one or two parts, and no path such as ./x, /x or a/b/c."""
+"""Pattern of a name on the hub: one or two parts, and not a path such as ./x, /x or a/b/c."""
 SETTINGS = ("*.json", "*.txt", "*.model")
-"""Files of settings and tokenizers. Code is not downloaded."""
+"""Files of settings and tokenizers. Code is never downloaded."""
 
 
 def local_folder(given: Path) -> Path:
-    """Return a folder as it was given, or the copy of what the hub has under that name.
+    """Return `given` if it is a folder, else a downloaded copy of the hub's model with that name.
 
-    safetensors are preferred to a pickle. Raises `UserError` with the line that downloads the folder where it cannot be
-    downloaded from here.
+    Prefers safetensors to a pickle. Raise `UserError` with the command that downloads the folder if the download fails.
     """
     if given.exists() or not HUB_NAME.fullmatch(str(given)):
         return given
@@ -32,7 +31,7 @@ def local_folder(given: Path) -> Path:
             folder = Path(snapshot_download(str(given), allow_patterns=[*SETTINGS, PICKLED_WEIGHTS]))
     except ImportError:
         raise _advice(given, "huggingface_hub is not installed") from None
-    except Exception as error:  # its own errors, and those of the network's libraries beneath it
+    except Exception as error:  # errors of the hub's library and of the network libraries below it
         raise _advice(given, str(error).strip().split("\n")[0][:200] or type(error).__name__) from None
     return folder
 

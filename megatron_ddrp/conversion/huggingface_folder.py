@@ -1,7 +1,7 @@
-"""A Hugging Face folder of any family, read as a model of ours: settings, weights and tokenizer, no code.
+"""Reader of a Hugging Face folder of any family as a model of ours: settings, weights and tokenizer, without code.
 
-Hidden states and logits are those of transformers. Poolers and classifiers are left out; a folder without the head that
-its objective trains gets a new one.
+Hidden states and logits equal those of transformers. Poolers and classifiers are left out; if the folder lacks the head
+that its objective trains, the model gets a new one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SEED = 1234
 """Seed of the weights that a folder lacks, and of the rows that pad the vocabulary."""
 
 PADDED_ROWS = 255
-"""Rows that a model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""
+"""Most rows that a model may embed beyond its tokenizer's pieces: tables are often padded to a multiple."""
 
 
 @dataclass(frozen=True)
 class ReadFolder:
-    """The model of a Hugging Face folder as one of ours, and what became of the folder's tensors."""
+    """The model of a Hugging Face folder as one of ours, and an account of the folder's tensors."""
 
     source: Path
     family: Family
@@ -54,9 +54,9 @@ class ReadFolder:
 
 
 def read_folder(source: Path, generator: Path | None = None) -> ReadFolder:
-    """Read a folder of a family in the registry, for an ELECTRA maybe with the folder of its generator.
+    """Read a folder of a family in the registry; for an ELECTRA, optionally also the folder of its generator.
 
-    Raises `UserError` where its model is none of them, and where a weight is missing or does not fit.
+    Raise `UserError` if its family is not in the registry, or if a weight is missing or does not fit.
     """
     config, objective, family, weights = _settings_and_weights(source)
     if generator is not None:
@@ -75,9 +75,9 @@ def read_folder(source: Path, generator: Path | None = None) -> ReadFolder:
 
 
 def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, Family, Weights]:
-    """Return a folder's model and its weights, under our names.
+    """Return a folder's model, objective, family and weights, under our names.
 
-    Every size is held against the weights before anything of that size is allocated.
+    Every size is compared with the weights before a tensor of that size is allocated.
     """
     path, values = source / "config.json", read_config_file(source)
     family = family_of(path, values)
@@ -93,9 +93,9 @@ def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, F
 
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
-    """Return (model on the CPU in fp32 and eval mode, tokenizer, sizes) of a folder.
+    """Return (model on the CPU in fp32 and eval mode, tokenizer, configuration) of a folder.
 
-    Raises `UserError` as `read_folder` does, and where the folder has no tokenizer or another's.
+    Raise `UserError` as `read_folder` does, and if the folder has no tokenizer or another model's.
     """
     read = read_folder(folder)
     if read.tokenizer is None:
@@ -109,7 +109,7 @@ def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
 
 
 def _refuse_other_tables(config: ModelConfig, weights: Weights, source: Path) -> None:
-    """Raise `UserError` where the embeddings of words or segments are not those of config.json."""
+    """Raise `UserError` if the embeddings of words or segments do not match config.json."""
     words, segments = (weights.ours.get(name, ()) for name in (TOKEN_EMBEDDING, SEGMENT_EMBEDDING))
     if not len(words):
         raise UserError(f"{source}: no word embedding among its weights; give a folder with a whole encoder")

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder as one of ours, read as data."""
+"""Reader of a Hugging Face folder's tokenizer as one of ours, without running code."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
-"""Vocabularies that transformers alone makes a tokenizer.json of: it numbers pieces and treats text in its own way."""
+"""Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
+way."""
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return a folder's tokenizer, None where it has none.
+    """Return a folder's tokenizer, or None if it has none.
 
-    It comes from the SentencePiece model that an export keeps beside its tokenizer.json, from vocab.txt if BERT's usual
-    rules apply, from tokenizer.json, or from what transformers makes of another vocabulary. Raises `UserError` where a
-    file cannot be read or transformers is needed and cannot do it.
+    Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
+    usual rules apply; tokenizer.json; transformers' conversion of another vocabulary. Raise `UserError` if a file
+    cannot be read or transformers is needed and fails.
     """
     settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
     model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
@@ -43,7 +44,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json with `do_lower_case`, which is true by default.
 
-    Raises `UserError` where it cannot be read, or where the tokenizer is another's code.
+    Raise `UserError` if it cannot be read, or if the tokenizer needs foreign code.
     """
     path = folder / "tokenizer_config.json"
     settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
@@ -53,7 +54,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _same_pieces(model: Path, folder: Path) -> bool:
-    """Return whether a SentencePiece model numbers its pieces as the tokenizer.json beside it does."""
+    """Return whether a SentencePiece model numbers its pieces like the tokenizer.json beside it."""
     ours = build_tokenizer("SentencePiece", tokenizer_model=model)
     return ours.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces
 
@@ -68,7 +69,7 @@ def _convert(folder: Path, vocabulary: str) -> Tokenizer:
         with tempfile.TemporaryDirectory() as written:
             loaded.save_pretrained(written)
             return build_tokenizer("HuggingFace", tokenizer_model=written)
-    except Exception as error:  # the library raises whatever a damaged file leads it to
+    except Exception as error:  # with a damaged file the library may raise any error
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise UserError(
             f"{folder} has {vocabulary} and no tokenizer.json, and it could not be converted ({reason}): where "

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face folder, read as tensors alone, and put under our names into a model of ours.
+"""Reader of a Hugging Face folder's weights: tensors only, renamed and copied into a model of ours.
 
-Every family ties the output matrix to the word embedding, as ours does.
+Every family ties the output matrix to the word embedding, as our models do.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_ddrp.model import on_meta_device
 
 TOKEN_EMBEDDING, SEGMENT_EMBEDDING = "embeddings.token.weight", "embeddings.segment.weight"
 EMBEDDING_DIFFERENCE = "embeddings.difference.weight"
-"""E_Δ of `model/rtd.py`, which begins with 0."""
+"""Name of E_Δ of `model/rtd.py`, which starts at 0."""
 SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
-"""The reason told for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
+"""Reason given for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
 DIFFERENCE = "difference of the embeddings"
 DRAWN = {
@@ -33,26 +33,25 @@ DRAWN = {
     r"generator\.": "generator",
     r"embeddings\.difference\.": DIFFERENCE,
 }
-"""Weights that a folder may lack as a whole, since they are drawn anew → their name for people."""
+"""Pattern of weights that a folder may lack as a whole, because they can be drawn anew → their name in messages."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What becomes of a folder's tensors."""
+    """Tensors of a folder under our names, and an account of the others."""
 
     ours: dict[str, Tensor]
-    """fp32, under our names."""
+    """Tensors in fp32, under our names."""
     left_out: list[str] = field(default_factory=list)
-    """Names there that have no place here."""
+    """Names in the folder that have no counterpart here."""
     initialised: list[str] = field(default_factory=list)
-    """Parts of ours that the folder lacks, and what they begin with; known after `fill`."""
+    """Parts of our model that the folder lacks, with their initial values; known after `fill`."""
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, else of pytorch_model.bin, which is unpickled as tensors alone.
+    """Return the tensors of model.safetensors, else of pytorch_model.bin, which is unpickled without running code.
 
-    Raises `UserError` where there is neither, where it cannot be read without running its code, and for a tensor with a
-    number that is not finite.
+    Raise `UserError` if neither exists, if it cannot be read without running its code, or if a tensor is not finite.
     """
     safe, pickled = folder / SAFE_WEIGHTS, folder / PICKLED_WEIGHTS
     path = safe if safe.is_file() else pickled
@@ -60,7 +59,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{folder}: neither {safe.name} nor {pickled.name} in it; save the model as one of them")
     try:
         loaded = load_file(str(safe)) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may raise anything
+    except Exception as error:  # a damaged file may raise any error
         reason = str(error).split("\n")[0] if path == safe else NOT_TENSORS
         raise UserError(f"{path} cannot be read: {reason}") from None
     if not isinstance(loaded, dict):
@@ -68,16 +67,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if tensor.is_complex() or not torch.isfinite(tensor.float()).all():
-            raise UserError(f"{path}: {name} holds what is no finite number; copy the folder again")
+            raise UserError(f"{path}: {name} contains a value that is not a finite number; copy the folder again")
     return tensors
 
 
 def rename(
     tensors: Mapping[str, Tensor], our_name: Callable[[str], str | None], wanted: Collection[str], source: Path
 ) -> Weights:
-    """Bring a folder's tensors under our names; all but the `wanted` are left out.
+    """Return a folder's tensors under our names; all but the `wanted` are left out.
 
-    Raises `UserError` for a tensor that is there twice with different values, and for an output matrix of its own.
+    Raise `UserError` for a tensor that occurs twice with different values, and for an untied output matrix.
     """
     weights = Weights({})
     for name, tensor in tensors.items():
@@ -85,21 +84,21 @@ def rename(
         if ours is None or (ours not in wanted and ours != OUTPUT_MATRIX):
             weights.left_out.append(name)
         elif not torch.equal(weights.ours.setdefault(ours, tensor.float()), tensor.float()):
-            raise UserError(f"{source}: {name} is there under two names, with different values")
-    matrix = weights.ours.pop(OUTPUT_MATRIX, None)  # there in files that write tied weights twice
+            raise UserError(f"{source}: {name} occurs under two names, with different values")
+    matrix = weights.ours.pop(OUTPUT_MATRIX, None)  # exists in files that store tied weights twice
     if matrix is not None and not torch.equal(matrix, weights.ours.get(TOKEN_EMBEDDING, matrix)):
-        raise UserError(f"{source}: its output matrix is not its word embedding; here the two are always one")
+        raise UserError(f"{source}: its output matrix differs from its word embedding; here the two are always tied")
     return weights
 
 
 def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Raise `UserError`, before a model is built, where a configuration needs far more weights than a folder has."""
+    """Raise `UserError`, before a model is built, if a configuration needs far more weights than a folder has."""
     held, needed = sum(tensor.numel() for tensor in tensors.values()), 0
     if config.num_layers <= len(tensors):
         may_lack = ("head.", TOKEN_EMBEDDING, SEGMENT_EMBEDDING)
         shapes = on_meta_device(config).named_parameters()
         needed = sum(p.numel() for name, p in shapes if not name.startswith(may_lack))
-    if config.num_layers > len(tensors) or needed > 2 * held:  # a smaller difference is told by the tensor's name
+    if config.num_layers > len(tensors) or needed > 2 * held:  # `fill` reports smaller differences by tensor
         raise UserError(
             f"{source}: config.json says {config.num_layers} layers x {config.hidden_size}, and the weights are "
             f"{len(tensors)} tensors of {held:,} numbers: they do not match; copy the folder again"
@@ -107,9 +106,9 @@ def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Pat
 
 
 def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> None:
-    """Copy the weights into a freshly initialised model; its vocabulary's padding stays as it is.
+    """Copy the weights into a freshly initialised model; its vocabulary's padding stays unchanged.
 
-    Raises `UserError` for a weight that is missing or has another shape than the configuration says.
+    Raise `UserError` for a weight that is missing or whose shape differs from the configuration's.
     """
     parameters = dict(model.named_parameters()) | checkpoint.persistent_buffers(model)
     _complete(parameters, weights, source)
@@ -128,7 +127,7 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
 
 
 def _complete(parameters: Mapping[str, Tensor], weights: Weights, source: Path) -> None:
-    """Note the parts that a folder lacks and that are drawn anew; refuse what it may not lack."""
+    """Record the parts that a folder lacks and that are drawn anew; raise `UserError` for any other missing weight."""
     missing = {name for name in parameters if name not in weights.ours}
     kind = "masked-LM " if OUTPUT_BIAS in parameters else "replaced-token "
     for pattern, part in DRAWN.items():

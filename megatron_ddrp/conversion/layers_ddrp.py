@@ -1,4 +1,4 @@
-"""The layers of an exported model; one of the files that travel inside its folder, see modeling_ddrp.py."""
+"""Layers of an exported model; this file is copied into every exported folder, see modeling_ddrp.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +14,13 @@ from megatron_ddrp.model.positions.contract import PositionEncoding, PositionTer
 
 
 def check_length(seq: int, longest: int) -> None:
-    """Raise `ValueError` for an input that is longer than the positions that the model learned."""
+    """Raise `ValueError` for an input that is longer than the learned positions."""
     if seq > longest:
-        raise ValueError(f"the input has {seq} tokens, the model knows {longest} positions: cut the text")
+        raise ValueError(f"the input has {seq} tokens, the model has {longest} positions: cut the text")
 
 
 def norm(config: DdrpConfig, width: int | None = None) -> nn.Module:
-    """Return a LayerNorm or RMSNorm as wide as the hidden states, or `width`."""
+    """Return a LayerNorm or RMSNorm of the width `width`, by default that of the hidden states."""
     width = width or config.hidden_size
     if config.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=config.layer_norm_eps)
@@ -28,7 +28,7 @@ def norm(config: DdrpConfig, width: int | None = None) -> nn.Module:
 
 
 def draw_positions(module: nn.Module, config: DdrpConfig) -> None:
-    """Initialise an encoding's own weights and all its buffers, as far as no file held them, as it does itself."""
+    """Initialise an encoding's own weights and all its buffers as it does itself, except those loaded from a file."""
     own = chain(module.named_parameters(recurse=False), module.named_buffers())
     missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
     fresh = type(module)(config) if missing else module
@@ -39,18 +39,18 @@ def draw_positions(module: nn.Module, config: DdrpConfig) -> None:
 
 
 class PassInputs(NamedTuple):
-    """Input of every layer in one forward pass, beside the hidden states."""
+    """Input of every layer in one forward pass, other than the hidden states."""
 
     allowed: Tensor
     """bool `[batch, 1, 1, seq]`, False at padding."""
     position_ids: Tensor
     """int64 `[batch, seq]`."""
     position: tuple[Tensor, ...]
-    """The encoding's tensors that all layers share; empty where each layer has its own encoding."""
+    """Tensors of the encoding that all layers share; empty if each layer has its own encoding."""
 
 
 class Embeddings(nn.Module):
-    """Token, segment and (where there are any) absolute position embeddings, then LayerNorm."""
+    """Token, segment and absolute position embeddings (the last two are optional), then LayerNorm."""
 
     def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        """Return the embeddings `[batch, seq, hidden]` of int64 `[batch, seq]` each."""
+        """Return the embeddings `[batch, seq, hidden]`; both arguments are int64 `[batch, seq]`."""
         seq = input_ids.shape[1]
         if self.longest is not None:
             check_length(seq, self.longest)
@@ -84,7 +84,7 @@ def attention_logits(query: Tensor, key: Tensor, terms: PositionTerms) -> Tensor
 
         A[b,h,i,j] = ( Q_i·K_j + Q_i·T^q[h, r(i,j)] + K_j·T^k[h, r(i,j)] ) · scale + B[b,h,i,j] + v[h, r(i,j)]
 
-    Training computes the same by strided views, which `torch.export` cannot follow; here r(i,j) is an index.
+    Training computes the same with strided views, which `torch.export` cannot trace; here r(i,j) is an index.
     """
     logits, terms = query @ key.transpose(-1, -2), terms.by_offset
     place = torch.arange(key.shape[2], device=key.device)
@@ -116,9 +116,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, source: Tensor, allowed: Tensor, terms: PositionTerms, rotate: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Attend with queries of `hidden` to keys and values of `source`, `[batch, seq, hidden]` each.
+        """Attend with queries from `hidden` to keys and values from `source`, `[batch, seq, hidden]` each.
 
-        Returns hidden states of the same shape and the probabilities `[batch, heads, seq, seq]`.
+        Return hidden states of the same shape and the probabilities `[batch, heads, seq, seq]`.
         """
         query, key = rotate(self.split(self.query(hidden))), rotate(self.split(self.key(source)))
         logits = attention_logits(query, key, terms).masked_fill(~allowed, torch.finfo(query.dtype).min)
@@ -133,7 +133,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an exact GELU between them, which a third map's output multiplies in GEGLU."""
+    """Two linear maps with an exact GELU in between; in GEGLU a third map's output multiplies the GELU's."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each with its residual; a norm after each sum ("post") or before each block."""
+    """Attention and feed-forward, each with a residual; a norm after each sum ("post") or before each block ("pre")."""
 
     def __init__(self, config: DdrpConfig, encoding: type[PositionEncoding], number: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden: Tensor, inputs: PassInputs, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the next hidden states and the attention probabilities; keys are of `source`, or of `hidden`."""
+        """Return the next hidden states and the attention probabilities; keys come from `source`, else `hidden`."""
         position = inputs.position if self.position is None else self.position(inputs.position_ids)
         tensors = self.layer_position.of_layer(position, self.attention.query, self.attention.key)
         terms = self.name_terms(self.config, tensors)
@@ -181,7 +181,7 @@ class EncoderLayer(nn.Module):
         return hidden if self.norm_before else self.feed_forward_norm(hidden), probabilities
 
     def _within_window(self, allowed: Tensor) -> Tensor:
-        """Mark the allowed pairs, bool `[batch, 1, 1, seq]`, or `[batch, 1, seq, seq]` in a layer with a window."""
+        """Return the allowed pairs, bool `[batch, 1, 1, seq]`, or `[batch, 1, seq, seq]` in a layer with a window."""
         if self.window is None:
             return allowed
         place = torch.arange(allowed.shape[-1], device=allowed.device)

@@ -1,12 +1,12 @@
-"""The code that travels with an exported model: modeling_ddrp.py and every file of ours that it imports, side by side.
+"""Code of an exported model: modeling_ddrp.py and every file of this package that it imports, in one folder.
 
-Position encodings are computed there by the very files that training uses. transformers copies the files of a folder by
-their relative imports and knows no subfolders, so `from megatron_ddrp.model.positions.ddrp import` becomes
-`from .positions_ddrp import`. Instead of the registry of all encodings, encoding_NAME.py has the model's own.
+Exports compute position encodings with the same files as training. transformers copies the files of a folder by their
+relative imports and does not support subfolders, so `from megatron_ddrp.model.positions.ddrp import` becomes
+`from .positions_ddrp import`. encoding_NAME.py replaces the registry of all encodings and has the model's own only.
 
-One process may load several folders, and transformers tells neither modules of one name apart nor the models of one
-configuration class. So files of one name hold the same code in every folder, except modeling_ddrp.py, which is loaded
-anew, and configuration_ddrp.py, which ends with a sum of all the others.
+One process may load several folders, and transformers distinguishes neither modules of the same name nor models of the
+same configuration class. So files of the same name hold the same code in every folder. There are two exceptions:
+modeling_ddrp.py, which is loaded anew, and configuration_ddrp.py, which ends with a sum of all other files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OURS = "megatron_ddrp."
 REGISTRY, CONFIGURATION = OURS + "config.registry", OURS + "conversion.configuration_ddrp"
 HEADS, LAYERS = OURS + "conversion.heads_ddrp", OURS + "conversion.layers_ddrp"
 TRAVELS = (CONFIGURATION, HEADS, LAYERS, OURS + "model.positions", REGISTRY)
-"""Modules and packages whose files may travel: they need nothing but torch, transformers and one another."""
+"""Modules and packages whose files may be copied: they import only torch, transformers and one another."""
 
 REGISTRY_CODE = '''"""The position encoding of this model; written when it was exported."""
 
@@ -41,9 +41,9 @@ def encoding_class(name: str) -> type[PositionEncoding]:
 
 
 def write_model_code(folder: Path, encoding: str) -> None:
-    """Write the files of a model with a position encoding into a folder.
+    """Write the code files of a model with a position encoding into a folder.
 
-    Raises `UserError` where a file imports something of ours that cannot travel.
+    Raise `UserError` if a file imports a module of this package that cannot be copied.
     """
     module, _, class_name = ENCODINGS[encoding].partition(":")
     slug, imported, value = re.sub(r"\W", "_", encoding), class_name, class_name
@@ -62,7 +62,7 @@ def write_model_code(folder: Path, encoding: str) -> None:
 
 
 def _file(module: str, slug: str) -> str:
-    """Return the name of a module's file in an exported folder, without its ending."""
+    """Return the name of a module's file in an exported folder, without its suffix."""
     if module == REGISTRY:
         return f"encoding_{slug}"
     if not module.startswith(OURS):
@@ -71,7 +71,7 @@ def _file(module: str, slug: str) -> str:
 
 
 def _travelling(module: str, slug: str) -> tuple[str, set[str]]:
-    """Return a module's code with its imports of ours made relative, and the modules that these name."""
+    """Return a module's code with relative imports of this package's modules, and the names of these modules."""
     source = Path(str(find_spec(module).origin))  # type: ignore[union-attr]
     code, imported = source.read_text(encoding="utf-8"), set()
     lines = code.splitlines(keepends=True)
@@ -88,7 +88,7 @@ def _travelling(module: str, slug: str) -> tuple[str, set[str]]:
 
 
 def _refuse(source: Path, modules: Iterable[str], allowed: tuple[str, ...]) -> None:
-    """Raise `UserError` for the first module of ours that is neither one of the allowed nor inside of one."""
+    """Raise `UserError` for the first module of this package that is neither allowed nor inside an allowed one."""
     for module in modules:
         inside = any(f"{module}.".startswith(f"{place}.") for place in allowed)
         if f"{module}.".startswith(OURS) and not inside:

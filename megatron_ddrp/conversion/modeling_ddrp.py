@@ -1,10 +1,10 @@
 """BERT-class encoder with any of megatron_ddrp's position encodings, for transformers ≥ 4.45.
 
-"Better Pre-Training by Reducing Representation Confusion" and the encodings that it compares. This file travels inside
-every exported folder that needs code of its own, with configuration_ddrp.py (the sizes) and the files of training that
-compute positions and attention logits; `megatron_ddrp/conversion/model_code.py` puts them there. They are loaded by
-`trust_remote_code=True`, so they import torch, transformers and one another alone. Weights are named as in training.
-The output matrix of the masked-LM head is the token embedding itself; it is no weight of its own.
+"Better Pre-Training by Reducing Representation Confusion" and the encodings that it compares. This file is copied into
+every exported folder that needs its own code, with configuration_ddrp.py (the sizes) and the training files that
+compute positions and attention logits; `megatron_ddrp/conversion/model_code.py` writes them. `trust_remote_code=True`
+loads them, so they import only torch, transformers and one another. Weights have the same names as in training. The
+output matrix of the masked-LM head is the token embedding and is not stored separately.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,14 @@ from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncod
 
 
 class DdrpPreTrainedModel(PreTrainedModel):
-    """Initialisation and loading for all heads."""
+    """Base of all heads: initialisation and loading."""
 
     config: DdrpConfig
     config_class = DdrpConfig
     base_model_prefix = "encoder"
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as BERT does, through `nn.init`, which leaves loaded weights alone under `from_pretrained`."""
+        """Initialise as BERT does, with `nn.init`, which does not overwrite loaded weights in `from_pretrained`."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -59,7 +59,7 @@ class DdrpPreTrainedModel(PreTrainedModel):
 
 
 class DdrpModel(DdrpPreTrainedModel):
-    """The encoder, without a head."""
+    """The encoder without a head."""
 
     def __init__(self, config: DdrpConfig) -> None:
         super().__init__(config)
@@ -76,14 +76,14 @@ class DdrpModel(DdrpPreTrainedModel):
         self.embeddings.token = value  # type: ignore[assignment]
 
     def pass_inputs(self, hidden: Tensor, attention_mask: Tensor | None) -> PassInputs:
-        """Return what all layers read; `hidden` `[batch, seq, hidden]` gives shape and device."""
+        """Return the inputs that all layers read; `hidden` `[batch, seq, hidden]` provides shape and device."""
         mask = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
         position_ids = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         shared = () if self.embeddings.position is None else self.embeddings.position(position_ids)
         return PassInputs(mask.bool()[:, None, None, :], position_ids, shared)
 
     def normalise(self, hidden: Tensor) -> Tensor:
-        """Return the last hidden states: normalised once more in a pre-LayerNorm model."""
+        """Return the last hidden states; a pre-LayerNorm model normalises them once more."""
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def forward(
@@ -115,7 +115,7 @@ class DdrpModel(DdrpPreTrainedModel):
 
 
 class DdrpHeadModel(DdrpPreTrainedModel):
-    """The encoder under a head: a subclass has `score`, the class of its output, and maybe another loss."""
+    """The encoder with a head. A subclass defines `score` and the class of its output, and may define another loss."""
 
     output_class: type[ModelOutput]
     score: Callable[..., Tensor]
@@ -135,7 +135,7 @@ class DdrpHeadModel(DdrpPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Score inputs as `DdrpModel` takes them; `labels`, in the form that the class names, add a loss."""
+        """Compute scores; inputs as in `DdrpModel`. With `labels`, in the form that the class describes, add a loss."""
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keeps_states = wants_states or self.mask_decoder is not None
         encoded = self.encoder(input_ids, attention_mask, token_type_ids, output_attentions, keeps_states)
@@ -153,14 +153,14 @@ class DdrpHeadModel(DdrpPreTrainedModel):
         return {"logits": logits}
 
     def loss(self, logits: Tensor, labels: Tensor, _: Tensor | None) -> Tensor:
-        """Return the mean cross entropy over tokens; those whose label is −100 count for nothing."""
+        """Return the mean cross entropy over tokens; tokens with label −100 are ignored."""
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class DdrpForMaskedLM(DdrpHeadModel):
-    """The encoder with the head, and where there is one the mask decoder, that it was trained with.
+    """The encoder with the masked-LM head that it was trained with, and with the mask decoder if it has one.
 
-    `labels` `[batch, seq]`: the piece to predict, −100 where none; the loss is the mean over the predicted.
+    `labels` `[batch, seq]`: the piece to predict, or −100 to ignore a token; the loss is the mean over the predicted.
     """
 
     output_class = MaskedLMOutput
@@ -172,7 +172,7 @@ class DdrpForMaskedLM(DdrpHeadModel):
         self.post_init()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:  # type: ignore[override]
-        """Resize the head's bias as well; new pieces begin with bias 0."""
+        """Resize the token embedding and the head's bias; new pieces start with bias 0."""
         embedding = super().resize_token_embeddings(*args, **kwargs)
         added = embedding.num_embeddings - len(self.head.bias)
         self.head.bias = nn.Parameter(F.pad(self.head.bias.data, (0, added)))
@@ -187,9 +187,9 @@ class DdrpForMaskedLM(DdrpHeadModel):
 
 
 class DdrpForPreTraining(DdrpHeadModel):
-    """An ELECTRA discriminator: which tokens of a text were replaced.
+    """ELECTRA's discriminator: it classifies each token of a text as original or replaced.
 
-    `labels` `[batch, seq]`: 1 where replaced, 0 where original; the loss is the mean over all but padding.
+    `labels` `[batch, seq]`: 1 for replaced, 0 for original; the loss is the mean over all tokens but padding.
     """
 
     output_class = TokenClassifierOutput
@@ -200,7 +200,7 @@ class DdrpForPreTraining(DdrpHeadModel):
         self.post_init()
 
     def score(self, encoded: Any, _: Tensor | None) -> Tensor:
-        """Return logits `[batch, seq]`, positive where a token looks replaced."""
+        """Return logits `[batch, seq]`, positive for tokens that look replaced."""
         return self.head(encoded.last_hidden_state).squeeze(-1)
 
     def loss(self, logits: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -217,7 +217,7 @@ class DdrpForContextualPreTraining(DdrpForPreTraining):
         self.post_init()
 
     def score(self, encoded: Any, _: Tensor | None) -> Tensor:
-        """Return logits `[batch, seq]`, positive where a token looks replaced."""
+        """Return logits `[batch, seq]`, positive for tokens that look replaced."""
         hidden = encoded.last_hidden_state
         return self.head(hidden[:, :1] + hidden).squeeze(-1)
 
@@ -225,7 +225,7 @@ class DdrpForContextualPreTraining(DdrpForPreTraining):
 class DdrpForTokenClassification(DdrpHeadModel):
     """The encoder with a classifier of every token, to be trained.
 
-    `labels` `[batch, seq]`: the class, −100 where none; the loss is the mean over the others.
+    `labels` `[batch, seq]`: the class, or −100 to ignore a token; the loss is the mean over the others.
     """
 
     output_class: type[ModelOutput] = TokenClassifierOutput
@@ -245,7 +245,7 @@ class DdrpForTokenClassification(DdrpHeadModel):
 class DdrpForSequenceClassification(DdrpForTokenClassification):
     """The encoder with BERT's pooler over [CLS] and a classifier of the text, to be trained.
 
-    `labels` are `[batch]` classes or numbers, or `[batch, num_labels]`; the loss is as `classification_loss` says.
+    `labels` are `[batch]` classes or numbers, or `[batch, num_labels]`; `classification_loss` is the loss.
     """
 
     output_class = SequenceClassifierOutput
@@ -264,7 +264,7 @@ class DdrpForSequenceClassification(DdrpForTokenClassification):
 
 
 class DdrpForQuestionAnswering(DdrpHeadModel):
-    """The encoder with a score of every token as the first and as the last of an answer, to be trained."""
+    """The encoder with two scores per token, as the first and as the last of an answer, to be trained."""
 
     output_class = QuestionAnsweringModelOutput
 
@@ -284,7 +284,7 @@ class DdrpForQuestionAnswering(DdrpHeadModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Score inputs as `DdrpModel` takes them; the two positions, `[batch]`, add a loss as `span_loss` says."""
+        """Compute scores; inputs as in `DdrpModel`. With both positions, `[batch]`, add the loss of `span_loss`."""
         spans, wanted = stack_spans(start_positions, end_positions), (output_attentions, output_hidden_states)
         return super().forward(input_ids, attention_mask, token_type_ids, spans, *wanted, return_dict)
 

@@ -1,4 +1,4 @@
-"""A folder that conversion writes: there whole or not at all, and never in place of something else's work."""
+"""Output folder of a conversion: written whole or not at all, and never over other work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
-    """Raise `UserError` before any work where `output` must stay as it is; an empty folder may be used.
+    """Raise `UserError` before any work if `output` must not be replaced; an empty folder may be used.
 
-    `replaceable` says whether a folder is what `--overwrite` may replace, `kind` calls it in words.
+    `replaceable` returns whether `--overwrite` may replace a folder; `kind` describes such folders in words.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -31,7 +31,7 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
 
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
-    """Give a new folder to write into. It takes the name `output` if all goes well, else it is removed."""
+    """Provide a new folder to write into. It is renamed to `output` on success and removed on failure."""
     temporary, replaced = (output.with_name(output.name + suffix) for suffix in (".tmp", ".replaced"))
     shutil.rmtree(temporary, ignore_errors=True)
     try:

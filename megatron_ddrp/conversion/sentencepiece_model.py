@@ -1,8 +1,8 @@
-"""A SentencePiece unigram model as a tokenizer of the `tokenizers` library, which every version of transformers reads.
+"""Conversion of a SentencePiece unigram model to the `tokenizers` library, which all versions of transformers read.
 
-A .model file is a protocol buffer. What the sentencepiece library does not tell is read from its wire format directly,
-so that no protobuf package is required: trainer (field 2: model type 3) and normalizer (field 3: character map 2, dummy
-prefix 3, remove extra whitespace 4).
+A .model file is a protocol buffer. The sentencepiece library does not return all of its fields, so the others are read
+from the wire format, without a protobuf package: trainer (field 2: model type 3) and normalizer (field 3: character map
+2, dummy prefix 3, remove extra whitespace 4).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _UNIGRAM = 1
 
 
 def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> RustTokenizer | None:
-    """Return a tokenizer with the same pieces under the same ids, or None for a model other than unigram.
+    """Return a tokenizer with the same pieces and ids, or None for a model other than unigram.
 
-    `pieces` are all pieces of the training tokenizer, those that it added to the model's own included.
+    `pieces` are all pieces of the training tokenizer, including those that it added to the model's own.
     """
     messages = dict(_fields(content))
     trainer, normalizer = (dict(_fields(messages.get(number, b""))) for number in (2, 3))
@@ -39,7 +39,7 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     if normalizer.get(2):
         steps.append(normalizers.Precompiled(normalizer[2]))
     if normalizer.get(4, 1):
-        outer = normalizers.Replace(Regex(r"\A +| +\z"), "")  # spaces alone; Strip would take line breaks as well
+        outer = normalizers.Replace(Regex(r"\A +| +\z"), "")  # only spaces; Strip would also remove line breaks
         steps += [outer, normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
     prepend = "always" if normalizer.get(3, 1) else "never"
@@ -49,7 +49,7 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each field: integers for varints, bytes for everything else."""
+    """Yield (number, value) of each field: integers for varints, bytes for all other types."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)

@@ -1,8 +1,8 @@
-"""Training checkpoint → Hugging Face folder with equal hidden states and logits.
+"""Export of a training checkpoint as a Hugging Face folder with equal hidden states and logits.
 
-A model that transformers has an equal for leaves as that one (families/). Any other one travels with its own model code
-(model_code.py), under the names that it was trained with. The vocabulary's padding is cut; a generator and the notes of
-rare words stay behind; the output matrix is the token embedding and is written once.
+If transformers has an equal model, the export uses it (families/). Any other model is exported with its own model code
+(model_code.py), under the names of training. The vocabulary's padding is cut, a generator and the notes of rare words
+are left out, and the output matrix, which is the token embedding, is written once.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from megatron_ddrp.model.bert import decodes_masks
 
 @dataclass(frozen=True)
 class Export:
-    """What an export read and wrote."""
+    """Source, contents and summary lines of an export."""
 
     source: Path
     output: Path
     config: ModelConfig
-    """With `deberta_emd` resolved."""
+    """Configuration of the model, with `deberta_emd` resolved."""
     weights: dict[str, Tensor]
     head: str
     """Key of `HEADS`."""
     family: Family
     left_out: tuple[str, ...]
-    """Beginnings of names of weights that stayed behind."""
+    """Prefixes of the names of weights that were left out."""
     tokenizer_line: str
     check_line: str
 
     def summary(self) -> str:
-        """Return a few lines: what was loaded, written, left out and not there."""
+        """Return a few lines about weights loaded, exported, left out and initialised, and about the other files."""
         model, family, loader = self.config, self.family, self.family.classes(self.head)[1]
         groups = Counter(_group(name) for name in self.weights)
         names = ", ".join(f"{group} ({count})" for group, count in groups.items())
@@ -85,10 +85,9 @@ def export_checkpoint(
 ) -> Export:
     """Write the newest checkpoint of `load` (or the one it names) as the Hugging Face folder `output`.
 
-    `family_name` is a key of `FAMILIES`; without one the model and its tokenizer decide. `publishing` goes into the
-    model card. `output` appears whole or not
-    at all. Raises `UserError` where there is no checkpoint, where its encoding cannot be exported, where the model is
-    none of the family, or where `output` exists and may not be replaced.
+    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the
+    model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
+    cannot be exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = checkpoint.choose_checkpoint(load)
@@ -133,7 +132,7 @@ def _count(weights: Mapping[str, Tensor]) -> int:
 
 
 def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size: int) -> dict[str, Tensor]:
-    """Return tensors of ours under a family's names, without the vocabulary's padding; `head` is a key of `HEADS`."""
+    """Return our tensors under a family's names, without the vocabulary's padding; `head` is a key of `HEADS`."""
     padded = ("embeddings.token.weight", "head.decoder.bias")
     return {
         family.their_name(name, head): tensor.detach()[:vocab_size] if name in padded else tensor.detach()
@@ -142,7 +141,7 @@ def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size
 
 
 def _scores(model: Encoder) -> Scores:
-    """Return the function of the model's head. A mask decoder's needs more than the last hidden states: no scores."""
+    """Return the function of the model's head; with a mask decoder, which needs more inputs, it returns no scores."""
     head: Any = model.head
 
     def scores(hidden: Tensor) -> dict[str, Tensor]:

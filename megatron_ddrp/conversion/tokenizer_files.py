@@ -1,7 +1,7 @@
-"""The tokenizer of a run as the files that AutoTokenizer reads: tokenizer.json and its settings, beside the vocabulary.
+"""Export of a run's tokenizer as the files that AutoTokenizer reads: tokenizer.json, its settings, the vocabulary.
 
-One difference is transformers' own: "[MASK]" written in a text becomes the mask token there, which filling masks needs;
-in training the name of a special token (or of a byte, "<0x41>") inside a text is text.
+One difference comes from transformers: there, "[MASK]" in a text becomes the mask token, which fill-mask needs. In
+training, the name of a special token (or of a byte, "<0x41>") inside a text is plain text.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_ddrp.data.tokenizers.tokenizer import DESCRIPTION_FILE, SPECIAL_PI
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 PROBED_PIECES = 2000
-"""Pieces whose text both tokenizers must cut up alike before the files count as equal."""
+"""Number of pieces whose text both tokenizers must split alike before the files count as equal."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_segments: int = 2) -> str:
-    """Write the files and return one line that says which, or why none were written.
+    """Write the files; return one line that lists them, or the reason why AutoTokenizer cannot load them.
 
-    A copied tokenizer.json stays as it is, to the byte, if it already puts the special pieces around texts: data that
-    were made with it know its sum.
+    A copied tokenizer.json stays unchanged, byte for byte, if it already adds the special pieces around texts: datasets
+    made with it store its sum.
     """
     tokenizer.save(folder)  # the vocabulary's own file
     (folder / DESCRIPTION_FILE).unlink()
@@ -58,7 +58,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, num_seg
 
 
 def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
-    """Return the same vocabulary and rules in the `tokenizers` library, or None where it cannot express them."""
+    """Return the same vocabulary and rules in the `tokenizers` library, or None if it cannot express them."""
     content = (folder / tokenizer.file_name).read_bytes()
     if tokenizer.tokenizer_type == "HuggingFace":
         copied = RustTokenizer.from_buffer(content)
@@ -77,7 +77,7 @@ def _rust_tokenizer(tokenizer: Tokenizer, folder: Path) -> RustTokenizer | None:
 
 
 def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
-    """Return whether both cut the text of the vocabulary's first pieces into the same ids."""
+    """Return whether both split the text of the vocabulary's first pieces into the same ids."""
     special = set(tokenizer.special_ids.tolist())
     pieces = [piece for i, piece in enumerate(tokenizer.pieces) if i not in special]
     words = [piece.replace(WORD_START, " ") for piece in pieces if not BYTE_PIECE.fullmatch(piece)][:PROBED_PIECES]
@@ -87,7 +87,7 @@ def _agree(tokenizer: Tokenizer, converted: RustTokenizer) -> bool:
 
 
 def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Return whether the copied tokenizer.json does all by itself that an export's must do."""
+    """Return whether the copied tokenizer.json already meets all requirements of an export."""
     copied = RustTokenizer.from_file(str(folder / tokenizer.file_name))
     known = {i for i, token in copied.get_added_tokens_decoder().items() if token.special}
     outer = copied.encode("").ids
@@ -96,7 +96,7 @@ def _is_ready(tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def _add_specials(tokenizer: Tokenizer, converted: RustTokenizer, names: dict[str, str]) -> None:
-    """Mark the special pieces, and put [CLS] and [SEP] around texts as in training."""
+    """Mark the special pieces, and add [CLS] and [SEP] around texts as in training."""
     known = converted.get_added_tokens_decoder()  # a copied tokenizer has its own settings for them
     missing = [tokenizer.pieces[i] for i in tokenizer.special_ids.tolist() if i not in known]
     converted.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in missing])

@@ -1,4 +1,4 @@
-"""The families of models that come from Hugging Face folders and leave as them; one file each, one line here."""
+"""Model families that can be imported from Hugging Face folders and exported as such: one file and one line each."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ FAMILIES: dict[str, Family] = {
         Own(),
     )
 }
-"""`model_type` of config.json → its family. A trained model leaves as the first that it is one of and fits."""
+"""`model_type` of config.json → its family. A trained model is exported as the first one that it matches and fits."""
 
 
 NEAR = {
-    "distilbert": "it has BERT's layers: its teacher or another small BERT serves",
-    "albert": "its layers share one set of weights, and here each has its own",
+    "distilbert": "it has BERT's layers: use its teacher or another small BERT",
+    "albert": "its layers share one set of weights, and here each layer has its own",
     "mpnet": "its relative positions have no equal here",
 }
-"""`model_type` of models that are often asked for → why they do not come in, or what does instead."""
+"""`model_type` of models that users often ask for → why they are not supported, or which model to use instead."""
 
 
 def family_of(path: Path, values: dict[str, Any]) -> Family:
-    """Return the family of a folder by its config.json. Raises `UserError` for a model that is not known here."""
+    """Return the family of a folder by its config.json. Raise `UserError` for an unknown model."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         near = f"; {NEAR[kind]}" if isinstance(kind, str) and kind in NEAR else ""
@@ -55,9 +55,9 @@ def family_of(path: Path, values: dict[str, Any]) -> Family:
 
 
 def leaving_family(config: ModelConfig, head: str, tokenizer: Tokenizer, name: str | None = None) -> Family:
-    """Return the family as which a model of ours leaves: the named one, else the first that it is one of and fits.
+    """Return the family for the export of a model: the named one, else the first that it matches and fits.
 
-    Raises `UserError` where there is no such family, or the model is none of it.
+    Raise `UserError` if there is no such family, or if the model does not belong to it.
     """
     if name is None:
         return next(f for f in FAMILIES.values() if f.refusal(config, head) is None and f.fits(config, tokenizer))

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., arXiv:1810.04805) as transformers has it: absolute positions, LayerNorm after each block."""
+"""BERT (Devlin et al., arXiv:1810.04805) as in transformers: absolute positions, LayerNorm after each block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BERT_MODULES = {
     "feed_forward.output": "output.dense",
     "feed_forward_norm": "output.LayerNorm",
 }
-"""The encoder's modules in most families."""
+"""Our name → name in most families, for the encoder's modules."""
 
 BERT_HEAD = {
     "head.dense": "cls.predictions.transform.dense",
@@ -39,13 +39,13 @@ BERT_FIELDS: dict[str, tuple[Any, ...]] = {
     "deberta_emd": (None, False),
     "relative_table": ("shared", "per-layer"),  # there is no table
 }
-"""Fields of `ModelConfig` that make a BERT."""
+"""Fields of `ModelConfig` → values with which a model is a BERT."""
 
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 
 
 class Bert(Family):
-    """BERT. A model without segment embeddings leaves with one of zeros, since transformers always adds one."""
+    """BERT. A model without segment embeddings is exported with one of zeros, since transformers always adds one."""
 
     model_type, class_name, prefix = "bert", "Bert", "bert."
     defaults = {"vocab_size": 30522, "layer_norm_eps": 1e-12}

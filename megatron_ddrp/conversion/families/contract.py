@@ -1,14 +1,14 @@
-"""What a family is: how a model of transformers lies in a folder, its settings and its weights, both ways.
+"""The contract of a family: how a folder of a transformers model stores its settings and weights, in both directions.
 
-A family that is new is one file here and one line in `__init__.py`. Most of it is four tables:
+A new family is one file here and one line in `__init__.py`. Most of it is four tables:
 
-- `defaults` and `followed`: what an absent key of config.json means, and the values that our encoder can follow;
-- `fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model leaves as one;
+- `defaults` and `followed`: the meaning of an absent key of config.json, and the values that our encoder supports; -
+`fields`: the values of `ModelConfig` with which our encoder computes the same, so that a trained model can be exported;
 - `modules` and `head_modules`: names of weights.
 
-What no table can say is a method: `settings` and `folder_settings` for config.json, `from_folder` and `to_folder` for
-tensors that lie otherwise there (fused, split, with more rows). The tests and `benchmarks/parity.py` find a family in
-the registry and compare it with transformers in both directions.
+Methods do the rest: `settings` and `folder_settings` for config.json, `from_folder` and `to_folder` for tensors that
+folders store differently (fused, split, with more rows). The tests and `benchmarks/parity.py` find every family in the
+registry and compare it with transformers in both directions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from megatron_ddrp.errors import UserError
 
 
 class Head(NamedTuple):
-    """A head that a model is exported with."""
+    """Head of an exported model."""
 
     name: str
-    """End of the names of the classes that have it, BertFor… or our own DdrpFor…"""
+    """Suffix of the names of its classes, BertFor… or our own DdrpFor…"""
     auto: str
-    """End of the class of transformers that loads it, AutoModelFor…"""
+    """Suffix of the class of transformers that loads it, AutoModelFor…"""
 
 
 HEADS = {
@@ -43,18 +43,18 @@ HEADS = {
     "replaced-token": Head("PreTraining", "PreTraining"),
     "contextual-replaced-token": Head("ContextualPreTraining", "PreTraining"),
 }
-"""`exported` of an objective → the head of its models."""
+"""`exported` of an objective → head of its models."""
 
 FINE_TUNED = {"sequence": "SequenceClassification", "tokens": "TokenClassification", "qa": "QuestionAnswering"}
-"""Kind of a head that fine-tuning adds → end of the names of the classes that have it and that load it."""
+"""Kind of a head that fine-tuning adds → suffix of the classes that have it and of the class that loads it."""
 
 NOT_COMPARED = {
     *("attention_backend", "compile", "direction_init"),
     *("global_every", "first_norm", "relative_distance", "rope_theta", "local_rope_theta"),
 }
-"""Fields of `ModelConfig` with which every family agrees, beside those in its `sizes`: how a model is computed, and
-what acts only beside a field that is compared (`global_every` beside `local_attention`). Of a field that is new, the
-default alone is a family's."""
+"""Fields of `ModelConfig` that every family accepts, in addition to those in its `sizes`: settings of the computation,
+and fields that act only together with a compared field (`global_every` with `local_attention`). Of a new field, a
+family accepts only the default."""
 
 SHARED_DEFAULTS = {
     "hidden_size": 768,
@@ -66,10 +66,10 @@ SHARED_DEFAULTS = {
     "attention_probs_dropout_prob": 0.1,
     "initializer_range": 0.02,
 }
-"""What transformers takes for an absent key in most families."""
+"""Values that transformers uses for an absent key in most families."""
 
 EXACT_GELU = ("gelu", "gelu_python")
-"""Names of the activation that our feed-forward block has; "gelu_new" is an approximation of it, so another one."""
+"""Names of the activation in our feed-forward block. "gelu_new" is an approximation of it, so it is not included."""
 
 Table = Mapping[str, Any]
 NOTHING: Table = MappingProxyType({})
@@ -80,67 +80,67 @@ class Family:
 
     model_type: str
     class_name: str
-    """Beginning of its class names in transformers, and its name for people."""
+    """Prefix of its class names in transformers, and its name in messages."""
 
     sizes: Mapping[str, str] = MappingProxyType(SIZES)
-    """Key of config.json → field of `ModelConfig`, of which the family has every value."""
+    """Key of config.json → field of `ModelConfig`; the family supports every value of these fields."""
     defaults: Table = NOTHING
-    """What transformers takes for an absent key, as far as it is not in `SHARED_DEFAULTS`."""
+    """Values that transformers uses for an absent key, in addition to `SHARED_DEFAULTS`."""
     followed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
-    """Keys that change what a model computes → the values that we can follow, transformers' default first."""
+    """Key of config.json that changes the computation → values that we support, transformers' default first."""
     fields: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
-    """Fields of `ModelConfig` → the values with which a model of ours is one of this family, the usual one first. A
-    field that is neither here nor in `sizes` nor in `NOT_COMPARED` must have its default."""
+    """Field of `ModelConfig` → values with which a model belongs to this family, the usual one first. A field that is
+    neither here nor in `sizes` nor in `NOT_COMPARED` must have its default."""
     training: Table = NOTHING
     """Settings of `ObjectiveConfig` under which the family's models were trained."""
     has_code = False
-    """Whether `write_code` writes code that transformers runs only when trusted."""
+    """True if `write_code` writes code, which transformers runs only with `trust_remote_code=True`."""
 
     prefix: str
-    """Beginning of the names of the encoder's weights, "bert."; a folder of a bare encoder has none."""
+    """Prefix of the names of the encoder's weights, such as "bert."; a folder of a bare encoder has none."""
     layers = "encoder.layer"
     """Name of the list of layers, after `prefix`."""
     modules: Mapping[str, str]
-    """Module of ours → of theirs, under `prefix`; those of a layer without `layers` and number."""
+    """Our module → their module, after `prefix`; modules of a layer are named without `layers` and number."""
     head_modules: Mapping[str, Mapping[str, str]]
-    """Key of `HEADS`, for each head that its folders may have → the same for the head's modules, without `prefix`."""
+    """Key of `HEADS`, for each head that its folders may have → our module → their module, without `prefix`."""
     bare_heads: tuple[str, ...] = ()
-    """Keys of `head_modules` for which transformers has no class: it loads such a folder as an encoder alone."""
+    """Keys of `head_modules` for which transformers has no class; it loads such a folder as a bare encoder."""
     parameters: Mapping[str, str] = MappingProxyType({})
-    """Whole names of ours → of theirs under `prefix`, where a module's on one side is a bare parameter on the other."""
+    """Our whole name → their name after `prefix`, for weights that are a module's on one side and bare on the other."""
     more_modules: Mapping[str, str] = MappingProxyType({})
-    """Further modules of theirs in some folders → ours."""
+    """Their further modules in some folders → ours."""
 
     # ---- from a folder
 
     def complete(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json with the keys that it lacks. Raises `UserError` for a value that we cannot follow."""
+        """Return config.json with the keys that it lacks. Raise `UserError` for a value that we do not support."""
         usual = {key: allowed[0] for key, allowed in self.followed.items()}
         values = {**usual, **SHARED_DEFAULTS, **self.defaults, **values}
         for key, allowed in self.followed.items():
             if not any(values[key] == choice for choice in allowed):
                 expected = " or ".join(map(repr, allowed))
-                raise UserError(f"{path}: {key} is {shown(values[key])}, which is not built here: need {expected}")
+                raise UserError(f"{path}: {key} is {shown(values[key])}, which is not supported: need {expected}")
         return values
 
     def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
-        """Return the model of a completed config.json. Raises `UserError` for a size that no model has."""
+        """Return the configuration of a completed config.json. Raise `UserError` for an impossible size."""
         return model_config(path, self.settings(path, values))
 
     def settings(self, path: Path, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of `ModelConfig`: those of `sizes`, the segments, and the usual ones of `fields`."""
+        """Return the fields of `ModelConfig`: those of `sizes`, the segments, and the usual values of `fields`."""
         usual = {name: allowed[0] for name, allowed in self.fields.items()}
         segments = {"num_segments": values["type_vocab_size"]} if "type_vocab_size" in values else {}
         return {**usual, **segments, **read_settings(path, values, self.sizes)}
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:
-        """Return the objective under which a folder's model resumes; `names` are those of its weights."""
+        """Return the objective with which training of a folder's model resumes; `names` are its weights' names."""
         return ObjectiveConfig("mlm", **self.training)
 
     def our_name(self, name: str) -> str | None:
-        """Return our name of a weight, with or without `prefix`; None if it has no place here.
+        """Return our name of a weight, with or without `prefix`, or None if our model has no such weight.
 
-        Folders converted from TensorFlow write LayerNorms as gamma and beta.
+        Folders converted from TensorFlow call the weights of LayerNorms gamma and beta.
         """
         name = name.removeprefix(self.prefix)
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
@@ -153,13 +153,13 @@ class Family:
         return None if ours is None else f"{f'layers.{layer[1]}.' if layer else ''}{ours}.{kind}"
 
     def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
-        """Return a folder's tensors, under its names, one by one as ours are. Raises `UserError` where it cannot."""
+        """Return a folder's tensors, under its names, in our layout. Raise `UserError` if that is impossible."""
         return tensors
 
     # ---- to a folder
 
     def refusal(self, config: ModelConfig, head: str) -> str | None:
-        """Return why a model of ours is none of this family, None where it is one."""
+        """Return the reason why a model does not belong to this family, or None if it does."""
         if head not in self.head_modules:
             return f"its head is {head}, and {self.class_name} has {' or '.join(self.head_modules)}"
         default = ModelConfig(position_encoding=config.position_encoding)
@@ -172,11 +172,11 @@ class Family:
         return None
 
     def fits(self, config: ModelConfig, tokenizer: Tokenizer) -> bool:
-        """Return whether a model that is one of this family leaves as one, unless another family is named."""
+        """Return whether a model that belongs to this family is exported as such if the user names no family."""
         return True
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the content of config.json, with every key that decides what the model computes."""
+        """Return the content of config.json, with every key that affects the computation."""
         return {
             "model_type": self.model_type,
             "architectures": [self.classes(head)[0]],
@@ -190,13 +190,13 @@ class Family:
         }
 
     def classes(self, head: str) -> tuple[str, str]:
-        """Return the class that a folder with `head` names, and the class of transformers that loads it for users."""
+        """Return the class that a folder with `head` names, and the class of transformers with which users load it."""
         if head in self.bare_heads:
             return f"{self.class_name}Model", "AutoModel"
         return f"{self.class_name}For{HEADS[head].name}", f"AutoModelFor{HEADS[head].auto}"
 
     def their_name(self, name: str, head: str) -> str:
-        """Return the name in the folder of a weight of ours, in a model with `head`."""
+        """Return the folder's name of our weight `name`, in a model with `head`."""
         if name in self.parameters:
             return self.prefix + self.parameters[name]
         layer, inside = "", name
@@ -209,11 +209,11 @@ class Family:
         return f"{self.prefix}{layer}{self.modules[module]}.{kind}"
 
     def to_folder(self, tensors: dict[str, Tensor], config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Tensor]:
-        """Return tensors under the folder's names as they lie there."""
+        """Return tensors, under the folder's names, in the folder's layout."""
         return tensors
 
     def write_code(self, folder: Path, config: ModelConfig) -> None:
-        """Write the code that such a folder needs beside transformers; none for a model that it has."""
+        """Write the code that such a folder needs in addition to transformers; by default none."""
 
     @cached_property
     def _ours(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""DeBERTa in its v1 layout (He et al., arXiv:2006.03654) as transformers has it, without the enhanced mask decoder.
+"""DeBERTa in its v1 layout (He et al., arXiv:2006.03654) as in transformers, without the enhanced mask decoder.
 
-Query, key and value are fused head by head, and there is no key bias. Beside BERT's names for the head, folders have
-those of the release (`lm_predictions`).
+Query, key and value are fused head by head, and keys have no bias. Folders name the head's weights like BERT's or like
+the original release (`lm_predictions`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SECOND_LAYOUT = {
     "share_att_key": "position projections shared with the content's",
     "conv_kernel_size": "a convolution beside the first layer",
 }
-"""Settings of DeBERTa v2 and v3 → what they switch on."""
+"""Setting of DeBERTa v2 and v3 → feature that it enables."""
 
 
 class Deberta(Family):
-    """DeBERTa v1; its absolute positions, where it has any, join the input."""
+    """DeBERTa v1. Its absolute positions, if it has any, are added to the input."""
 
     model_type, class_name, prefix = "deberta", "Deberta", "deberta."
     defaults = {
         "vocab_size": 50265,
         "layer_norm_eps": 1e-7,
-        "relative_attention": False,  # which our encoder cannot follow
+        "relative_attention": False,  # our encoder does not support this default
         "max_relative_positions": -1,
         "pos_att_type": None,
     }
@@ -80,7 +80,7 @@ class Deberta(Family):
         return settings | {"relative_distance": distance, "absolute_embedding": values["position_biased_input"]}
 
     def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
-        """Split `in_proj` `[heads · 3 · d, hidden]`: for each head the d rows of query, of key, of value."""
+        """Split `in_proj` `[heads · 3 · d, hidden]`, which holds d rows of query, of key and of value per head."""
         split, num_heads = {}, values["num_attention_heads"]
         for name, tensor in tensors.items():
             layer, _, kind = name.rpartition("attention.self.")
@@ -120,23 +120,23 @@ class Deberta(Family):
 
 
 def refuse_other_terms(path: Path, values: dict[str, Any]) -> None:
-    """Raise `UserError` for attention with other terms than DeBERTa's three, and for embeddings of another width."""
+    """Raise `UserError` for attention with terms other than DeBERTa's three, and for embeddings of another width."""
     terms = values["pos_att_type"] or []
     terms = terms.split("|") if isinstance(terms, str) else terms
     if not isinstance(terms, list) or {str(term).strip().lower() for term in terms} != {"c2p", "p2c"}:
         raise UserError(f"{path}: pos_att_type is {shown(values['pos_att_type'])}, expected c2p and p2c, no others")
     width = values.get("embedding_size", values["hidden_size"])
     if width != values["hidden_size"]:
-        raise UserError(f"{path}: embedding_size is {shown(width)}, which is not built here: need hidden_size")
+        raise UserError(f"{path}: embedding_size is {shown(width)}, which is not supported: need hidden_size")
 
 
 def _refuse_later_layout(path: Path, values: dict[str, Any]) -> None:
-    """Raise `UserError` for a folder that says v1 and has parts that came with v2."""
+    """Raise `UserError` for a folder that claims v1 but has features of v2."""
     for key, what in SECOND_LAYOUT.items():
         value = values.get(key)
         is_off = value in (None, False, "none", "") or (isinstance(value, int) and value < 1)
         if not is_off:
             raise UserError(
-                f"{path}: {key} is {shown(value)}, {what}, which is of the v2/v3 layout: such a folder has model_type "
-                "'deberta-v2'"
+                f"{path}: {key} is {shown(value)}, {what}, which belongs to the v2/v3 layout: such a folder has "
+                "model_type 'deberta-v2'"
             )

@@ -1,13 +1,13 @@
-"""DeBERTa of version 2 and 3 (He et al., arXiv:2111.09543) as transformers has it, without the enhanced mask decoder.
+"""DeBERTa of version 2 and 3 (He et al., arXiv:2111.09543) as in transformers, without the enhanced mask decoder.
 
-The buckets of relative positions depend on the longest sequence; a folder where they depend on another number is
-refused. The convolution of the two largest v2 models, projections of the table of its own and a table without LayerNorm
-are not built here.
+The buckets of relative positions depend on the longest sequence; a folder in which they depend on another number is
+refused. Not supported: the convolution of the two largest v2 models, separate projections of the table, and a table
+without LayerNorm.
 
-A masked-LM head has BERT's names or the released `lm_predictions`; models leave with the latter, for which transformers
-wants `legacy` to be false. `mask_predictions`, the head of replaced-token detection, is in released folders, but in no
-class of transformers: a model trained so leaves as a plain encoder with the head's weights beside it. A folder with
-that head alone resumes under `rtd`: its word embedding is E_G, E_Δ is 0, and the generator is new.
+A masked-LM head has BERT's names or the released `lm_predictions`; exports use the latter, for which transformers needs
+`legacy` to be false. Released folders have `mask_predictions`, the head of replaced-token detection, but transformers
+has no class for it: a model trained so is exported as a plain encoder, together with the head's weights. Training of a
+folder with only that head resumes under `rtd`: its word embedding is E_G, E_Δ is 0, and the generator is new.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 BERTS_HEAD, RELEASED_HEAD, DETECTOR = "cls.", "lm_predictions.", "mask_predictions."
-"""Beginnings of the names of the heads that a folder may have."""
+"""Prefixes of the names of the heads that a folder may have."""
 
 
 class DebertaV2(Family):
-    """DeBERTa v2 and v3; absolute positions, where it has any, join the input."""
+    """DeBERTa v2 and v3. Absolute positions, if it has any, are added to the input."""
 
     model_type, class_name, prefix = "deberta-v2", "DebertaV2", "deberta."
     sizes = SIZES | {"position_buckets": "relative_distance"}
@@ -43,7 +43,7 @@ class DebertaV2(Family):
         "num_attention_heads": 24,
         "intermediate_size": 6144,
         "layer_norm_eps": 1e-7,
-        "relative_attention": False,  # which our encoder cannot follow, like the next two
+        "relative_attention": False,  # our encoder does not support this default and the next two
         "share_att_key": False,
         "norm_rel_ebd": "none",
         "position_buckets": -1,
@@ -102,7 +102,7 @@ class DebertaV2(Family):
         width, heads = (whole_number(path, values, key) for key in ("hidden_size", "num_attention_heads"))
         if values.get("attention_head_size", width // heads) != width // heads:
             raise UserError(
-                f"{path}: attention_head_size is {shown(values['attention_head_size'])}, which is not built here: need "
+                f"{path}: attention_head_size is {shown(values['attention_head_size'])}, which is not supported: need "
                 "hidden_size / num_attention_heads"
             )
         return values
@@ -114,7 +114,7 @@ class DebertaV2(Family):
         return ObjectiveConfig("rtd" if _head(values, names) == DETECTOR else "mlm", **self.training)
 
     def from_folder(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, Tensor]:
-        """Give the heads that are not read names that have no place here."""
+        """Return the tensors with unknown names for the heads that are not read."""
         others = tuple({BERTS_HEAD, RELEASED_HEAD, DETECTOR} - {_head(values, tensors)})
         return {f"unread.{name}" if name.startswith(others) else name: tensor for name, tensor in tensors.items()}
 
@@ -134,7 +134,7 @@ class DebertaV2(Family):
 
 
 def _head(values: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the beginning of the names of the head that is read: the masked-LM head of `legacy` before another."""
+    """Return the prefix of the head to read: the masked-LM head that `legacy` prefers, else another one."""
     first = (BERTS_HEAD, RELEASED_HEAD) if values["legacy"] else (RELEASED_HEAD, BERTS_HEAD)
     names = tuple(names)
     return next((head for head in (*first, DETECTOR) if any(name.startswith(head) for name in names)), None)

@@ -1,6 +1,6 @@
-"""ELECTRA (Clark et al., arXiv:2003.10555) as transformers has it: BERT's encoder, its embeddings maybe narrower.
+"""ELECTRA (Clark et al., arXiv:2003.10555) as in transformers: BERT's encoder, possibly with narrower embeddings.
 
-A discriminator's folder has the replaced-token head, a generator's the masked-LM head, and each stands alone.
+A discriminator's folder has the replaced-token head, a generator's folder the masked-LM head.
 """
 
 from __future__ import annotations

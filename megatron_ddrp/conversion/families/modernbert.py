@@ -1,13 +1,13 @@
-"""ModernBERT (Warner et al., arXiv:2412.13663) as transformers has it.
+"""ModernBERT (Warner et al., arXiv:2412.13663) as in transformers.
 
 Rotary positions with one θ for layers that attend to whole documents and one for local layers, GEGLU, pre-norm without
-a norm before the first attention. Query, key and value are one matrix of a folder, the two maps that read the
-feed-forward block's input another. A classifier's folder has a `head` of its own, which is left out.
+a norm before the first attention. A folder stores query, key and value as one matrix, and the two first maps of the
+feed-forward block as another. A classifier's folder has a `head` of its own, which is left out.
 
-transformers 4 says in three numbers which layers are local and what θ is, transformers 5 in a list of layers and a
-table; a folder may have either, and leaves with both. Where both are there, the list and the table decide.
+transformers 4 describes local layers and θ with three numbers, transformers 5 with a list of layers and a table. A
+folder may have either, and an export has both. If both exist, the list and the table decide.
 
-Dropout is not the same: ours acts on the output of both blocks at `mlp_dropout`, theirs on the output of attention at
+Dropout differs: ours acts on the output of both blocks at `mlp_dropout`, theirs on the output of attention at
 `attention_dropout` and inside the feed-forward block.
 """
 
@@ -34,11 +34,11 @@ FUSED = {
     "attn.Wqkv": ("attn.query", "attn.key", "attn.value"),
     "mlp.Wi": ("mlp.input", "mlp.gate"),
 }
-"""Matrix of a layer → the maps whose rows it holds, one after the other; their names are in no folder."""
+"""Matrix of a layer → maps whose rows it holds in turn; no folder contains the names of these maps."""
 
 
 class ModernBert(Family):
-    """ModernBERT, also with a bias in every map and norm, which its class has a switch for."""
+    """ModernBERT, also with a bias in every map and norm, which its configuration allows."""
 
     model_type, class_name, prefix, layers = "modernbert", "ModernBert", "model.", "layers"
     sizes = {
@@ -122,7 +122,7 @@ class ModernBert(Family):
         if values[EVERY] == 1:
             return values | {"local_attention": None, THETAS[LOCAL]: None}
         if values["local_attention"] is None:
-            raise UserError(f"{path}: local_attention is None, and some of its layers are local: expected a number")
+            raise UserError(f"{path}: local_attention is None, but some layers are local: expected a number")
         return values | {
             THETAS[LOCAL]: None if values[THETAS[LOCAL]] == values[THETAS[FULL]] else values[THETAS[LOCAL]]
         }
@@ -140,7 +140,7 @@ class ModernBert(Family):
                 f"{place.removesuffix(whole)}{part}.{kind}": rows
                 for part, rows in zip(FUSED[whole], parts, strict=True)
             }
-        if "decoder.bias" not in split:  # a classifier's head, not the masked LM's
+        if "decoder.bias" not in split:  # the head is a classifier's, not the masked LM's
             return {f"classifier.{name}" if name.startswith("head.") else name: rows for name, rows in split.items()}
         return split
 
@@ -185,7 +185,7 @@ class ModernBert(Family):
 
 
 def _refuse_different(path: Path, values: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
-    """Raise `UserError` where settings that are one for us differ."""
+    """Raise `UserError` if settings that are a single one here differ."""
     for key in keys:
         if values[key] != values[keys[0]]:
             raise UserError(
@@ -194,7 +194,7 @@ def _refuse_different(path: Path, values: dict[str, Any], keys: tuple[str, ...],
 
 
 def _period(path: Path, values: dict[str, Any]) -> int:
-    """Return N where the layers 0, N, 2N, … are the ones that attend to whole documents."""
+    """Return N if the layers 0, N, 2N, … attend to whole documents and the others are local."""
     every, layers = whole_number(path, values, EVERY), whole_number(path, values, "num_hidden_layers")
     types = values["layer_types"]
     if types is None:
@@ -206,7 +206,7 @@ def _period(path: Path, values: dict[str, Any]) -> int:
         if types == [LOCAL if layer % number else FULL for layer in range(layers)]:
             return number
     raise UserError(
-        f"{path}: layer_types has an order that is not built here: need {FULL!r} in the layers 0, N, 2N, … and "
+        f"{path}: layer_types has an unsupported order: need {FULL!r} in the layers 0, N, 2N, … and "
         f"{LOCAL!r} in the others"
     )
 
@@ -223,7 +223,7 @@ def _thetas(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         settings = settings or {}
         if kind not in THETAS or settings.get("rope_type", "default") != "default":
             raise UserError(
-                f"{path}: rope_parameters of {shown(kind)} are {shown(settings)}, which is not built here: need {FULL} "
+                f"{path}: rope_parameters of {shown(kind)} are {shown(settings)}, which is not supported: need {FULL} "
                 f"or {LOCAL} with rope_type 'default'"
             )
         thetas[THETAS[kind]] = settings.get("rope_theta", values[THETAS[kind]])

@@ -1,6 +1,6 @@
-"""Our own exports: any model of ours, under the names that it was trained with, beside the code that transformers runs.
+"""Our own exports: any model of this project, under the names of training, with the code that transformers runs.
 
-Here that code is never run: the folder is read as settings and weights.
+Import never runs that code; it reads settings and weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.embeddings import adds_absolute_embedding
 
 ALWAYS = ("layernorm_position", "position_encoding", "relative_distance", "relative_table", "deberta_emd")
-"""Settings of `OWN_SETTINGS` that folders of all versions have; the others came later and have their defaults then."""
+"""Settings of `OWN_SETTINGS` in folders of all versions. A folder that lacks any other setting means its default."""
 OBJECTIVES = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
-"""Head of a folder → the objective that trains it, where the folder names none."""
+"""Head of a folder → objective that trains it, if the folder names none."""
 
 
 class Own(Family):
-    """Every model of ours; the family of what transformers has no equal for."""
+    """Family of every model of this project; for models that transformers does not have."""
 
     model_type, class_name, prefix = OWN_MODEL_TYPE, "Ddrp", "encoder."
     head_modules = {head: {} for head in HEADS}
@@ -89,7 +89,7 @@ class Own(Family):
 
 
 def _head(names: set[str]) -> str:
-    """Return the key of `HEADS` of the head that is among a folder's weights."""
+    """Return the key of `HEADS` for the head among a folder's weights."""
     if "head.output.weight" not in names:
         return "masked-lm"
     return "contextual-replaced-token" if "head.norm.weight" in names else "replaced-token"

@@ -1,8 +1,8 @@
 """RoBERTa (Liu et al., arXiv:1907.11692), XLM-R (arXiv:1911.02116) and CamemBERT (arXiv:1911.03894).
 
-BERT's encoder with one segment and without a pooler. Tokens are at positions p + 1, p + 2, …, p being the id of
-padding, which itself is at p: the table has p + 1 rows that no token reads. They are dropped here and come back as
-zeros. Ours and theirs are equal where padding is to the right of the text.
+BERT's encoder with one segment and without a pooler. If p is the id of padding, tokens have positions p + 1, p + 2, …
+and padding has position p, so the table has p + 1 rows that no token reads. Import drops them; export writes zeros in
+their place. Our model and theirs are equal if padding is to the right of the text.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Roberta(Family):
         unread = whole_number(path, values, "pad_token_id", least=0) + 1
         if settings["seq_length"] <= unread:
             raise UserError(
-                f"{path}: max_position_embeddings is {settings['seq_length']}, of which {unread} rows are padding's: "
-                "none is left for a text"
+                f"{path}: max_position_embeddings is {settings['seq_length']}, of which {unread} rows belong to "
+                "padding: none is left for a text"
             )
         return settings | {"seq_length": settings["seq_length"] - unread}
 
@@ -63,7 +63,7 @@ class Roberta(Family):
         return config.num_segments == 1 and begins_with_s and self.owns(tokenizer.pieces)
 
     def owns(self, pieces: Sequence[str]) -> bool:
-        """Return whether a vocabulary that begins texts with <s> is this family's and not a later one's."""
+        """Return whether a vocabulary that begins texts with <s> belongs to this family."""
         return True
 
     def folder_settings(self, config: ModelConfig, head: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class XlmRoberta(Roberta):
 
 
 class Camembert(XlmRoberta):
-    """CamemBERT: a SentencePiece vocabulary behind names of fairseq's that no text gives. Trained on whole words."""
+    """CamemBERT: a SentencePiece vocabulary after some names of fairseq's, which no text has. Masks whole words."""
 
     model_type, class_name = "camembert", "Camembert"
     training: dict[str, Any] = {}

@@ -63,8 +63,8 @@ def test_a_model_leaves_as_the_family_it_came_from(tmp_path, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, folders, capsys, case):
     start = import_folder(folders(case) / "hf", tmp_path / "start")
-    (line,) = (line for line in start.summary().splitlines() if line.startswith("go on:"))
-    program, script, data, place, *flags = shlex.split(line.removeprefix("go on:"))
+    (line,) = (line for line in start.summary().splitlines() if line.startswith("resume:"))
+    program, script, data, place, *flags = shlex.split(line.removeprefix("resume:"))
     assert (program, script, data, place) == ("deepspeed", "pretrain_bert.py", "--data-path", "P")
     config = parse_arguments(flags).config
     expected = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}

@@ -287,7 +287,7 @@ def test_damaged_and_foreign_folders_are_named(tmp_path, hf, vocab, capsys):
     write_folder(hf, vocab, "BertForMaskedLM")
     weights = load_file(hf / "model.safetensors")
     save_file({**weights, "cls.predictions.decoder.weight": torch.zeros(20, 32)}, hf / "model.safetensors")
-    with pytest.raises(UserError, match="output matrix is not its word embedding"):
+    with pytest.raises(UserError, match="output matrix differs from its word embedding"):
         import_folder(hf, tmp_path / "run")
     renamed = {name.replace("token_type_", "token_typo_"): tensor for name, tensor in weights.items()}
     save_file(renamed, hf / "model.safetensors")
@@ -312,7 +312,7 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     run = tmp_path / "run"
     first = run_tool("--from-hf", hf, "--output", run)
     assert first.returncode == 0, first.stderr
-    assert f"go on:       deepspeed pretrain_bert.py --data-path P --load {run} --save DIR" in first.stdout
+    assert f"resume:      deepspeed pretrain_bert.py --data-path P --load {run} --save DIR" in first.stdout
     assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
     again = run_tool("--from-hf", hf, "--output", run)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr
@@ -322,5 +322,5 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     of_training = {"weights_only": False, "optimizer_step": 0, "loss_scaler": None, "layout": layout}
     checkpoint.write_state(path, checkpoint.read_state(path) | of_training)
     assert checkpoint.newest(run) == path
-    with pytest.raises(UserError, match="no import that nothing was trained from"):
+    with pytest.raises(UserError, match="no untrained import"):
         import_folder(hf, run, overwrite=True)
