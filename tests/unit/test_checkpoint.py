@@ -110,7 +110,7 @@ def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
-    with pytest.raises(UserError, match="latest is no file: remove it"):
+    with pytest.raises(UserError, match="latest is not a file: remove it"):
         choose_checkpoint(run)
 
 
