@@ -2,27 +2,32 @@
 #
 #   TORCH   what pip is asked for before anything else, so that no later requirement chooses a torch build for you.
 #           It may carry pip options: TORCH='torch==2.13.0 --index-url URL' picks the builds served at URL (CPU, CUDA 12, …).
+#   LOCK    1 installs the versions of requirements-lock.txt, those that the tests passed with, instead of the newest ones.
 #   PYTHON  the interpreter .venv is made with (3.10 or newer).
 #   CORPUS  text of your own for the quickstart (.jsonl or .txt, plain or compressed).
 #   OUT     where the quickstart writes.
+#   TESTS   options for pytest that choose among the tests of `make test`, such as '-m slow'.
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 OUT    ?= quickstart
 CORPUS ?=
+LOCK   ?=
+TESTS  ?=
 
 BIN   := .venv/bin
-# One stamp for each TORCH value: another value is another set-up, the same one does nothing.
-STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+# One stamp for each value of TORCH and LOCK: another value is another set-up, the same one does nothing.
+STAMP := .venv/.ready-$(shell printf '%s' '$(TORCH)$(LOCK)' | cksum | cut -d ' ' -f 1)
+VERSIONS := $(if $(LOCK),--constraint requirements-lock.txt)
 # Two workers with one thread each: tests start ranks of their own, and more threads only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint test check endurance gpu-report
+.PHONY: help setup quickstart lint docs test check lock docker-steps endurance gpu-report
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-12s %s\n", $$1, $$2}'
-	@echo "  variables:      TORCH='$(TORCH)'  PYTHON=$(PYTHON)  OUT=$(OUT)  CORPUS=FILE.jsonl"
+	@echo "  variables:      TORCH='$(TORCH)'  PYTHON=$(PYTHON)  OUT=$(OUT)  CORPUS=FILE.jsonl  LOCK=1  TESTS='-m slow'"
 
 setup: $(STAMP) ## make .venv with all that the other commands need; nothing to do when it is current
 
@@ -32,8 +37,8 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || \
 	  { echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@rm -f .venv/.ready-*
-	torch='$(TORCH)'; $(BIN)/python -m pip install --quiet $$torch setuptools wheel
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	torch='$(TORCH)'; $(BIN)/python -m pip install --quiet $$torch setuptools wheel $(VERSIONS)
+	$(BIN)/python -m pip install --quiet -e '.[dev]' $(VERSIONS)
 	@touch $@
 	@$(BIN)/python -c 'import sys, torch; print(f"ready: .venv with Python {sys.version.split()[0]}, torch {torch.__version__}")'
 
@@ -45,16 +50,26 @@ lint: $(STAMP) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-test: $(STAMP) ## the whole test suite, under 15 minutes on 2 cores
-	$(PYTEST)
+docs: $(STAMP) ## the documentation as a site, in site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-check: lint ## lint, format, types and the fast tests
+test: $(STAMP) ## the whole test suite, under 15 minutes on 2 cores
+	$(PYTEST) $(TESTS)
+
+check: lint docs ## lint, format, types, the documentation's links and the fast tests
 	$(PYTEST) -m 'not slow'
+
+lock: $(STAMP) ## write requirements-lock.txt anew: the newest versions that pyproject.toml allows, for every Python
+	$(BIN)/python -m pip install --quiet uv
+	bash tools/lock_requirements.sh
 
 endurance: $(STAMP) ## hours: fifty kills, a thousand damaged files, every layout against one process; writes tables in docs/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.kills --kills 50
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.damage --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance.layouts --write
+
+docker-steps: $(STAMP) ## minutes: the Dockerfile's steps in a fresh virtual environment, for machines without docker
+	$(BIN)/python -m tests.endurance.docker_steps --arg TORCH_INDEX='$(TORCH_INDEX)'
 
 gpu-report: $(STAMP) ## on a machine with a CUDA device, about 20 minutes: tests and times in gpu-report.md and .json, to send in
 	@$(BIN)/python benchmarks/gpu_report.py

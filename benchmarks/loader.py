@@ -50,13 +50,14 @@ def compare_loaders(words: list[str], rounds: int) -> None:
         for packing in (False, True):
             changed = config.replace(data={"packing": packing}, objective={"masking": masking})
             name = f"{masking}, {'packed' if packing else 'one document a row'}"
-            loaders[name] = Corpus.open(changed, keep_indices=False).loader("train", 0, 1)
+            corpus = Corpus.open(changed, keep_indices=False)
+            loaders[name] = corpus.loader("train", 0, 1)
 
     def arm(loader: BatchLoader):
         return lambda: [loader.step(step * loader.global_batch_size) for step in range(STEPS)]
 
     seconds = time_rounds({name: arm(loader) for name, loader in loaders.items()}, rounds)
-    rows = f"{config.data.tokenizer_type}, rows of {config.model.seq_length}"
+    rows = f"{corpus.tokenizer.tokenizer_type}, rows of {config.model.seq_length}"
     print(f"{rows}, one thread; million tokens a second [95 %]:")
     slowest = np.inf
     for name, loader in loaders.items():

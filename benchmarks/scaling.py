@@ -3,9 +3,9 @@
     python benchmarks/scaling.py              # writes the tables between the markers of docs/scaling.md
     python benchmarks/scaling.py --print      # prints them
 
-A step's time is that of `megatron_ddrp/run/cost.py`, memory that of `megatron_ddrp/memory.py`. Of all layouts (tensor x
-pipeline x data, ZeRO stage, micro-batch size, recomputation) the fastest that fits stands in the table. Rates of the
-data pipeline are those measured in docs/benchmarks.md.
+A step's time comes from `megatron_ddrp/run/cost.py`, memory from `megatron_ddrp/memory.py`. The table has the fastest
+layout that fits (tensor x pipeline x data, ZeRO stage, micro-batch size, recomputation). The rates of the data pipeline
+are those measured in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -64,12 +64,19 @@ def ends() -> str:
         spent = losses(found[0], found[len(good)])
         most = max(spent, key=lambda part: spent[part])
         rows.append([*row, f"{good[-1].world_size:,}", str(good[-1]), most, percent(spent[most])])
-    header = ["model", "GPU", "GPUs", "tensor x pipeline x data there", "what is lost at twice as many", "of the step"]
+    header = [
+        "model",
+        "GPU",
+        "GPUs",
+        "tensor x pipeline x data there",
+        "largest loss at twice as many",
+        "share of the step",
+    ]
     return str(Table(header, rows, wordy=(3, 4)))
 
 
 def losses(first: Choice, last: Choice) -> dict[str, float]:
-    """Return what keeps `last` from the speed of `first`, as shares of its step."""
+    """Return the losses of `last` compared with the speed of `first`, as shares of its step."""
     least = first.estimate.compute * first.world_size / last.world_size
     estimate = last.estimate
     spent = {
@@ -132,7 +139,7 @@ CORES = 32
 
 
 def corpus() -> str:
-    """Return the table of what 10 TB of text take."""
+    """Return the table of estimates for 10 TB of text."""
     documents, tokens = (CORPUS / SAMPLE_BYTES * number for number in (SAMPLE_DOCUMENTS, SAMPLE_TOKENS))
     partitions = math.ceil(CORPUS / PARTITION)
     hours = PARTITION / (CORES * BYTES_PER_CORE) / 3600
@@ -150,7 +157,7 @@ def corpus() -> str:
         ["tokens per second that a rank needs (base, H100)", f"{fastest / 1e6:.2f} million"],
         ["tokens per second that its loader makes", f"{LOADED_TOKENS / 1e6:.2f} million, {margin:.0f} times"],
     ]
-    return str(Table(["what", "estimate"], rows, wordy=(1,)))
+    return str(Table(["quantity", "estimate"], rows, wordy=(1,)))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -160,7 +167,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ends": ends,
     "corpus": corpus,
 }
-"""Name of a table's markers in the page → what computes it."""
+"""Name of a table's markers in the page → the function that computes it."""
 
 
 def main() -> None:

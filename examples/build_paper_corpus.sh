@@ -5,16 +5,17 @@
 #   time       an estimate, not measured: 16 GB of text in about an hour on 16 cores
 #   result     OUT/paper_text_document.{bin,idx,json}, 3 to 4 billion tokens from 16 GB, and the vocabulary beside it
 #
-#   WIKI=dir       what WikiExtractor made of a dump (dumps.wikimedia.org: enwiki-latest-pages-articles.xml.bz2):
+#   WIKI=dir       WikiExtractor's output for a dump (dumps.wikimedia.org: enwiki-latest-pages-articles.xml.bz2):
 #                      wikiextractor enwiki-latest-pages-articles.xml.bz2 -o wiki        (with or without --json)
-#   BOOKS=dir      books as .txt, one a file, also packed; BooksCorpus itself is no longer given away
-#   VOCAB=file     vocab.txt, the paper's is BERT's of 30,522 pieces; without it one of that size is trained on the text
+#   BOOKS=dir      books as .txt, one per file, also compressed; BooksCorpus itself is no longer distributed
+#   VOCAB=file     vocab.txt; the paper uses BERT's, 30,522 pieces. Default: train one of that size on the text
 #   OUT=dir        default: corpus      WORKERS=n  default: 8
 #
 #   WIKI=wiki BOOKS=books [VOCAB=vocab.txt] bash examples/build_paper_corpus.sh
 #
-# To go on after a kill, run the same command again. Then: bash examples/compare.sh examples/compare/paper.yaml
+# To resume after a kill, run the same command again. Then: bash examples/compare.sh examples/compare/paper.yaml
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT=${OUT:-corpus}
@@ -25,11 +26,11 @@ fail() {
     exit 2
 }
 
-[[ -n ${WIKI:-} ]] || fail "WIKI is not given: the folder (or file) that WikiExtractor wrote; see the top of this script"
-[[ -n ${BOOKS:-} ]] || fail "BOOKS is not given: a folder of books as .txt, one a file; see the top of this script"
-[[ -e $WIKI ]] || fail "WIKI=$WIKI: no such file or folder; expected what WikiExtractor wrote"
-[[ -e $BOOKS ]] || fail "BOOKS=$BOOKS: no such folder; expected books as .txt, one a file"
-[[ -z ${VOCAB:-} || -f $VOCAB ]] || fail "VOCAB=$VOCAB: no such file; expected a WordPiece vocabulary, or none"
+[[ -n ${WIKI:-} ]] || fail "WIKI is missing: name the folder (or file) that WikiExtractor wrote; see the top of this script"
+[[ -n ${BOOKS:-} ]] || fail "BOOKS is missing: name a folder of books as .txt, one per file; see the top of this script"
+[[ -e $WIKI ]] || fail "WIKI=$WIKI: no such file or folder; expected WikiExtractor's output"
+[[ -e $BOOKS ]] || fail "BOOKS=$BOOKS: no such folder; expected books as .txt, one per file"
+[[ -z ${VOCAB:-} || -f $VOCAB ]] || fail "VOCAB=$VOCAB: no such file; expected a WordPiece vocabulary, or leave VOCAB out to train one"
 mkdir -p "$OUT"
 
 printf '\n== Books: one document each\n'

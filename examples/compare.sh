@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# The paper's comparison at a scale you can afford: train each model of a plan, score it, look inside, one page.
+# Repeat the paper's comparison at a scale you can afford: train each model of a plan, score and analyse it, and write
+# one page.
 #
 #   hardware   as the plan says on top: cpu-hours (2 CPU cores), gpu-30min (one GPU), paper (16 GPUs)
-#   time       as the plan says; DRY_RUN=1 tells more
+#   time       as the plan says; DRY_RUN=1 prints an estimate
 #   result     OUT/page.html and OUT/page.md
 #
-#   OUT=dir           where everything goes (default: compare)
-#   CORPUS="a.jsonl"  texts instead of the plan's, names without blanks
-#   GLUE=dir          GLUE's folder instead of the plan's; GLUE=none leaves it out
-#   PAIRS=dir         folder of minimal pairs (BLiMP) instead of the plan's; PAIRS=none leaves them out
+#   OUT=dir           output folder (default: compare)
+#   CORPUS="a.jsonl"  texts instead of the plan's; file names without blanks
+#   GLUE=dir          GLUE's folder instead of the plan's; GLUE=none skips GLUE
+#   PAIRS=dir         folder of minimal pairs (BLiMP) instead of the plan's; PAIRS=none skips them
 #
 #   [OUT=…] [CORPUS=…] [GLUE=…] [PAIRS=…] [DRY_RUN=1] bash examples/compare.sh [PLAN.yaml] [more flags]
 #
-# To go on after a kill, run the same command again.
+# To resume after a kill, run the same command again.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PLAN=examples/compare/cpu-hours.yaml

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# A BERT of 3.9 billion parameters in three dimensions, of the shape of Megatron-LM's largest: tensor 8 x pipeline 2 x
-# data 4. 48 layers x 2560, LayerNorm before each block, batch 1024.
+# A BERT of 3.9 billion parameters, as large as Megatron-LM's largest, on tensor 8 x pipeline 2 x data 4 ranks: 48 layers
+# x 2560, LayerNorm before each block, batch 1024.
 #
 #   hardware   8 machines with 8 GPUs of 80 GB each (A100 or H100) and NVLink inside, where tensor parallelism stays
-#   time       an estimate, not measured: 2.7 s a step and 31 days for 1M steps on 64 A100s, half of it on H100s
+#   time       an estimate, not measured: 2.7 s per step and 31 days for 1M steps on 64 A100s, half of that on H100s
 #   result     not measured by us; Megatron-LM's 3.9B (absolute positions, arXiv:1909.08053) reached 91.4 on MNLI
 #
 #   [HOSTFILE=hostfile] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
 #       bash examples/pretrain_ddrp_3.9b_64gpu.sh [more flags]
 #
-# On other machines tensor x pipeline x data is the number of GPUs; DRY_RUN=1 says what does not fit. With more
-# memory take a larger --micro-batch-size, with less --checkpoint-activations.
+# On other machines, choose tensor x pipeline x data = the number of GPUs; DRY_RUN=1 refuses a layout that does not fit.
+# With more memory use a larger --micro-batch-size, with less use --checkpoint-activations.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 48 --hidden-size 2560 --num-attention-heads 40 --seq-length 512 --layernorm-position pre
@@ -29,4 +30,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 64 --device-memory 80
 fi
-exec deepspeed --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --hostfile "${HOSTFILE:-hostfile}" pretrain_bert.py "${ARGS[@]}"

@@ -9,13 +9,14 @@
 #   [HOSTFILE=examples/hostfile_2x8] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
 #       bash examples/pretrain_ddrp_base_16gpu.sh [more flags]
 #
-# The host file has a line `name slots=8` a machine. Started on the first of them; docs/launching.md has the rest.
-# LAUNCHER takes another command than DeepSpeed's to start pretrain_bert.py: pretrain_ddrp_base_slurm.sh sets it.
+# The host file has one line `name slots=8` per machine. Start this on the first machine; see docs/launching.md.
+# LAUNCHER replaces DeepSpeed's launcher as the command that starts pretrain_bert.py; the Slurm recipe sets it.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOSTFILE=${HOSTFILE:-examples/hostfile_2x8}
-LAUNCHER=${LAUNCHER:-deepspeed --hostfile $HOSTFILE}
+LAUNCHER=${LAUNCHER:-deepspeed --quiet --hostfile $HOSTFILE}
 MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
     --position-encoding ddrp --relative-distance 64)
 OBJECTIVE_ARGS=(--objective mth --tcd-weight 1.0 --hcd-weight 0.01 --tcd-tokens 50 --hcd-heads 2)

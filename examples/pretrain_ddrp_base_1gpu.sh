@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The paper's base model on one GPU: DDRP + MTH, 12 layers x 768, batch 256 by 8 micro-batches of 32.
+# The paper's base model on one GPU: DDRP + MTH, 12 layers x 768, batch 256 as 8 micro-batches of 32.
 #
 #   hardware   1 GPU of 24 GB with bf16 (A10, L4, RTX 3090 and newer); on a V100 replace --bf16 by --fp16
 #   time       an estimate, not measured: 1M steps are about 8e19 FLOP, 10 days of an A100 at 30 % of its peak,
 #              longer on smaller GPUs. STEPS=100000 is a tenth of that
-#   result     the paper's GLUE average after 1M steps is 85.00 (its table 1); fewer steps give less
+#   result     the paper's GLUE average after 1M steps is 85.00 (its table 1); fewer steps score lower
 #
 #   [STEPS=1000000] DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] \
 #       bash examples/pretrain_ddrp_base_1gpu.sh [more flags]
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
@@ -25,4 +26,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 1 --device-memory 24
 fi
-exec deepspeed --num_gpus 1 pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --num_gpus 1 pretrain_bert.py "${ARGS[@]}"

@@ -8,18 +8,19 @@
 #SBATCH --signal=USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# The paper's base model under Slurm: each rank runs examples/pretrain_ddrp_base_16gpu.sh, which holds the flags. Five
-# minutes before its time is up the job saves and queues itself again, until the last step.
+# The paper's base model under Slurm: each rank runs examples/pretrain_ddrp_base_16gpu.sh, which has the flags. Five
+# minutes before its time limit the job saves and queues itself again, until the last step is done.
 #
-#   hardware   2 nodes with 8 GPUs of 32 GB each; with bf16 (A100 and newer) replace --fp16 there by --bf16
+#   hardware   2 nodes with 8 GPUs of 32 GB each; on A100 and newer replace --fp16 in that script by --bf16
 #   time       an estimate, not measured: two days on V100s at 23 % of their peak, so two or three jobs
 #   result     the paper's GLUE average for this model is 85.00 (its table 1)
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir sbatch examples/pretrain_ddrp_base_slurm.sh [more flags]
 #   DRY_RUN=1 bash examples/pretrain_ddrp_base_slurm.sh
 #
-# Submit it in the project's folder with the environment active: srun hands both on. DeepSpeed's launcher is not used.
+# Submit it from the project's folder with the environment active: srun passes both on. DeepSpeed's launcher is not used.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}" # Slurm runs a copy of this file
 
 if [[ -n ${DRY_RUN:-} ]]; then

@@ -3,10 +3,11 @@
 #
 #   hardware   2 CPU cores with bf16 instructions (drop --bf16 elsewhere), 2 GB of memory
 #   time       about half an hour
-#   result     validation masked-LM loss more than 0.5 nat below the unigram level; see docs/results.md
+#   result     validation masked-LM loss more than 0.5 nats below the unigram level; see docs/results.md
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_ddrp_small_cpu.sh [more flags]
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128
@@ -22,4 +23,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 1 --device-memory 2
 fi
-exec deepspeed --num_gpus 1 pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --num_gpus 1 pretrain_bert.py "${ARGS[@]}"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# ELECTRA with DDRP positions: a generator of a third of the heads, 12 layers x 768, batch 256, 1M steps.
+# ELECTRA with DDRP positions: a generator with a third of the heads, 12 layers x 768, batch 256, 1M steps.
 #
 #   hardware   one machine with 8 GPUs of at least 32 GB; on V100s replace --bf16 by --fp16
 #   time       not measured by us; step 1's progress line prints an estimate
-#   result     not measured by us; the TNF authors' slides give their own ELECTRA base, with absolute positions, 86.0
+#   result     not measured by us; TNF's authors (arXiv:2008.01466) report 86.0 for ELECTRA base with absolute positions
 #
 #   DATA=prefix VOCAB=vocab.txt SAVE=dir [DRY_RUN=1] bash examples/pretrain_electra_ddrp.sh [more flags]
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MODEL_ARGS=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512
@@ -23,4 +24,4 @@ ARGS=("${DATA_ARGS[@]}" "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_AR
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python pretrain_bert.py "${ARGS[@]}" --dry-run --world-size 8 --device-memory 32
 fi
-exec deepspeed --num_gpus 8 pretrain_bert.py "${ARGS[@]}"
+exec deepspeed --quiet --num_gpus 8 pretrain_bert.py "${ARGS[@]}"

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# The main job from text to a fine-tuned encoder, small enough for a laptop. `make quickstart` runs it.
+# The whole path from text to a fine-tuned encoder, small enough for a laptop. `make quickstart` runs it.
 #
-#   hardware   2 CPU cores, 2 GB of memory (one GPU is used where there is one)
+#   hardware   2 CPU cores, 2 GB of memory (it uses one GPU if there is one)
 #   time       about 6 minutes
 #   result     OUT/report/report.md: the validation masked-LM loss falls well below the unigram level, and the
 #              pre-trained encoder is more accurate than the same encoder with random weights
 #
-#   OUT=dir            where everything goes (default: quickstart)
-#   CORPUS=file.jsonl  text of your own (default: the documentation inside the installed Python)
-#   STEPS=n            steps of pre-training
+#   OUT=dir            output folder (default: quickstart)
+#   CORPUS=file.jsonl  your own text (default: the documentation inside the installed Python)
+#   STEPS=n            pre-training steps (default: 1200)
 #
-# To go on after a kill, run the same command again: finished stages are not repeated. A stage is repeated, with all
-# that follow it, when its command line or your corpus has changed.
+# To resume after a kill, run the same command again: finished stages are skipped. If a command line or your corpus has
+# changed, that stage and all later ones run again.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT=${OUT:-quickstart}
@@ -25,7 +26,7 @@ OBJECTIVE_ARGS=(--objective mth --tcd-tokens 50 --hcd-heads 2)
 TRAINING_ARGS=(--micro-batch-size 32 --global-batch-size 32 --train-iters "$STEPS" --lr 2e-3 --lr-warmup-fraction 0.1)
 OUTPUT_ARGS=(--log-interval 20 --eval-interval 200 --eval-iters 16 --save-interval 400 --keep-last 1)
 TASK=$OUT/task/word-order
-NOTE="The task is to tell sentences of the corpus from the same sentences with two words swapped, scored on documents \
+NOTE="The task is to recognise sentences of the corpus in which two words were swapped. It is scored on documents \
 that fine-tuning has not seen. A constant guess has an accuracy of 50."
 FINETUNE_ARGS=(--train "$TASK/train.csv" --valid "$TASK/valid.csv" --load "$OUT/huggingface"
     --output-dir "$OUT/finetune" --batch-size 32 --lr 5e-4 --epochs 3 --seeds 1 --max-seq-length 64)
@@ -35,7 +36,7 @@ fail() {
     exit 1
 }
 
-# quoted WORD…: the words as one would type them
+# quoted WORD…: print the words as you would type them in a shell
 quoted() {
     local word line=
     for word in "$@"; do
@@ -45,8 +46,8 @@ quoted() {
     echo "${line% }"
 }
 
-# stage NAME STALE COMMAND…: print and run COMMAND unless an earlier start has finished it. STALE is what must not be
-# left from another command; what a killed run of the same command left there is what it goes on from.
+# stage NAME STALE COMMAND…: print and run COMMAND, unless an earlier start has finished it. The folder STALE is deleted
+# if another command wrote it; the same command resumes from it.
 number=0
 stage() {
     local name=$1 stale=$2 command marker later
@@ -57,7 +58,7 @@ stage() {
     marker=$OUT/stages/$number
     command="$command # $corpus_sum"
     if [[ -f $marker.done && $(< "$marker.done") == "$command" ]]; then
-        printf '\n== %s: done before\n' "$name"
+        printf '\n== %s: already done\n' "$name"
         return
     fi
     printf '\n== %s\n$ %s\n' "$name" "${command% # *}"
@@ -76,7 +77,7 @@ command -v deepspeed > /dev/null || fail "no deepspeed command; run make quickst
 mkdir -p "$OUT/stages"
 : > "$OUT/commands.txt"
 if [[ -n $CORPUS ]]; then
-    [[ -r $CORPUS && ! -d $CORPUS ]] || fail "CORPUS=$CORPUS is not a file that can be read"
+    [[ -r $CORPUS && ! -d $CORPUS ]] || fail "CORPUS=$CORPUS is not a readable file"
     corpus_sum=$(cksum < "$CORPUS")
 else
     corpus_sum=
@@ -93,7 +94,7 @@ stage "Preprocessing" "" \
     --vocab-file "$OUT/vocab.txt" --tokenizer-type BertWordPieceLowerCase --workers 2
 
 stage "Pre-training: DDRP positions, MTH objective" "$OUT/checkpoint" \
-    deepspeed --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
+    deepspeed --quiet --num_gpus 1 pretrain_bert.py --data-path "$OUT/corpus_text_document" --vocab-file "$OUT/vocab.txt" \
     --split 949,50,1 --save "$OUT/checkpoint" --load "$OUT/checkpoint" \
     "${MODEL_ARGS[@]}" "${OBJECTIVE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OUTPUT_ARGS[@]}"
 

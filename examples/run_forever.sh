@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Start a training command again and again until it is done: what a node, a disk or a colleague does to it costs the
-# steps since the last checkpoint, and no night.
+# Restart a training command until it is done. A failure of a node or a disk then costs only the steps since the last
+# checkpoint, also at night.
 #
 #   hardware   whatever the command needs
 #   time       until the last step
-#   result     exit code 0 when training is done; 75 when somebody asked it to stop (go on by the same command);
-#              2 for wrong arguments; 1 when it failed MAX_FAILURES times without a new checkpoint
+#   result     exit code 0 if training is done; 75 if it was stopped by a signal (the same command resumes); 2 for wrong
+#              arguments; 1 if it failed MAX_FAILURES times without a new checkpoint
 #
 #   [MAX_FAILURES=5] [BACKOFF=10] [GRACE=120] \
-#       bash examples/run_forever.sh deepspeed --num_gpus 8 pretrain_bert.py … --save D --load D
+#       bash examples/run_forever.sh deepspeed --quiet --num_gpus 8 pretrain_bert.py … --save D --load D
 #
-# SIGTERM and SIGUSR1 sent to this script let the step in hand finish and be saved. Between failures it waits BACKOFF
-# seconds, then twice as long, up to ten minutes; a new checkpoint sets both back. Ranks that outlive their launcher have
-# GRACE seconds to save.
+# Send SIGTERM or SIGUSR1 to this script to finish the current step, save and stop. After a failure it waits BACKOFF
+# seconds, then twice as long, up to ten minutes; a new checkpoint resets the failures and the wait. Ranks that outlive
+# their launcher have GRACE seconds to save.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || exec sed -n '1d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 
 save='' load=''
 for ((i = 1; i <= $#; i++)); do
@@ -26,11 +27,12 @@ for ((i = 1; i <= $#; i++)); do
     esac
 done
 if [[ -z $save || $save != "$load" ]]; then
-    echo "run_forever.sh: error: the command needs --save and --load with one folder, so that it can go on" >&2
+    echo "run_forever.sh: error: the command needs --save and --load with the same folder, so that it can resume" >&2
     exit 2
 fi
 
-# The command is a process group of its own: `deepspeed` dies of a SIGTERM without telling its ranks, so all are told.
+# The command has its own process group, and a signal goes to all of it: `deepspeed` dies of a SIGTERM without signalling
+# its ranks.
 set -m
 asked='' child=''
 ask() { asked=1; [[ -z $child ]] || kill -TERM -- "-$child" 2>/dev/null || true; }
@@ -44,7 +46,7 @@ while true; do
     child=$!
     code=0
     wait "$child" || code=$?
-    while kill -0 "$child" 2>/dev/null; do # a signal of ours ended the waiting, not the command
+    while kill -0 "$child" 2>/dev/null; do # a signal to this script ended the wait, not the command
         code=0
         wait "$child" || code=$?
     done
@@ -54,7 +56,7 @@ while true; do
     done
     kill -KILL -- "-$child" 2>/dev/null || true
     child=''
-    # torchrun exits 1 for every code but 0; the run's own stands in its folder.
+    # torchrun exits 1 for every code but 0; the run's own code is in its folder.
     [[ $code == 0 ]] || code=$(cat "$save/exit_code" 2>/dev/null || echo "$code")
     case $code in
         0 | 2 | 75) exit "$code" ;;
@@ -68,7 +70,7 @@ while true; do
         echo "run_forever.sh: error: failed $failures times without a new checkpoint, last with code $code" >&2
         exit 1
     fi
-    echo "run_forever.sh: ended with code $code (failure $failures of $limit); starting again in $pause s" >&2
+    echo "run_forever.sh: ended with code $code (failure $failures of $limit); restarting in $pause s" >&2
     sleep "$pause" &
     wait $! || true
     [[ -z $asked ]] || exit 75

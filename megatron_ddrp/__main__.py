@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 from megatron_ddrp import __version__
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.errors import run_command
-from megatron_ddrp.run.launch import run_rank
+from megatron_ddrp.run.launch import first_rank_speaks, run_rank
 
 PROGRAM = "megatron-ddrp"
 
@@ -64,7 +64,8 @@ def main() -> NoReturn:
     words = sys.argv[1:]
     launchers = [word for word in words[:1] if word.startswith("--local_rank=")]  # DeepSpeed's launcher adds it
     words = words[len(launchers) :]
-    name = build_parser().parse_args(words[:1]).command
+    with first_rank_speaks():
+        name = build_parser().parse_args(words[:1]).command
     sys.argv[1:] = launchers * COMMANDS[name].on_ranks + words[1:]
     run(name, f"{PROGRAM} {name}")
 

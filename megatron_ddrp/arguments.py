@@ -1,20 +1,25 @@
 """The command line of `pretrain_bert.py`, derived from the dataclasses of `megatron_ddrp.config`.
 
-Order of precedence: defaults, then `--config FILE.yaml`, then flags. The YAML is flat: its keys are the flags' names.
+Order of precedence: defaults, then `--config FILE`, then flags; `--deepspeed_config` decides what neither gives.
+Flags of Megatron-LM's scripts are read as `config/translation.py` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag
+from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
 from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config.config_file import FromFile, config_of, read_config
+from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.option import check_range
-from megatron_ddrp.config.reading import Place, load_yaml, options_of, read_settings
+from megatron_ddrp.config.reading import options_of
+from megatron_ddrp.config.translation import HINTS, Found, Translated, differing_defaults, settle, translate
+from megatron_ddrp.run.launch import launched_world_size
 
 DESCRIPTION = """\
 Pre-train a BERT-class encoder. `megatron-ddrp pretrain …` is one process; `deepspeed --module megatron_ddrp pretrain …`
@@ -28,7 +33,8 @@ example:
       --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 \\
       --train-iters 5000 --lr 1e-3
 
-The same command with --load run resumes where it stopped. --dry-run shows what a run would be and touches nothing."""
+The same command with --load run resumes where it stopped. --dry-run shows what a run would be and touches nothing.
+Flags of Megatron-LM's BERT scripts are understood too: docs/megatron.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +47,97 @@ class Arguments:
     """Number of ranks that a dry run assumes; None = as many as a launcher announced."""
     device_memory: float | None = None
     """GiB of a device that a dry run must fit into."""
+    remarks: tuple[str, ...] = ()
+    """What the command line does not show: how flags were read and what a file decided, one line each."""
+
+
+class Settings(dict[str, Any]):
+    """The settings that were given, by name; `settings[name]` is the default of one that was not."""
+
+    def __missing__(self, name: str) -> Any:
+        return options_of(*concerns().values())[name].default
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     """Parse a command line (default: this process's). Wrong arguments end the process with one line and exit code 2."""
     parser = build_parser()
-    given = vars(parser.parse_args(words))
-    from_file = read_yaml(given.pop("config")) if "config" in given else {}
+    theirs = translate(sys.argv[1:] if words is None else words)
+    parsed, unknown = parser.parse_known_args(theirs.words)
+    given = vars(parsed)
+    refused = [(typed, parser.hint_for(typed)) for typed in flags_of(unknown)]
+    if (file := given.pop("deepspeed", None)) is not None:
+        refused.append((f"--deepspeed {file}", "it takes no value; give --deepspeed_config FILE"))
+    from_file = read_config(given.pop("config")) if "config" in given else FromFile({})
     dry_run = given.pop("dry_run", False)
     assumed = {name: given.pop(name) for name in ("world_size", "device_memory") if name in given}
     for name, value in assumed.items():
         if not dry_run:
             parser.error(f"{flag(name)} goes with --dry-run: a run takes its ranks from the launcher")
         check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
-    for done_with in ("local_rank", "deepspeed", "plugin"):
+    for done_with in ("local_rank", "plugin"):
         given.pop(done_with, None)
-    return Arguments(config_of(from_file | given), dry_run, **assumed)
+    for found, ours in theirs.renamed:
+        add_renamed(parser, given, found, ours)
+    settings = Settings(from_file.values | given)
+    decided = decide_by_deepspeed(settings, assumed.get("world_size") or launched_world_size())
+    settled, not_settled = settle(theirs.asking, settings)
+    if refused or not_settled:
+        parser.refuse(refused + not_settled)
+    for found, text in settled:
+        add_renamed(parser, given, found, text.split())
+    settings |= given
+    config = config_of(settings)
+    remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
+    return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
+
+
+def add_renamed(parser: ArgumentParser, given: dict[str, Any], found: Found, ours: Sequence[str]) -> None:
+    """Add our words for a flag of Megatron-LM's to the settings; refuse what contradicts them."""
+    for name, value in vars(parser.parse_args(ours)).items():
+        if name in given and given[name] != value:
+            parser.error(
+                f"{found.typed} is {flag(name)} {value} here, but {flag(name)} is {given[name]}: give one of them"
+            )
+        given[name] = value
+
+
+def decide_by_deepspeed(settings: Settings, world_size: int | None) -> str:
+    """Add what a file of `--deepspeed_config` decides to the settings; return a line that names it.
+
+    `world_size` is the number of ranks, None where it is not known. Raises `UserError` where the file
+    contradicts a setting that was given.
+    """
+    path = settings.get("deepspeed_config")
+    if not path:
+        return ""
+    content = load_file(path)
+    decided = decisions(path, content, options_of(*concerns().values()))
+    check_against(path, decided, settings)
+    new = {name: decision.value for name, decision in decided.items() if name not in settings}
+    settings.update(new)
+    new |= {name: decision.value for name, decision in global_batch_of(path, content, settings, world_size).items()}
+    settings.update(new)
+    if not new:
+        return ""
+    settings["decided_by_deepspeed_config"] = tuple(new)
+    return f"decided by --deepspeed-config {path}: " + ", ".join(f"{flag(name)} {value}" for name, value in new.items())
+
+
+def remarks_on(
+    theirs: Translated, settled: Sequence[tuple[Found, str]], settings: Settings, config: Config
+) -> list[str]:
+    """Return how Megatron-LM's flags were read: those without effect, those renamed, and defaults that differ."""
+    without = [*theirs.without_effect, *(found.typed for found, ours in settled if not ours)]
+    renamed = [*((found, " ".join(ours)) for found, ours in theirs.renamed), *(pair for pair in settled if pair[1])]
+    lines = []
+    if without:
+        lines.append(f"taken from Megatron-LM and without effect here: {', '.join(without)}")
+    if renamed:
+        lines.append(f"taken from Megatron-LM: {', '.join(f'{found.typed} as {ours}' for found, ours in renamed)}")
+    if not lines:
+        return []
+    resolved = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
+    return [*lines, differing_defaults(settings, resolved)]
 
 
 def build_parser() -> ArgumentParser:
@@ -67,8 +148,13 @@ def build_parser() -> ArgumentParser:
         epilog=EPILOG,
         argument_default=argparse.SUPPRESS,
     )
+    parser.hints = HINTS
     run = parser.add_argument_group("Run")
-    run.add_argument("--config", metavar="FILE", help="YAML with flag names as keys; flags win")
+    run.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML with flag names as keys, or the config.json of a run; flags win",
+    )
     run.add_argument(
         "--dry-run",
         action="store_true",
@@ -91,19 +177,3 @@ def build_parser() -> ArgumentParser:
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
     add_flags(parser, *concerns().values())
     return parser
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """Read settings from a flat YAML file, keys with dashes or underscores, values checked as the flags' are."""
-    place = Place(f"--config {path}")
-    return read_settings(options_of(*concerns().values()), load_yaml(Path(path), place) or {}, place)
-
-
-def config_of(values: Mapping[str, Any]) -> Config:
-    """Return the configuration with these settings, by name; the others have their defaults."""
-    return Config(
-        **{
-            concern: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
-            for concern, section in concerns().items()
-        }
-    )

@@ -12,8 +12,9 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from megatron_ddrp.config import flag
@@ -37,6 +38,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class ArgumentParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with one-line errors, no abbreviations, and `--a_b` read as `--a-b`."""
 
+    hints: Mapping[str, str] = MappingProxyType({})
+    """Name of a flag of other programs, with dashes → what to do instead."""
+
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs.setdefault("prog", os.path.basename(sys.argv[0]))
         kwargs.setdefault("formatter_class", HelpFormatter)
@@ -57,15 +61,39 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            close = difflib.get_close_matches(unknown[0].split("=")[0], list(self._option_string_actions), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.refuse([(words, self.hint_for(words)) for words in flags_of(unknown)])
         return parsed
+
+    def hint_for(self, words: str) -> str:
+        """Return what to write instead of an unknown flag, with its values or without; "" where nothing is near."""
+        name = words.partition(" ")[0].partition("=")[0]
+        if words.lower() in ("true", "false"):
+            return "a switch takes no value: --x turns it on, --no-x off"
+        if hint := self.hints.get(name[2:].replace("_", "-")):
+            return hint
+        known = [*self._option_string_actions, *(f"--{other}" for other in self.hints)]
+        return did_you_mean(name.replace("_", "-"), known)
+
+    def refuse(self, unknown: Sequence[tuple[str, str]]) -> NoReturn:
+        """End the command for its unknown arguments, each with its hint, all in one line."""
+        if len(unknown) == 1:
+            listed = "; ".join(filter(None, unknown[0]))
+        else:
+            listed = ", ".join(words + (f" ({hint})" if hint else "") for words, hint in unknown)
+        self.error(f"unrecognized arguments: {listed}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
+            error.message += f"; {hint}" if hint else ""
+            raise
 
     def error(self, message: str) -> NoReturn:
         may_be_brought = ("argument --objective:", "argument --position-encoding:")
         if "invalid choice" in message and message.startswith(may_be_brought):
-            message += ", or a name that --plugin FILE.py brings"
+            message += ", or a name that --plugin FILE.py adds"
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _spelling(self, word: str) -> str:
@@ -78,6 +106,23 @@ class ArgumentParser(argparse.ArgumentParser):
             if candidate in known:
                 return candidate + equals + value
         return word
+
+
+def flags_of(words: Sequence[str]) -> list[str]:
+    """Return each flag joined with the values that follow it; a value without a flag stands alone."""
+    flags: list[str] = []
+    for word in words:
+        if flags and flags[-1].startswith("--") and not word.startswith("--"):
+            flags[-1] += f" {word}"
+        else:
+            flags.append(word)
+    return flags
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return a question that names the known word nearest to `word`; "" if none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def add_plugin_flag(parser: Any) -> None:

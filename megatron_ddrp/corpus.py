@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -17,15 +17,19 @@ from megatron_ddrp.data.batches.index_cache import cached_totals
 from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
-from megatron_ddrp.data.batches.samples import SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, sample_totals, split_documents
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed
 from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+SPLITS = {"train": "training", "valid": "validation", "test": "test"}
+"""Split → its name in messages."""
 
 
 class Source(NamedTuple):
@@ -42,6 +46,7 @@ class Corpus:
 
     tokenizer: Tokenizer
     config: Config
+    """Configuration of the run, with the tokenizer of the datasets where the flags leave it out."""
     sources: dict[str, Source]
     """By prefix, each opened once."""
     remarks: tuple[str, ...]
@@ -62,7 +67,8 @@ class Corpus:
                 "--data-path is missing: give the prefix that megatron-ddrp preprocess wrote", WRONG_ARGUMENTS
             )
         prefixes = dataset_prefixes(config)
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
+        config = with_tokenizer(config, prefixes)
+        tokenizer = build_tokenizer(**tokenizer_flags(config)._asdict())
         sources, remarks = {}, [warn_of_impossible(tokenizer)]
         for prefix in prefixes:
             source = sources[prefix] = Source(open_dataset(prefix, tokenizer), {})
@@ -83,10 +89,23 @@ class Corpus:
         seq_length = seq_length or self.config.model.seq_length
         documents = [self._documents(prefix, split) for prefix in prefixes]
         sources = [self.sources[prefix] for prefix in prefixes]
-        parts = [
-            SampleIndex(s.dataset, d, seq_length, s.totals[seq_length]) for s, d in zip(sources, documents, strict=True)
-        ]
+        try:
+            parts = [
+                SampleIndex(s.dataset, d, seq_length, s.totals[seq_length])
+                for s, d in zip(sources, documents, strict=True)
+            ]
+        except NoSample as error:
+            raise UserError(f"the {SPLITS[split]} split is empty: {error}; {self._remedy(split)}") from None
         return Blend(parts, weights)
+
+    def _remedy(self, split: str) -> str:
+        """Return what to do about a split without a sample."""
+        remedies = ["preprocess more text"]
+        if self.config.data.split is not None:
+            remedies.append(f"give it a larger share by --split (now {self.config.data.split})")
+        if split == "valid":
+            remedies.append("train without validation by --eval-interval 0")
+        return ", or ".join(remedies)
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
         """Return the range of a dataset's documents that make its part of a split."""
@@ -160,6 +179,16 @@ class Corpus:
         ends = [(phase.seq_length, phase.last_step(self.config.training.train_iters)) for phase in shorter]
         lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
         return "\n".join(lines)
+
+
+def tokenizer_flags(config: Config) -> TokenizerFlags:
+    """Return the flags that name the tokenizer."""
+    return TokenizerFlags(*(getattr(config.data, name) for name in TokenizerFlags._fields))
+
+
+def with_tokenizer(config: Config, prefixes: Sequence[str]) -> Config:
+    """Return `config` with the flags of the tokenizer completed from the manifests of the datasets."""
+    return config.replace(data=completed(tokenizer_flags(config), prefixes)._asdict())
 
 
 def has_split(config: Config, split: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from megatron_ddrp.config import Config, concerns, flag
 from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import PLUGINS
-from megatron_ddrp.corpus import Corpus, verify_data
+from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.engine.muon import optimizer_remarks
@@ -31,6 +31,7 @@ NOT_GIVEN = {
     "absolute_embedding": "as --position-encoding has it",
     "deberta_emd": "as --position-encoding has it",
     "lr_wsd_decay_iters": "the last tenth",
+    "lr_decay_iters": "all of --train-iters",
     "lr_warmup_iters": "as --lr-warmup-fraction has it",
     "num_threads": "torch chooses",
     "index_cache_dir": "beside the data",
@@ -158,12 +159,13 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     data = config.data
     if not any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
         if data.vocab_file or data.tokenizer_model:
-            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.tokenizer_model)
+            config = with_tokenizer(config, ())
+            tokenizer = build_tokenizer(**tokenizer_flags(config)._asdict())
             config = config.replace(model={"vocab_size": tokenizer.vocab_size})
         return config, DataFacts()
     verified = verify_data(config)
     corpus = Corpus.open(config, keep_indices=False)
-    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    config = corpus.config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
     lines = [*verified, *corpus.remarks, f"data: {corpus.summary(samples, consumed)}"]
@@ -201,7 +203,12 @@ def settings(config: Config) -> list[str]:
     for concern, values in config.to_dict().items():
         lines.append(f"{concern}:")
         flags = options_of(concerns()[concern])
-        lines += [f"  {flag(name)} {setting(name, value, config)}" for name, value in values.items() if name in flags]
+        by_file = dict.fromkeys(config.parallel.decided_by_deepspeed_config, "   (by --deepspeed-config)")
+        lines += [
+            f"  {flag(name)} {setting(name, value, config)}{by_file.get(name, '')}"
+            for name, value in values.items()
+            if name in flags
+        ]
     return [*lines, *(f"--plugin {path}" for path in sorted(set(PLUGINS.values())))]
 
 

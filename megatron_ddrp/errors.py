@@ -70,23 +70,36 @@ def _refusal(error: OSError, path: object = None) -> str:
     return str(reason) if where is None else f"{where}: {reason}"
 
 
-_NO_MEMORY = re.compile("can't allocate|out of memory|storage size calculation overflowed", re.I)
-"""Words of the RuntimeError that torch raises on CPUs without enough memory."""
+_NO_MEMORY = re.compile("can't allocate|not enough memory|out of memory|ALLOC_FAILED|size calculation overflowed", re.I)
+"""Words of the RuntimeError that torch raises without enough memory, on CPUs and on GPUs."""
+
+NEED_LESS = "use a smaller batch or model, or a machine with more memory"
 
 
 @contextlib.contextmanager
-def allocations_as_user_errors() -> Iterator[None]:
-    """Raise a lack of memory, of the host or of a GPU, as a `UserError`."""
+def allocations_as_user_errors(advice: str | Callable[[], str] = NEED_LESS) -> Iterator[None]:
+    """Raise a lack of memory, of the host or of a GPU, as a `UserError` that ends in `advice`: what to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        reason = re.sub(r"^\[.*?\] err == 0\. ", "", (str(error).splitlines() or ["the system has no more"])[0])
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+        if not lacks_memory(error):
             raise
-        raise UserError(
-            f"out of memory: {reason}; use a smaller --micro-batch-size or --hidden-size, --checkpoint-activations, or "
-            "more ranks; --dry-run says what a rank needs"
-        ) from error
+        remedy = advice if isinstance(advice, str) else advice()
+        raise UserError(f"out of memory: {_short_reason(error)}; {remedy}") from error
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that the host or a GPU has no memory left."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def _short_reason(error: BaseException) -> str:
+    """Return what was asked for and what is there, without torch's internals and general advice."""
+    line = (str(error).splitlines() or ["the system has no more"])[0]
+    line = re.sub(
+        r"^\[.*?\] err == 0\. |^CUDA out of memory\. |\.? Of the allocated memory .*|\. Error code .*", "", line
+    )
+    return re.sub(r"\b\d{7,}(?= bytes)", lambda number: f"{int(number[0]):,}", line)
 
 
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:
@@ -95,7 +108,8 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     `program` is the name in front of the line; by default that of the running script.
     """
     try:
-        result = main()
+        with allocations_as_user_errors():
+            result = main()
         sys.stdout.flush()
     except UserError as error:
         print_error(str(error), program)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,11 +29,12 @@ from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects, is_first_on_host
 from megatron_ddrp.run import stopping
-from megatron_ddrp.run.device import check_device, choices
+from megatron_ddrp.run.device import check_device, choices, unused_devices
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.run.launch import is_launched
 from megatron_ddrp.run.log import MetricsLog, check_writers
 from megatron_ddrp.run.loop import Run
+from megatron_ddrp.run.remedies import need_less_memory
 from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
 
@@ -55,12 +57,14 @@ def train(config: Config) -> int:
     verified = verify_data(config, is_first_on_host(), agree)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
-    config = config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    config = corpus.config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
     sizes = count_parameters(model)
     about_optimizer = optimizer_remarks(model, config)
-    engine = build_engine(model, config, ranks, loader.num_micro_batches)
+    advice = partial(need_less_memory, config, ranks.world_size, ranks.device.type)
+    with allocations_as_user_errors(advice):
+        engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
     progress = resumed.progress if resumed else Progress()
     notes = open_notes(config, corpus)
@@ -68,6 +72,7 @@ def train(config: Config) -> int:
         agree(lambda: load_notes(notes, resumed.path))
 
     with ExitStack() as stack:
+        stack.enter_context(allocations_as_user_errors(advice))
         first = ranks.rank == 0
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
@@ -76,7 +81,7 @@ def train(config: Config) -> int:
         own = (*verified, *corpus.remarks, *(home.remarks if home else ()), *precision_remarks(config, ranks.device))
         remarks = remarks_of_ranks(own)
         first_lines = introduction(config, ranks, corpus, loader, sizes)
-        for line in (*remarks, first_lines, *about_optimizer, *about(notes, corpus)):
+        for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
             log.say(line)
         log.say(where_we_start(config, resumed))
         run = Run(config, ranks, engine, log, folder, home, notes)
@@ -107,7 +112,10 @@ def with_stored_layout(config: Config, load: Path | None) -> Config:
 
 def allocate_model(config: Config) -> Encoder:
     """Return the whole model, initialised. Raises `UserError` where memory does not hold it."""
-    with allocations_as_user_errors():
+    with allocations_as_user_errors(
+        "every rank first builds the whole model in host memory: use a smaller --hidden-size or fewer --num-layers; "
+        "--dry-run says what a rank needs"
+    ):
         return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
 
 

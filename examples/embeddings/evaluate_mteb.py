@@ -1,9 +1,9 @@
-"""Score a sentence encoder on pairs of one's own with mteb: Spearman's correlation of cosines and scores.
+"""Score a sentence encoder on your own pairs with mteb: Spearman's correlation of cosines and scores.
 
     pip install mteb sentence-transformers
     python examples/embeddings/evaluate_mteb.py --load sentence_encoder --pairs dev.jsonl --output scores.json
 
-The file has the form of train_sentence_encoder.py's. Nothing is downloaded. To run mteb's own tasks, which it
+The file has the format of train_sentence_encoder.py. Nothing is downloaded. To run mteb's own tasks, which mteb
 downloads, write `mteb.get_tasks(tasks=["STSBenchmark"])` in place of `[task]`.
 """
 
@@ -25,7 +25,7 @@ def own_task(rows: list[dict[str, Any]], highest: float) -> Any:
         min_score, max_score = 0, highest
         metadata = TaskMetadata(
             name="OwnPairs",
-            description="Scored pairs of sentences of one's own",
+            description="Your own scored pairs of sentences",
             type="STS",
             eval_langs=["eng-Latn"],
             eval_splits=["test"],
@@ -43,7 +43,7 @@ def own_task(rows: list[dict[str, Any]], highest: float) -> Any:
 def main() -> None:
     """Evaluate and write the scores as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, help="folder of a sentence encoder, or of an encoder")
+    parser.add_argument("--load", type=Path, required=True, help="folder of a sentence encoder or of a plain encoder")
     parser.add_argument("--pairs", type=Path, required=True, help="JSONL of scored pairs")
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the scores")
     parser.add_argument("--max-score", type=float, default=5.0, help="score of equal meaning (default 5, as STS-B)")

@@ -1,10 +1,10 @@
-"""Train a sentence encoder from a Hugging Face folder, an export of ours or any other, with sentence-transformers.
+"""Train a sentence encoder with sentence-transformers, from one of our exports or any other Hugging Face folder.
 
     pip install sentence-transformers datasets accelerate
     python examples/embeddings/train_sentence_encoder.py --load HF_DIR --pairs train.jsonl --output sentence_encoder
 
-A line of the file is {"sentence1": "…", "sentence2": "…", "score": 4.2}; scores go from 0 to --max-score. The embedding
-of a text is the mean of its last hidden states, and the loss is the squared error of the cosine of the two.
+Each line of the file is {"sentence1": "…", "sentence2": "…", "score": 4.2}; scores go from 0 to --max-score. The
+embedding of a text is the mean of its last hidden states, and the loss is the squared error of the cosine of the two.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=Path, required=True, help="JSONL of scored pairs")
     parser.add_argument("--output", type=Path, required=True, help="folder of the sentence encoder")
     parser.add_argument("--max-score", type=float, default=5.0, help="score of equal meaning (default 5, as STS-B)")
-    parser.add_argument("--max-seq-length", type=int, default=128, help="pieces of a text; the rest is cut off")
+    parser.add_argument("--max-seq-length", type=int, default=128, help="pieces kept per text")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--epochs", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Figures of the analyses. They stay readable at half size; colour, marker and line style each distinguish runs."""
+"""Figures of the analyses: f(S) and f(H), triangles, throughput and attention maps."""
 
 from __future__ import annotations
 
@@ -9,54 +9,17 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.analysis.attention_maps import AttentionMap
-from megatron_ddrp.data.atomic import AtomicFile
-from megatron_ddrp.errors import UserError
-
-# Okabe and Ito's palette, which colour-blind readers can distinguish.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", "-.", ":")
-FONT_SIZE = 13
+from megatron_ddrp.analysis.plotting import FONT_SIZE, legend_below, pyplot, run_style, save_figure, thousands
 
 Curve = Sequence[tuple[float | None, float]]
 """(step or None, value) pairs."""
 
 
-def pyplot() -> Any:
-    """Return matplotlib's pyplot, set up to draw into files. Raises `UserError` if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or name a .json") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    matplotlib.pyplot.rcParams.update({"font.size": FONT_SIZE})
-    return matplotlib.pyplot
-
-
-def save_figure(plt: Any, figure: Any, path: Path) -> None:
-    """Write a figure as PNG and close it. A failure leaves no partial file."""
-    with AtomicFile(path) as stream:
-        figure.savefig(stream.stream, format="png", dpi=150)
-    plt.close(figure)
-
-
-def run_style(number: int) -> dict[str, Any]:
-    """Return the colour, marker and line style of run `number`, counted from 0."""
-    return {
-        "color": COLORS[number % len(COLORS)],
-        "marker": MARKERS[number % len(MARKERS)],
-        "linestyle": LINES[number % len(LINES)],
-        "linewidth": 2,
-        "markersize": 7,
-    }
-
-
 def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
     """Draw f(S) and f(H) of runs over their steps, side by side. A model of unknown step becomes a horizontal line."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    steps = {step for curve in (*tokens.values(), *heads.values()) for step, _ in curve if step is not None}
     panels = ((axes[0], "f(S): tokens", tokens), (axes[1], "f(H): heads of a layer", heads))
     for axis, title, curves in panels:
         for number, (run, curve) in enumerate(curves.items()):
@@ -66,15 +29,17 @@ def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], pat
             else:
                 axis.plot(*zip(*curve, strict=True), label=run, **style)
         axis.set(title=title, xlabel="training step", ylabel="mean cosine")
+        if len(steps) == 1:
+            axis.set_xticks(sorted(steps))
         axis.grid(alpha=0.3)
-    axes[0].legend()
+    legend_below(figure, _by_label(axes[0]))
     save_figure(plt, figure, path)
 
 
 def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path: Path) -> None:
     """Draw each model's share of sentences with the up-down triangle effect over its layers."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (run, values) in enumerate(shares.items()):
         layers = np.arange(1, len(values) + 1)
         axis.plot(layers, 100 * np.asarray(values), label=f"{run}: last layer {values[-1]:.2%}", **run_style(number))
@@ -83,14 +48,14 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
     axis.set(xlabel="layer", ylabel="share of sentences [%]", ylim=(-3, 103))
     axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
     axis.grid(alpha=0.3)
-    axis.legend()
+    legend_below(figure, _by_label(axis))
     save_figure(plt, figure, path)
 
 
 def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw tokens per second (with quartiles) and memory over the row length, one line per encoder."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for number, row in enumerate(rows):
         style, speeds = run_style(number), row["lengths"]
         lengths = [speed["length"] for speed in speeds]
@@ -110,11 +75,18 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.xaxis.minorticks_off()
         axis.set_xlabel("length of a row [tokens]")
         axis.grid(alpha=0.3)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.2g}")
-        axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: thousands(value))
+        lowest, highest = axis.get_ylim()
+        axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)) if highest > 8 * lowest else plt.MaxNLocator(6))
         axis.yaxis.minorticks_off()
-    axes[0].legend()
+    legend_below(figure, _by_label(axes[0]))
     save_figure(plt, figure, path)
+
+
+def _by_label(axis: Any) -> dict[str, Any]:
+    """Return label → line of an axis."""
+    lines, labels = axis.get_legend_handles_labels()
+    return dict(zip(labels, lines, strict=True))
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:

@@ -25,21 +25,22 @@ class LayerStates(NamedTuple):
     """`[batch, seq, hidden]`."""
     head_cosine: Tensor | None
     """Mean pairwise cosine of the heads' attention logits, summed over the sentences (scalar). None for the embeddings,
-    for a model with one head, and for a model that transformers runs."""
+    for a model with one head, for a model that transformers runs, and without `with_heads`."""
 
 
 @torch.no_grad()
-def layer_states(model: Any, batch: Batch) -> Iterator[LayerStates]:
+def layer_states(model: Any, batch: Batch, with_heads: bool = True) -> Iterator[LayerStates]:
     """Yield the states of layers 0 to L. `model` is an `Encoder` or an encoder of transformers.
 
-    Raises `UserError` for an encoder whose layers have fewer states than tokens.
+    Without `with_heads` the heads are not compared, which saves their logits. Raises `UserError` for an encoder whose
+    layers have fewer states than tokens.
     """
-    yield from _own_states(model, batch) if isinstance(model, Encoder) else _foreign_states(model, batch)
+    yield from _own_states(model, batch, with_heads) if isinstance(model, Encoder) else _foreign_states(model, batch)
 
 
-def _own_states(model: Encoder, batch: Batch) -> Iterator[LayerStates]:
+def _own_states(model: Encoder, batch: Batch, with_heads: bool) -> Iterator[LayerStates]:
     num_heads, num_layers = model.config.num_attention_heads, model.config.num_layers
-    compared = num_heads if num_heads > 1 else 0
+    compared = num_heads if with_heads and num_heads > 1 else 0
     heads = torch.arange(compared, device=batch.document_ids.device).expand(num_layers, -1)  # [layers, heads]
     nothing = Draws.none(len(batch.input_ids), num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs.of(batch, nothing._replace(heads=heads)))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_ddrp.corpus import check_ids, open_dataset
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.batches.blend import Blend
-from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.batches.samples import NUM_SPECIAL_TOKENS, NoSample, SampleIndex, sample_totals, split_documents
 from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -89,7 +89,11 @@ class Sentences(SentenceBatches):
             dataset = open_dataset(prefix, tokenizer)
             check_ids(dataset, tokenizer.vocab_size)
             documents = split_documents(dataset.num_documents, split)["valid"]
-            parts.append(SampleIndex(dataset, documents, seq_length, sample_totals(dataset, seq_length)))
+            try:
+                parts.append(SampleIndex(dataset, documents, seq_length, sample_totals(dataset, seq_length)))
+            except NoSample as error:
+                remedy = f"give it a larger share by --split (now {split})"
+                raise UserError(f"the validation split is empty: {error}; {remedy}") from None
         self.samples = Blend(parts)
         _, indices = self.samples.visits(np.arange(min(count, len(self.samples))), seed)
         lengths = np.minimum(self.samples.lengths(indices), max_length)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.figures import pyplot, run_style, save_figure
+from megatron_ddrp.analysis.plotting import legend_below, pyplot, run_style, save_figure
 
 SPACE = {
     "token_similarity": "f(S)",
@@ -19,8 +19,6 @@ SPACE = {
 """Key of a measure in the JSON → its name in the figure and in printed lines."""
 
 COLUMNS = 3
-LEGEND_WIDTH = 100
-"""Number of characters that fit into one row of the legend."""
 
 
 def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -32,10 +30,8 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     runs = {row["run"]: [other for other in rows if other["run"] == row["run"]] for row in rows}
     has_steps = any(len(of_run) > 1 for of_run in runs.values())
     height = -(-len(SPACE) // COLUMNS)
-    columns = max(1, LEGEND_WIDTH // (max(map(len, runs)) + 8))  # 8: the line before a name
     panels = height * (1 + has_steps)
-    inches = 3.3 * panels + 0.5 + 0.28 * -(-len(runs) // columns)
-    figure, axes = plt.subplots(panels, COLUMNS, figsize=(12, inches), layout="constrained")
+    figure, axes = plt.subplots(panels, COLUMNS, figsize=(12, 3.3 * panels), layout="constrained")
     for axis, (key, title) in zip(axes[:height].flat, SPACE.items(), strict=True):
         for number, of_run in enumerate(runs.values()):
             _draw_layers(axis, of_run[-1]["layers"], key, run_style(number))
@@ -47,8 +43,7 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set(title=title, xlabel="training step (last layer)")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    handles = [plt.Line2D([], [], **run_style(number)) for number in range(len(runs))]
-    figure.legend(handles, list(runs), loc="outside lower center", ncols=min(len(runs), columns))
+    legend_below(figure, {run: plt.Line2D([], [], **run_style(number)) for number, run in enumerate(runs)})
     save_figure(plt, figure, path)
 
 

@@ -26,6 +26,7 @@ from megatron_ddrp.config import load_plugin
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.errors import lacks_memory
 from megatron_ddrp.run.host_memory import peak_resident_bytes, reset_peak_resident_bytes, return_freed_memory
 from megatron_ddrp.tasks.encoder import Encoder, load_encoder
 
@@ -186,6 +187,6 @@ def _want_of_memory(error: RuntimeError) -> str:
     """Return the reason for leaving a length out. Raises the error again if it is not about memory."""
     if isinstance(error, BrokenProcessPool):
         return "the process that measured its memory was killed, probably for taking too much"
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    if lacks_memory(error):
         return "not enough memory; give a smaller --tokens"
     raise error

@@ -4,8 +4,9 @@
     DIR/tokenizer/           the tokenizer of the run        DIR/latest          name of the newest checkpoint
     DIR/lock                 held while a run writes here    DIR/exit_code       0 or 75, if the last run did not fail
     DIR/iter_0001000/
-        state.json                          step, counts, optimizer step, loss scale, configuration, the layout that
-                                            wrote it, size and CRC-32 of each file, and its own CRC-32
+        state.json                          step, counts, sums since the last row of metrics.jsonl, optimizer step,
+                                            loss scale, configuration, the layout that wrote it, of each file its
+                                            size and CRC-32, and its own CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
         optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
         beside-00-of-01.safetensors         other training state, such as the notes of rare words
@@ -41,7 +42,7 @@ from megatron_ddrp.checkpoint.folder import (
     refuse_folders,
     tag,
 )
-from megatron_ddrp.checkpoint.state import STATE, WEIGHTS_ONLY, read_state, write_state
+from megatron_ddrp.checkpoint.state import SINCE_LOGGED, STATE, WEIGHTS_ONLY, read_state, write_state
 from megatron_ddrp.checkpoint.weights import (
     StoredTensors,
     load_model,

@@ -14,6 +14,8 @@ from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
 _NAME = re.compile(r"iter_[0-9]+")
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+"""File of a Megatron-LM checkpoint folder that names the newest step; its checkpoints are called iter_N as well."""
 _LONGEST_LATEST = 200
 """Number of bytes read from `latest`; a longer file holds no name."""
 
@@ -130,6 +132,12 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
             f"--load {load} is one checkpoint of --save {save}: give its folder, --load {load.parent}; to resume from "
             f"an older one, write its name into {load.parent / LATEST}, or give another --save"
         )
+    for name, folder in (("--save", save), ("--load", load)):
+        is_ours = folder and any((path / STATE).is_file() for path in all_checkpoints(folder))
+        if folder and not is_ours and (folder / MEGATRON_TRACKER).is_file():
+            raise UserError(
+                f"{name} {folder} holds checkpoints of Megatron-LM, which are not read: give a folder of its own"
+            )
     is_foreign = load and any((load / name).is_file() for name in (WEIGHTS, "pytorch_model.bin"))
     if load and not candidates(load).paths and is_foreign:
         raise UserError(

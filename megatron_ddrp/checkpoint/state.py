@@ -7,6 +7,7 @@ version has no sum and is read without that check; its keys and types are checke
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 """Fields of fp16's dynamic loss scaler that a checkpoint keeps."""
 
 _COUNTS = ("iteration", "consumed_samples", "consumed_tokens")
+SINCE_LOGGED = "since_logged"
+"""Key of the sums and counts since the last row of metrics.jsonl. Older versions did not write it."""
 _OF_TRAINING = (*_COUNTS, "optimizer_step", "loss_scaler", "layout", "files", "config")
 _OF_IMPORTS = (*_COUNTS, "files", "config")
 _OF_OLDER_VERSIONS = ("iteration", "config")
@@ -99,6 +102,11 @@ def _check_flag(value: Any) -> None:
     _require(type(value) is bool, "true or false")
 
 
+def _check_totals(value: Any) -> None:
+    _require(isinstance(value, dict), "an object with numbers by name")
+    _require(all(type(x) in (int, float) and math.isfinite(x) for x in value.values()), "finite numbers")
+
+
 def _check_scaler(value: Any) -> None:
     if value is None:
         return
@@ -133,6 +141,7 @@ def _check_config(value: Any) -> None:
 
 _CHECKS: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys((*_COUNTS, "optimizer_step"), _check_count),
+    SINCE_LOGGED: _check_totals,
     WEIGHTS_ONLY: _check_flag,
     "loss_scaler": _check_scaler,
     "layout": _check_layout,

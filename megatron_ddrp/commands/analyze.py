@@ -7,8 +7,8 @@
     megatron-ddrp analyze throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
     megatron-ddrp analyze notes --load run --data-path corpus_text_document
 
-Each command also writes the figure's numbers as JSON. `analyze.py COMMAND --help` explains a command. "The paper" is
-Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
+Each command also writes the figure's numbers as JSON. `megatron-ddrp analyze COMMAND --help` explains a command.
+"The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import inspect
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
+from megatron_ddrp.errors import allocations_as_user_errors
 
 SENTENCES, MAP_SENTENCES = 5000, 1000
 LENGTH = 64
@@ -29,14 +30,24 @@ def main() -> None:
     arguments = build_parser().parse_args()
     from megatron_ddrp.analysis import reports
 
-    {
+    analyse = {
         "self-similarity": reports.report_similarity,
         "attention-maps": reports.report_maps,
         "triangle": reports.report_triangles,
         "space": reports.report_space,
         "throughput": reports.report_throughput,
         "notes": reports.report_notes,
-    }[arguments.command](arguments)
+    }[arguments.command]
+    with allocations_as_user_errors(f"use {need_less_memory(arguments)}"):
+        analyse(arguments)
+
+
+def need_less_memory(arguments: argparse.Namespace) -> str:
+    """Return what a command line can change to need less memory."""
+    size = getattr(arguments, "batch_size", 1)
+    if size > 1:
+        return f"--batch-size {size // 2} instead of {size}"
+    return "a smaller --tokens" if arguments.command == "throughput" else "a machine with more memory"
 
 
 def build_parser() -> ArgumentParser:
@@ -141,7 +152,7 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
     given = parser.add_argument_group("input and output")
     folder = "folder that pretrain_bert.py --save wrote, one DIR/iter_N in it, or any Hugging Face encoder's folder"
     given.add_argument("--load", type=Path, nargs="+", required=True, metavar="DIR", help=folder)
-    figure = "FILE.png with FILE.json beside it, or FILE.json alone"
+    figure = "FILE.png (also writes FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     measure = parser.add_argument_group("measure")
     lengths = "tokens per row; a length beyond an encoder's positions is left out"
@@ -201,7 +212,7 @@ def _add_common(
     )
     if not any_encoder:
         _add_data_path(given, required=True)
-    figure = "FILE.png with FILE.json beside it, or FILE.json alone"
+    figure = "FILE.png (also writes FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     looked_at = parser.add_argument_group("sentences")
     looked_at.add_argument("--sentences", type=int, default=sentences, metavar="N", help="largest number of sentences")

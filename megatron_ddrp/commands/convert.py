@@ -16,6 +16,11 @@ trust_remote_code=True. DeBERTa's enhanced mask decoder goes into the masked-LM 
     megatron-ddrp convert --load checkpoints/base --output hf/base
     megatron-ddrp convert --load checkpoints/base/iter_0100000 --output hf/base-100k
 
+The folder has a model card, README.md, with the run's data, losses, settings and command, and no path of this machine.
+Complete it before you publish the folder by the command that is printed.
+
+    megatron-ddrp convert --load checkpoints/base --output hf/base --license apache-2.0 --language en
+
 Both say what was loaded, left out and initialised.
 """
 
@@ -55,6 +60,10 @@ def build_parser() -> ArgumentParser:
     )
     replaced = "replace the output if it is a Hugging Face folder (--load), or an untrained import (--from-hf)"
     output.add_argument("--overwrite", action="store_true", help=replaced)
+    card = parser.add_argument_group("model card, with --load")
+    licensed = "the hub's identifier of the model's license, such as apache-2.0 (default: the card says unknown)"
+    card.add_argument("--license", metavar="ID", help=licensed)
+    card.add_argument("--language", nargs="+", metavar="CODE", help="languages of the text, such as en or ja")
     add_plugin_flag(parser.add_argument_group("plug-ins"))
     return parser
 
@@ -62,7 +71,7 @@ def build_parser() -> ArgumentParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
-    for name, other in (("generator", "from_hf"), ("family", "load")):
+    for name, other in (("generator", "from_hf"), ("family", "load"), ("license", "load"), ("language", "load")):
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
             message = f"--{name} needs --{other.replace('_', '-')}: leave it out"
             raise UserError(message, WRONG_ARGUMENTS)
@@ -74,7 +83,11 @@ def main() -> None:
         if imported.warning:
             print(f"convert_checkpoint.py: warning: {imported.warning}", file=sys.stderr)
     else:
+        from megatron_ddrp.conversion.model_card import Publishing
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 
-        exported = export_checkpoint(arguments.load, arguments.output, arguments.overwrite, arguments.family)
+        publishing = Publishing(arguments.license, tuple(arguments.language or ()))
+        exported = export_checkpoint(
+            arguments.load, arguments.output, arguments.overwrite, arguments.family, publishing
+        )
         print(exported.summary())

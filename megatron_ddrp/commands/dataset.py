@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.dataset.merging import merge
+from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
@@ -47,10 +49,12 @@ MERGE = """Join datasets: the documents of the inputs one after another, as one 
 
 The inputs may differ in type (uint16 and int32 give int32), and are refused if their manifests name different
 tokenizers. The output appears under its name when it is complete. Its manifest adds theirs up; it has none where an
-input has none.
+input has none. Parts that `preprocess --partition` wrote may come in any order; they give the files of one run over the
+whole input, and a missing, repeated or foreign part is an error.
 
     megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
     megatron-ddrp dataset merge --output-prefix data/all shards/*.idx
+    megatron-ddrp dataset merge --output-prefix data/wiki_text_document data/wiki_part*_text_document.idx
 """
 
 
@@ -79,13 +83,32 @@ def build_parser() -> ArgumentParser:
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or None where they name none."""
-    kind, files = arguments.tokenizer_type, (arguments.vocab_file, arguments.tokenizer_model)
-    if kind is None and files == (None, None):
+    flags = TokenizerFlags(*(getattr(arguments, name) for name in TokenizerFlags._fields))
+    if flags == TokenizerFlags():
         return None
-    if kind is None:
-        with contextlib.suppress(UserError):  # verify says it better
-            kind = entry(read_manifest(arguments.prefix), "tokenizer").get("type")
-    return build_tokenizer(kind if kind in TOKENIZER_TYPES else TOKENIZER_TYPES[0], *files)
+    with contextlib.suppress(UserError):  # verify says it better
+        flags = completed(flags, [arguments.prefix])
+    return build_tokenizer(flags.tokenizer_type or TOKENIZER_TYPES[0], flags.vocab_file, flags.tokenizer_model)
+
+
+def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
+    """Return the tokenizer that the manifest names, or None where its vocabulary is not there any more, or changed."""
+    flags = recorded_flags(dataset.prefix)
+    if flags.tokenizer_type is None or flags.path is None:
+        return None
+    try:
+        tokenizer = build_tokenizer(flags.tokenizer_type, flags.vocab_file, flags.tokenizer_model)
+    except UserError:
+        return None
+    return tokenizer if entry(dataset.manifest, "tokenizer").get("fingerprint") == tokenizer.fingerprint else None
+
+
+def training_command(prefix: str) -> str:
+    """Return the command that trains on a dataset, with `FILE` for a vocabulary that is not known or has moved."""
+    flags = recorded_flags(prefix)
+    if flags.path is None or not os.path.exists(flags.path):
+        flags = flags.with_path("FILE")
+    return shlex.join(["megatron-ddrp", "pretrain", "--data-path", prefix, *flags.words(), "--save", "DIR"])
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -99,32 +122,38 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     dataset, tokenizer = IndexedDataset(arguments.prefix), given_tokenizer(arguments)
     if tokenizer is not None:
         check_tokenizer(dataset.prefix, tokenizer)
+    else:
+        tokenizer = recorded_tokenizer(dataset)
     summary = summarize(dataset)
     print(dataset.prefix)
     for line in summary.lines():
         print(line)
     for document, size, text in first_documents(dataset, arguments.documents, arguments.tokens, tokenizer):
         print(f"\ndocument {document}, {size:,} tokens: {text}")
+    print(f"\ntrain on it: {training_command(dataset.prefix)}")
     if output is None:
         return
     if output.suffix == ".json":
         with AtomicFile(output) as stream:
             stream.write((json.dumps(asdict(summary), indent=2) + "\n").encode())
     else:
-        draw_lengths(summary, dataset.prefix, output)
+        draw_lengths(summary, Path(dataset.prefix).name, output)
     print(f"\n{output} written")
 
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.analysis.figures import COLORS, pyplot, save_figure  # loads torch
+    from megatron_ddrp.analysis.plotting import COLORS, pyplot, save_figure, thousands, wrapped
 
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in summary.histogram]
-    axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
-    axes.tick_params(axis="x", rotation=45)
-    axes.set(title=title, xlabel="tokens per document", ylabel="documents")
+    bars = axes.bar(names, [count for _, _, count in summary.histogram], color=COLORS[0])
+    axes.bar_label(bars, fmt="{:,.0f}", fontsize="small")
+    axes.margins(y=0.12)
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+    axes.yaxis.set_major_formatter(lambda value, _: thousands(value))
+    axes.set(title=wrapped(title, 8), xlabel="tokens per document", ylabel="documents")
     save_figure(plt, figure, path)
 
 

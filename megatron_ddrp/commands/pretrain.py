@@ -10,6 +10,8 @@ from megatron_ddrp.run.launch import first_rank_speaks
 def main() -> int:
     with first_rank_speaks():
         arguments = parse_arguments()
+        for line in arguments.remarks:
+            print(line, flush=True)
     if arguments.dry_run:
         from megatron_ddrp.dry_run import dry_run
 

@@ -1,7 +1,8 @@
-"""Every setting of a run: one frozen dataclass a concern, from which command line, help and YAML are derived.
+"""Every setting of a run: one frozen dataclass per concern. Command line, help and YAML are derived from them.
 
-A field made by `option(...)` is a flag; its dataclass names the section of `--help` it stands in. Impossible pairs are
-refused in `__post_init__` of the dataclass that owns them, or in `Config` (run.py) where two concerns meet.
+A field made by `option(...)` is a flag, and the docstring of its dataclass is the title of its section in `--help`.
+Impossible pairs are refused in `__post_init__` of the dataclass that has both settings; pairs across two dataclasses in
+`Config` (run.py).
 """
 
 from megatron_ddrp.config.data import DataConfig

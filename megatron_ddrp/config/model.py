@@ -9,7 +9,7 @@ from megatron_ddrp.config.option import COUNT, check_range, check_ranges, option
 from megatron_ddrp.config.registry import ENCODING_WORDS, ENCODINGS, encoding_class
 
 VOCABULARY_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this in every layout; the padding is never predicted and cut at export."""
+"""Multiple to which every layout pads the vocabulary. Padding is never predicted, and exports omit it."""
 
 
 @dataclass(frozen=True)
@@ -18,108 +18,111 @@ class ModelConfig:
 
     num_layers: int = option(12, "Transformer layers", within="[1, 10000]")
     hidden_size: int = option(768, "width of the hidden states", within=COUNT)
-    num_attention_heads: int = option(12, "attention heads a layer; must divide the hidden size", within=COUNT)
+    num_attention_heads: int = option(12, "attention heads per layer; must divide the hidden size", within=COUNT)
     ffn_hidden_size: int | None = option(
         None,
         "width inside the feed-forward block (default: 4 x hidden size; for geglu 8/3 x, rounded up to a multiple of "
-        "64, which takes as many weights)",
+        "64, which needs as many weights)",
         within=COUNT,
     )
     ffn: str = option(
         "gelu",
-        "feed-forward block: gelu between two linear maps, or geglu, where the output of a third multiplies the GELU "
+        "feed-forward block: gelu between two linear maps, or geglu, which multiplies the GELU with a third linear map "
         "(arXiv:2002.05202)",
         choices=("gelu", "geglu"),
     )
     norm: str = option(
         "layernorm",
-        "layernorm, or rmsnorm, which subtracts no mean and has no bias (arXiv:1910.07467); norms of a position "
-        "encoding stay what they are",
+        "layernorm, or rmsnorm, which subtracts no mean and has no bias (arXiv:1910.07467); a position encoding keeps "
+        "its own norms",
         choices=("layernorm", "rmsnorm"),
     )
     bias: bool = option(
         True,
-        "biases in linear maps and LayerNorms; with --no-bias the output layer alone has one, as in ModernBERT, "
-        "and what a position encoding brings",
+        "biases in linear maps and LayerNorms; with --no-bias only the output layer has one, as in ModernBERT, "
+        "besides those of the position encoding",
     )
     key_bias: bool = option(
         True,
-        "a bias in the linear map of the keys; it acts through position terms and HCD alone, and DeBERTa v1 has none",
+        "a bias in the linear map of the keys; it acts only through position terms and HCD, and DeBERTa v1 has none",
     )
     embedding_size: int | None = option(
         None, "width of the embeddings, projected to the hidden size as in ELECTRA (default: hidden size)", within=COUNT
     )
     num_segments: int = option(
-        2, "number of segment embeddings; with 1 all tokens share it, with 0 there is none", within="[0, 2]"
+        2, "number of segment embeddings; with 1 all tokens share one, with 0 there are none", within="[0, 2]"
     )
     seq_length: int = option(
-        512, "longest sequence in tokens, [CLS] and [SEP] included, so at least 3", within="[3, 2147483648)"
+        512, "longest sequence in tokens, including [CLS] and [SEP]; at least 3", within="[3, 2147483648)"
     )
     hidden_dropout: float = option(0.1, "dropout on embeddings and on each block's output", within="[0, 1)")
     attention_dropout: float = option(0.1, "dropout on attention probabilities", within="[0, 1)")
     layernorm_position: str = option("post", "LayerNorm after each block (BERT) or before it", choices=("post", "pre"))
     first_norm: bool = option(
-        True, "with --layernorm-position pre, a norm before the first attention too, right after that of the embeddings"
+        True, "with --layernorm-position pre: a norm before the first attention too, after the norm of the embeddings"
     )
-    layernorm_epsilon: float = option(1e-12, "added to the variance, or mean square, in every norm", within="(0, 1]")
+    layernorm_epsilon: float = option(
+        1e-12, "number added to the variance (or mean square) in every norm", within="(0, 1]"
+    )
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation", within="(0, inf)")
     position_encoding: str = option(
         "ddrp",
-        f"how positions enter the model ({ENCODING_WORDS})",
+        f"position encoding ({ENCODING_WORDS})",
         choices=ENCODINGS,
     )
     relative_distance: int = option(  # None is resolved below
         None,
-        "r_s: relative distances from here on share one embedding; for deberta-v2 the buckets per direction (default: "
-        "64; as released 128 for tupe-r and t5, 256 for deberta-v2)",
+        "distance from which on all relative distances share one embedding (r_s in the paper); for deberta-v2 the "
+        "buckets per direction (default: 64; as released 128 for tupe-r and t5, 256 for deberta-v2)",
         within=COUNT,
     )
     relative_table: str = option(
-        "shared", "one relative table for all layers, or one a layer", choices=("shared", "per-layer")
+        "shared", "one relative table for all layers, or one per layer", choices=("shared", "per-layer")
     )
     direction_init: str = option(
         "spread",
-        "how ddrp's D is drawn: spread around 1 with a deviation of 0.5, ones closely around 1, free around 0 with a "
-        "deviation of 1, embedding as every embedding, closely around 0",
+        "initialisation of ddrp's direction vectors D, by normal distributions: spread has mean 1 and deviation 0.5, "
+        "ones mean 1 and deviation --init-method-std, free mean 0 and deviation 1, embedding mean 0 and deviation "
+        "--init-method-std, as every embedding",
         choices=("spread", "ones", "free", "embedding"),
     )
     absolute_embedding: bool | None = option(
         None,
-        "BERT's absolute position embedding joins the input, beside what the encoding does in the logits (default: for "
-        "absolute alone, which has nothing else)",
+        "add BERT's absolute position embedding to the input, besides the encoding's own terms (default: only for "
+        "--position-encoding absolute)",
     )
     deberta_emd: bool | None = option(
-        None, "enhanced mask decoder: absolute positions join just before the head (default: on for deberta)"
+        None, "DeBERTa's enhanced mask decoder: add absolute positions just before the head (default: on for deberta)"
     )
     local_attention: int | None = option(
         None,
-        "most layers attend to this many neighbours of a token, half of them on either side, as in ModernBERT "
-        "(default: every layer attends to the whole document)",
+        "number of neighbours that most layers attend to, half of them on either side, as in ModernBERT (default: "
+        "every layer attends to the whole document)",
         within="[2, 2147483648)",
     )
     global_every: int = option(
         3, "with --local-attention, layers 0, N, 2N, … attend to the whole document", within=COUNT
     )
     rope_theta: float = option(
-        10_000.0, "base of the wavelengths of rope; other encodings do not read it", within="[1, inf)"
+        10_000.0, "base of the wavelengths of rope; other encodings ignore it", within="[1, inf)"
     )
     local_rope_theta: float | None = option(
-        None, "the same in the layers of --local-attention (default: --rope-theta)", within="[1, inf)"
+        None, "the same for the layers of --local-attention (default: --rope-theta)", within="[1, inf)"
     )
     attention_backend: str = option(
         "auto",
-        "auto says at start what it chose; eager is the reference, blocked for CPUs, sdpa torch's fused attention, "
-        "triton for A100 and newer",
+        "auto chooses one and says which at the start; eager is the reference, blocked is for CPUs, sdpa is torch's "
+        "fused attention, triton is for A100 and newer",
         choices=("auto", "eager", "blocked", "sdpa", "triton"),
     )
     compile: str = option(
         "auto",
-        "join dropout, residual sums, LayerNorms and GELU of a layer into fewer kernels (torch.compile): auto does on "
-        "A100 and newer GPUs; on CPUs it gains nothing and the first step takes a minute or more",
+        "join dropout, residual sums, LayerNorms and GELU of a layer into fewer kernels (torch.compile): auto does so "
+        "on A100 and newer GPUs; on CPUs it gains nothing, and the first step takes a minute or more",
         choices=("auto", "on", "off"),
     )
     vocab_size: int = 30522
-    """Pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
+    """Number of pieces of the tokenizer; the model rounds it up to `padded_vocab_size`."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -130,16 +133,14 @@ class ModelConfig:
                 f"{self.num_attention_heads}: choose a hidden size that is a multiple of the heads"
             )
         if not self.first_norm and self.layernorm_position == "post":
-            refuse(
-                "--no-first-norm with --layernorm-position post, which has no norm before a block: leave the one out"
-            )
+            refuse("--no-first-norm with --layernorm-position post, which has no norm before a block: leave it out")
         if self.embedding_size == self.hidden_size:
-            object.__setattr__(self, "embedding_size", None)  # as by default: one way to say one thing
+            object.__setattr__(self, "embedding_size", None)  # the default: equal settings are stored alike
         if self.position_encoding in ENCODINGS or self.relative_distance is None:
-            self._ask_encoding()  # settings stored by a run with a plug-in are complete without it
+            self._ask_encoding()  # a run with a plug-in has stored complete settings, so they load without the plug-in
 
     def _ask_encoding(self) -> None:
-        """Take the encoding's defaults; refuse a distance, an embedding or sizes that it cannot serve."""
+        """Take the encoding's defaults; refuse a distance, an embedding or sizes that the encoding does not support."""
         encoding, name = encoding_class(self.position_encoding), f"--position-encoding {self.position_encoding}"
         if self.relative_distance is None:
             object.__setattr__(self, "relative_distance", encoding.relative_distance)
@@ -149,9 +150,9 @@ class ModelConfig:
                 "leave the distance out"
             )
         if encoding.adds_absolute_embedding and not encoding.in_logits and self.absolute_embedding is False:
-            refuse(f"--no-absolute-embedding with {name} leaves no positions: leave the one out")
+            refuse(f"--no-absolute-embedding with {name} leaves no positions: leave --no-absolute-embedding out")
         if self.absolute_embedding is encoding.adds_absolute_embedding:
-            object.__setattr__(self, "absolute_embedding", None)  # as by default: one way to say one thing
+            object.__setattr__(self, "absolute_embedding", None)  # the default: equal settings are stored alike
         reason = encoding.refusal(self)
         if reason is not None:
             refuse(f"{name}: {reason}")
@@ -173,11 +174,11 @@ class ModelConfig:
 
     @property
     def embedding_width(self) -> int:
-        """Width of the embeddings, and of the output matrix that is tied to them."""
+        """Width of the embeddings and of the output matrix tied to them."""
         return self.embedding_size or self.hidden_size
 
     def window(self, layer: int) -> int | None:
-        """Return how far left and right the tokens of a layer attend; None: to their whole document."""
+        """Return how many tokens to the left and to the right a layer attends to; None for the whole document."""
         if self.local_attention is None or layer % self.global_every == 0:
             return None
         return self.local_attention // 2

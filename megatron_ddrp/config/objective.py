@@ -1,4 +1,4 @@
-"""What is trained: the objectives, their weights and samples, masking, and notes."""
+"""Settings of the objective: its terms, their weights and samples, masking, and notes of rare words."""
 
 from __future__ import annotations
 
@@ -17,76 +17,98 @@ class ObjectiveConfig:
 
     objective: str = option(
         "mth",
-        "mlm: masked LM; mth: masked LM + TCD + HCD (the paper's); electra: a generator's masked LM + replaced-token "
-        "detection by the model proper; token-contrast: masked LM + SimCTG's contrast of tokens; rtd: DeBERTaV3's "
-        "replaced-token detection, which leaves the generator's embedding alone; head-disagreement: masked LM + the "
-        "disagreement of all heads of a layer",
+        "mlm: masked LM; mth: masked LM + TCD + HCD, the paper's; electra: a generator's masked LM + replaced-token "
+        "detection by the model itself; token-contrast: masked LM + SimCTG's contrast of tokens; rtd: DeBERTaV3's "
+        "replaced-token detection, whose gradient does not reach the generator's embedding; head-disagreement: masked "
+        "LM + the disagreement of all heads of a layer",
         choices=OBJECTIVES,
     )
     objective_options: tuple[str, ...] = option(
         (),
-        "numbers of the objective's own, such as margin=0.5 (default: what it declares)",
+        "the objective's own numbers, such as margin=0.5 (default: those that the objective declares)",
         nargs="+",
         metavar="NAME=NUMBER",
     )
-    tcd_weight: float | None = option(None, "alpha_1 of eq. 19 (default: 1.0 under mth, else 0)", within="[0, inf)")
-    hcd_weight: float | None = option(None, "alpha_2 of eq. 19 (default: 0.01 under mth, else 0)", within="[0, inf)")
+    tcd_weight: float | None = option(
+        None,
+        "factor of TCD, the mean cosine between token representations, in the loss; alpha_1 in the paper's total loss "
+        "L = L_MLM + alpha_1 L_TCD + alpha_2 L_HCD (eq. 19) (default: 1.0 under mth, else 0)",
+        within="[0, inf)",
+    )
+    hcd_weight: float | None = option(
+        None,
+        "factor of HCD, the mean cosine between the attention logits of heads, in the loss; alpha_2 in the paper "
+        "(default: 0.01 under mth, else 0)",
+        within="[0, inf)",
+    )
     tcd_tokens: int = option(
-        50, "n': tokens that TCD samples a sequence; 0 = all of them, in closed form", within="[0, 2147483648)"
+        50,
+        "tokens that TCD samples per sequence (n' in the paper); 0 = all tokens, in closed form",
+        within="[0, 2147483648)",
     )
     hcd_heads: int = option(
-        2, "m': heads that HCD samples a layer and step; 0 = all of them, in closed form", within="[0, 2147483648)"
+        2,
+        "heads that HCD samples per layer and step (m' in the paper); 0 = all heads, in closed form",
+        within="[0, 2147483648)",
     )
     mask_prob: str | float = option(
         0.15,
-        "share of the tokens of a sequence that is predicted in training; START:END goes from one share to the other "
-        "in equal steps over --train-iters: 0.3:0.15 won 0.46 points of GLUE over a constant 0.15 at the base size "
-        "(arXiv:2305.15096; GPT-BERT, arXiv:2410.24159), ModernBERT keeps 0.3 (arXiv:2412.13663)",
+        "share of the tokens of a sequence that training predicts; START:END changes the share in equal steps over "
+        "--train-iters: 0.3:0.15 gained 0.46 points of GLUE over a constant 0.15 at the base size (arXiv:2305.15096; "
+        "GPT-BERT, arXiv:2410.24159), ModernBERT keeps 0.3 (arXiv:2412.13663)",
         within="(0, 1)",
         read=read_rates,
         metavar="X[:Y]",
     )
     eval_mask_prob: float = option(
         0.15,
-        "the same in validation, whatever --mask-prob is, so that runs of different rates can be compared",
+        "the same for validation, independent of --mask-prob, so that runs with different rates can be compared",
         within="(0, 1)",
     )
     masking: str = option(
         "whole-word",
-        "what is masked together: whole words, single tokens, or n-grams of up to three words, p(n) falling as 1/n",
+        "unit of masking: whole words, single tokens, or n-grams of up to three words with p(n) proportional to 1/n",
         choices=("whole-word", "token", "ngram"),
     )
     rtd_weight: float | None = option(
-        None, "factor of replaced-token detection in the loss (default: 50, under rtd 10)", within="[0, inf)"
+        None, "factor of replaced-token detection in the loss (default: 50; under rtd 10)", within="[0, inf)"
     )
     generator_size: float = option(
-        1 / 3, "ELECTRA's generator: its share of the heads, rounded, and so of the width", within="(0, 1]"
+        1 / 3,
+        "heads of ELECTRA's generator as a share of the model's heads, rounded; its width follows",
+        within="(0, 1]",
     )
     generator_embeddings: str = "shared"
-    """Which embeddings ELECTRA's generator takes from the discriminator: `shared`, all with their LayerNorm; `own`, its
-    absolute positions and LayerNorm are its own, as in older checkpoints, which alone set it."""
-    notes: bool = option(False, "Taking Notes on the Fly: blend notes of past contexts into the input at rare words")
-    notes_min_count: int = option(
-        100, "a word that the training text holds at least this often can be rare", within=COUNT
+    """Source of the generator's embeddings in ELECTRA: `shared`, all from the discriminator with their LayerNorm;
+    `own`, absolute positions and LayerNorm of its own (only in older checkpoints)."""
+    notes: bool = option(
+        False, "Taking Notes on the Fly (arXiv:2008.01466): blend notes of past contexts into the input at rare words"
     )
-    notes_max_count: int = option(500, "a word that it holds at most this often can be rare", within=COUNT)
+    notes_min_count: int = option(100, "fewest occurrences of a rare word in the training text", within=COUNT)
+    notes_max_count: int = option(500, "most occurrences of a rare word in the training text", within=COUNT)
     notes_window: int = option(
-        16, "k: tokens either side of a rare word whose states make its note", within="[0, 2147483648)"
+        16,
+        "tokens on either side of a rare word whose hidden states make its note (k in the paper)",
+        within="[0, 2147483648)",
     )
-    notes_decay: float = option(0.1, "gamma: share of the new note when a word is met again", within="[0, 1]")
-    notes_mix: float = option(0.5, "lambda: share of the note in the input; 0 is plain training", within="[0, 1]")
+    notes_decay: float = option(
+        0.1, "share of the new note when a word occurs again (gamma in the paper)", within="[0, 1]"
+    )
+    notes_mix: float = option(
+        0.5, "share of the note in the input (lambda in the paper); 0 = plain training", within="[0, 1]"
+    )
     notes_dtype: str = option("fp32", "type of the dictionary's rows in host memory", choices=("fp32", "bf16", "fp16"))
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        object.__setattr__(self, "mask_prob", self.mask_rates.written)  # one way to say one thing
+        object.__setattr__(self, "mask_prob", self.mask_rates.written)  # equal rates are stored alike
         if isinstance(self.objective_options, str):
             object.__setattr__(self, "objective_options", (self.objective_options,))
         chosen = objective_class(self.objective)
         for name in ("tcd_weight", "hcd_weight", "rtd_weight"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(chosen, name))
-        numbers = self.numbers(chosen.options)  # stored whole, so that a default that changes is a change of settings
+        numbers = self.numbers(chosen.options)  # stored with the defaults, so that a changed default shows
         object.__setattr__(self, "objective_options", tuple(f"{name}={number!r}" for name, number in numbers.items()))
         for name in ("tcd_tokens", "hcd_heads"):
             if getattr(self, name) == 1:
@@ -99,12 +121,12 @@ class ObjectiveConfig:
 
     @property
     def mask_rates(self) -> MaskRates:
-        """The masking rate of training, at every step."""
+        """Masking rate of training at every step."""
         return MaskRates.parse(self.mask_prob)
 
     @property
     def generates(self) -> bool:
-        """Whether a generator replaces tokens and the model proper detects them (ELECTRA)."""
+        """True if a generator replaces tokens and the model itself detects them (ELECTRA)."""
         return objective_class(self.objective).generates
 
     def generator_config(self, model: ModelConfig) -> ModelConfig | None:
@@ -112,19 +134,19 @@ class ObjectiveConfig:
         return objective_class(self.objective)(self).generator_config(model)
 
     def generator_heads(self, num_attention_heads: int) -> int:
-        """Heads of ELECTRA's generator: its share of the model's, rounded, halves to even, and at least one."""
+        """Return the number of heads of ELECTRA's generator: its share, rounded (halves to even), and at least one."""
         return max(1, round(num_attention_heads * self.generator_size))
 
     @property
     def mask_shares(self) -> dict[str, float]:
-        """The shares of the selected pieces that become [MASK] and a random piece, as arguments of a `Masker`."""
+        """Shares of the selected pieces that become [MASK] and a random piece, as arguments of a `Masker`."""
         chosen = objective_class(self.objective)
         return {"mask_share": chosen.mask_share, "random_share": chosen.random_share}
 
     def numbers(self, declared: Mapping[str, Number]) -> dict[str, float]:
-        """Return `--objective-options` over the defaults of the numbers that an objective declares.
+        """Return the numbers that an objective declares, with `--objective-options` in place of their defaults.
 
-        Raises `UserError` for a name that is not declared, for text that is no number, and outside of its range.
+        Raises `UserError` for an undeclared name, for text that is not a number, and for a number out of its range.
         """
         numbers = {name: float(number.default) for name, number in declared.items()}
         for word in self.objective_options:
@@ -143,5 +165,5 @@ class ObjectiveConfig:
 
     @property
     def notes_share(self) -> float:
-        """λ where notes are taken, else 0."""
+        """Share λ of the note in the input; 0 without `--notes`."""
         return self.notes_mix if self.notes else 0.0

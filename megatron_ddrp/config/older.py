@@ -1,4 +1,4 @@
-"""Settings that an older version stored, with today's meaning. A key that is absent tells that the version is older."""
+"""Settings stored by older versions, translated to their present meaning. An absent key shows an older version."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored model's settings.
+    """Return a stored model's settings with their present meaning.
 
-    Before `absolute_embedding` was one, tupe-r's distance was 128, as if fixed. Before `direction_init` was one, DDRP's
-    D started around 1. The attention backend `flex` is gone; `auto` chooses one for the machine at hand, and no weight
-    depends on it.
+    Before the setting `absolute_embedding` existed, tupe-r's distance was always 128. Before `direction_init` existed,
+    DDRP's D started closely around 1. The attention backend `flex` no longer exists; it becomes `auto`, since no weight
+    depends on the backend.
     """
     if not values:
         return values
@@ -23,10 +23,10 @@ def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def objective_as_meant(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored objective's settings.
+    """Return a stored objective's settings with their present meaning.
 
-    Before `generator_embeddings` was one, ELECTRA's generator had its own. Before `eval_mask_prob` was one, validation
-    masked as much as training.
+    Before the setting `generator_embeddings` existed, ELECTRA's generator had its own. Before `eval_mask_prob` existed,
+    validation masked at the rate of training.
     """
     meant = dict(values)
     if "mask_prob" in values:
@@ -37,4 +37,4 @@ def objective_as_meant(values: dict[str, Any]) -> dict[str, Any]:
 
 
 OLDER = {"model": model_as_meant, "objective": objective_as_meant}
-"""Concern → what gives its stored settings today's meaning."""
+"""Concern → function that gives its stored settings their present meaning."""

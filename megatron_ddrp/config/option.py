@@ -1,4 +1,4 @@
-"""What every concern's dataclass is made of: a field that is a flag, its range, and a refusal that names it."""
+"""The parts of every concern's dataclass: fields that are flags, ranges of numbers, and errors that name the flag."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatron_ddrp.errors import UserError
 
 COUNT = "[1, 2147483648)"
-"""Range of sizes and numbers of steps. Products of two of them stay exact in 64 bits."""
+"""Range of sizes and numbers of steps. A product of two of them is exact in 64 bits."""
 
 
 class Number(NamedTuple):
@@ -17,15 +17,15 @@ class Number(NamedTuple):
 
     default: float
     within: str
-    """Its range, as for `option`."""
+    """Range, written as for `option`."""
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
     `choices`, `nargs` and `metavar` go to argparse. `within` is the range of a number, such as "[0, 1)" or "(0, inf)";
-    every number has one, and no range holds inf or nan. `distinct` refuses a list with equal values, and `read`
-    replaces the reading of a value from YAML (`reading.py`); what has a `read` also checks its own range.
+    every number has one, and no range includes inf or nan. `distinct` refuses a list with equal values. `read` is a
+    function that replaces the usual reading of a value from YAML (`reading.py`) and checks its range.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -36,12 +36,12 @@ def flag(field_name: str) -> str:
 
 
 def refuse(message: str) -> None:
-    """Stop on an impossible setting: a wrong argument, exit code 2."""
+    """Raise `UserError` for an impossible setting (exit code 2)."""
     raise UserError(message, exit_code=2)
 
 
 def check_ranges(section: Any) -> None:
-    """Refuse the first number of a concern's dataclass that lies outside of its option's range."""
+    """Refuse the first number of a concern's dataclass that lies outside its option's range."""
     for f in fields(section):
         value = getattr(section, f.name)
         if "within" in f.metadata and "read" not in f.metadata and value is not None:
@@ -50,13 +50,13 @@ def check_ranges(section: Any) -> None:
 
 
 def check_range(name: str, value: Any, within: str) -> None:
-    """Refuse a value that is no finite number in the range `within`, written as in `option`."""
+    """Refuse a value that is not a finite number in the range `within`, written as in `option`."""
     if reason := refused_range(value, within):
         refuse(f"{flag(name)} is {value}: {reason}")
 
 
 def refused_range(value: Any, within: str) -> str | None:
-    """Return the sentence that says which range a value lies outside of, None where it lies inside."""
+    """Return the sentence that names the allowed range, or None if a value lies in it."""
     low, high = (float(bound) for bound in within[1:-1].split(","))
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     above = is_number and (value >= low if within[0] == "[" else value > low)

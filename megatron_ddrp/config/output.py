@@ -1,4 +1,4 @@
-"""What a run writes: checkpoints and logs."""
+"""Settings of the output: checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ class CheckpointConfig:
     )
     load: str | None = option(
         None,
-        "folder to resume from; without a checkpoint in it the run starts afresh. DIR/iter_N with another --save is a "
-        "branch from that checkpoint",
+        "folder to resume from; if it has no checkpoint, the run starts afresh. DIR/iter_N with another --save starts "
+        "a branch from that checkpoint",
         metavar="DIR",
     )
     save_interval: int = option(10_000, "steps between checkpoints; one is always written at the end", within=COUNT)
-    keep_last: int = option(0, "how many checkpoints to keep; 0 = all", within="[0, 2147483648)")
+    keep_last: int = option(0, "number of checkpoints to keep; 0 = all", within="[0, 2147483648)")
     milestone_interval: int | None = option(
-        None, "checkpoints of steps that this divides are kept for ever", within=COUNT
+        None, "always keep the checkpoints of steps that are multiples of this", within=COUNT
     )
-    exit_interval: int | None = option(None, "save and exit 0 at the first step that this divides", within=COUNT)
+    exit_interval: int | None = option(
+        None, "save and exit 0 at the first step that is a multiple of this", within=COUNT
+    )
     exit_duration_in_mins: float | None = option(
         None,
-        "save and exit 75 at the first step after so many minutes; the same command goes on",
+        "save and exit 75 at the first step after this many minutes; the same command resumes",
         within="(0, 1000000]",
     )
 
@@ -40,19 +42,23 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging"""
 
-    log_interval: int = option(100, "steps between rows of metrics.jsonl and progress lines", within=COUNT)
+    log_interval: int = option(
+        100, "steps between rows of metrics.jsonl and progress lines; losses are means over them", within=COUNT
+    )
     eval_interval: int = option(
         1000, "steps between validations on the held-out split; 0 = never", within="[0, 2147483648)"
     )
-    eval_iters: int = option(10, "global batches a validation covers", within="[0, 2147483648)")
+    eval_iters: int = option(10, "global batches per validation", within="[0, 2147483648)")
     tensorboard_dir: str | None = option(None, "also write the metrics for TensorBoard", metavar="DIR")
     log_similarity: bool = option(
-        False, "at each validation also f(S) and f(H) (eq. 15, 16): how alike the tokens are, and the heads of a layer"
+        False,
+        "log at each validation the mean cosine between token representations, f(S), and between the heads of a layer, "
+        "f(H) (eq. 15 and 16 of the paper)",
     )
     peak_tflops: float | None = option(
         None,
-        "dense TFLOP/s of a device in the run's precision, for the share of it that is used, MFU (default: the "
-        "maker's for GPUs that the program knows; else no MFU is shown)",
+        "dense peak of a device in TFLOP/s, in the run's precision, to compute MFU, the share of the peak that is used "
+        "(default: the maker's figure for known GPUs; otherwise no MFU is shown)",
         within="(0, inf)",
     )
     wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")

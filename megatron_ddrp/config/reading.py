@@ -1,4 +1,4 @@
-"""Settings from YAML, checked against dataclasses of options. Every mistake is one line with the file and the key."""
+"""Reading of settings from YAML, checked against dataclasses of options. Errors are one line with file and key."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
@@ -19,14 +20,14 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 Section = TypeVar("Section")
 
 SHOWN = reprlib.Repr()
-"""Shows a value in an error, cut where it is long or deep: a few bytes of YAML may stand for gigabytes."""
+"""Printer of values in errors. It cuts long and deep values: a few bytes of YAML can expand to gigabytes."""
 SHOWN.maxlevel, SHOWN.maxstring, SHOWN.maxother = 2, 200, 200
 
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "some text"}
 
 
 class Place(NamedTuple):
-    """Place of a value: a file and the dotted key in it, which is empty for the whole file."""
+    """Place of a value: a file and the dotted key in it (empty for the whole file)."""
 
     file: str
     key: str = ""
@@ -36,12 +37,12 @@ class Place(NamedTuple):
         return Place(self.file, f"{self.key}.{key}" if self.key else key)
 
     def error(self, message: str) -> UserError:
-        """Return the error that names this place."""
+        """Return an error that names this place."""
         return UserError(": ".join(filter(None, (*self, message))), WRONG_ARGUMENTS)
 
 
 class Option(NamedTuple):
-    """One setting: its type, and the rules of its `option(...)`."""
+    """A setting: its type, the rules of its `option(...)` and its default."""
 
     hint: Any
     rules: Mapping[str, Any]
@@ -49,7 +50,7 @@ class Option(NamedTuple):
 
 
 def options_of(*sections: Any) -> dict[str, Option]:
-    """Return name → option of every field that `option(...)` made in these dataclasses."""
+    """Return name → option for every field of these dataclasses that `option(...)` made."""
     found = {}
     for section in sections:
         hints = typing.get_type_hints(section)
@@ -60,7 +61,7 @@ def options_of(*sections: Any) -> dict[str, Option]:
 
 
 def load_yaml(path: Path, place: Place) -> Any:
-    """Return the content of a YAML file. Raises `UserError` where it cannot be read."""
+    """Return the content of a YAML file. Raises `UserError` if it cannot be read."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -71,10 +72,13 @@ def load_yaml(path: Path, place: Place) -> Any:
         raise place.error("cannot be read: nested too deeply") from None
 
 
-def read_settings(options: Mapping[str, Option], values: Any, place: Place) -> dict[str, Any]:
+def read_settings(
+    options: Mapping[str, Option], values: Any, place: Place, hints: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return name → checked value of the settings in a mapping; its keys have dashes or underscores.
 
-    Raises `UserError` for an unknown key, and for a value of a wrong type or out of its range.
+    Raises `UserError` for an unknown key, and for a value of a wrong type or out of its range. `hints` have the remedy
+    for keys that other programs know, with dashes.
     """
     if not isinstance(values, Mapping):
         raise place.error(f"expected settings such as `{next(iter(options))}: …`, got a {type(values).__name__}")
@@ -82,7 +86,8 @@ def read_settings(options: Mapping[str, Option], values: Any, place: Place) -> d
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in options:
-            raise place.error(_unknown(str(key), options))
+            hint = hints.get(name.replace("_", "-"))
+            raise place.error(f"unknown setting {str(key)!r}; {hint}" if hint else _unknown(str(key), options))
         settings[name] = read_value(value, options[name], place.at(str(key)))
     return settings
 
@@ -93,7 +98,7 @@ def read_section(section: type[Section], values: Any, place: Place) -> Section:
 
 
 def make_section(section: type[Section], settings: Mapping[str, Any], place: Place) -> Section:
-    """Return a dataclass from checked settings. Raises `UserError` for one that is missing or refused."""
+    """Return a dataclass from checked settings. Raises `UserError` for a missing or refused setting."""
     for name, option in options_of(section).items():
         if option.default is dataclasses.MISSING and settings.get(name) is None:
             raise place.at(name).error("missing")
@@ -122,7 +127,7 @@ def read_value(value: Any, option: Option, place: Place) -> Any:
 
 
 def _several(value: Any, option: Option, place: Place) -> tuple[Any, ...]:
-    """Read a list; a single value needs no list."""
+    """Return the values of a list, or of a single value."""
     items = value if isinstance(value, list) else [value]
     if not items and option.default != ():
         raise place.error("got [], expected at least one value")
@@ -145,7 +150,7 @@ def _one(value: Any, kind: Any, rules: Mapping[str, Any], place: Place) -> Any:
         if choices and converted not in choices:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        expected = f"one of {', '.join(choices)}" if choices else _EXPECTED[kind]
+        expected = f"one of {', '.join(map(str, choices))}" if choices else _EXPECTED[kind]
         raise place.error(f"got {SHOWN.repr(value)}, expected {expected}") from None
     if "within" in rules and (reason := refused_range(converted, rules["within"])):
         raise place.error(f"got {converted}: {reason}")

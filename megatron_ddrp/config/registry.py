@@ -1,7 +1,7 @@
-"""The registry of position encodings and objectives: a name, the choice of a flag, and where its class is.
+"""The registry of position encodings and objectives: for each name that a flag accepts, the place of its class.
 
-The tables hold text, so that the command line and `--help` need no torch; a class is imported when it is asked for.
-`--plugin FILE.py` adds the classes of a file to them. Such a file names what it brings:
+The tables hold text, so that the command line and `--help` need no torch; a class is imported on first use.
+`--plugin FILE.py` adds the classes of a file to them. Such a file names its classes in one or both of these tables:
 
     ENCODINGS = {"my-encoding": MyEncoding}     # subclasses of megatron_ddrp.model.positions.PositionEncoding
     OBJECTIVES = {"my-objective": MyObjective}  # subclasses of megatron_ddrp.objectives.contract.Objective
@@ -23,17 +23,17 @@ _ENCODINGS = {
     "absolute": ("absolute:Absolute", "one learned vector per position, as in BERT"),
     "bert-r": ("bert_r:BertR", "relative embeddings in the keys"),
     "tupe-a": ("tupe:TupeA", "untied absolute positions (TUPE)"),
-    "tupe-r": ("tupe:TupeR", "the same and T5's bias"),
+    "tupe-r": ("tupe:TupeR", "as tupe-a, and T5's bias"),
     "deberta": ("deberta:Deberta", "disentangled attention, version 1"),
-    "ddrp": ("ddrp:Ddrp", "the paper's, direction times distance"),
+    "ddrp": ("ddrp:Ddrp", "the paper's: direction times distance"),
     "rope": ("rope:Rope", "rotary positions"),
-    "t5": ("t5:T5", "one learned number per bucket of distances and head"),
+    "t5": ("t5:T5", "one learned number per head and bucket of distances"),
     "alibi": ("alibi:Alibi", "a fixed slope per head"),
     "alibi-asym": ("alibi_asym:AlibiAsym", "learned slopes per head, left and right"),
-    "deberta-v2": ("deberta_v2:DebertaV2", "disentangled attention as of version 2, with logarithmic buckets"),
-    "nope": ("nope:Nope", "no positions, a control"),
+    "deberta-v2": ("deberta_v2:DebertaV2", "disentangled attention, version 2, with logarithmic buckets"),
+    "nope": ("nope:Nope", "no positions, for comparison"),
 }
-"""Value of `--position-encoding` → (file and class in model/positions/, the words of `--help`)."""
+"""Value of `--position-encoding` → (file and class in model/positions/, description for `--help`)."""
 
 ENCODINGS = {name: f"{_POSITIONS}.{place}" for name, (place, _) in _ENCODINGS.items()}
 """Value of `--position-encoding` → "module:Class"."""
@@ -52,17 +52,17 @@ OBJECTIVES = {
 """Value of `--objective` → "module:Class"."""
 
 PLUGINS: dict[str, Path] = {}
-"""Value in `ENCODINGS` or `OBJECTIVES` that a plug-in brought → its file."""
+"""Value in `ENCODINGS` or `OBJECTIVES` that a plug-in added → the plug-in's file."""
 
 _BASES = {
     "ENCODINGS": f"{_POSITIONS}:PositionEncoding",
     "OBJECTIVES": "megatron_ddrp.objectives.contract:Objective",
 }
-"""Table → the class that its classes derive from."""
+"""Name of a table → base class of its classes."""
 
 
 class NotRegistered(UserError):
-    """The name of an encoding or objective that this process does not know."""
+    """Error for the name of an encoding or objective that this process does not know."""
 
 
 def encoding_class(name: str) -> Any:
@@ -78,7 +78,7 @@ def objective_class(name: str) -> Any:
 def _registered(name: str, table: dict[str, str], flag: str) -> Any:
     if name not in table:
         raise NotRegistered(
-            f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py brings",
+            f"{flag} {name} is not known: expected one of {', '.join(table)}, or a name that --plugin FILE.py adds",
             WRONG_ARGUMENTS,
         )
     return _class_at(table[name])
@@ -92,8 +92,8 @@ def _class_at(place: str) -> Any:
 def load_plugin(path: Path) -> None:
     """Run a Python file and add the encodings and objectives that it names to the tables.
 
-    Loading the same file twice does nothing more. Raises `UserError` where the file cannot be run, brings nothing, or
-    takes a name that is in use.
+    Loading the same file twice has no further effect. Raises `UserError` if the file cannot be run, adds nothing, or
+    uses a name that is already taken.
     """
     path = path.resolve()
     if path in PLUGINS.values():
@@ -108,17 +108,17 @@ def load_plugin(path: Path) -> None:
             if not (isinstance(own_class, type) and issubclass(own_class, base)):
                 wanted = f"expected a class derived from {base.__name__}"
                 raise _refusal(path, f"{table_name}[{name!r}] is {own_class!r:.60}: {wanted}")
-            setattr(module, f"{table_name}.{name}", own_class)  # two classes may bear one __name__
+            setattr(module, f"{table_name}.{name}", own_class)  # two classes may have the same __name__
             brought.append((table, name, f"{module.__name__}:{table_name}.{name}"))
     if not brought:
-        raise _refusal(path, "brings nothing: expected ENCODINGS = {name: class} or OBJECTIVES = {name: class} in it")
+        raise _refusal(path, "adds nothing: expected ENCODINGS = {name: class} or OBJECTIVES = {name: class} in it")
     for table, name, place in brought:
         table[name] = place
         PLUGINS[place] = path
 
 
 def _run(path: Path) -> Any:
-    """Import a file as a module of its own."""
+    """Import a file as a module and return it."""
     name = f"megatron_ddrp_plugin_{len(PLUGINS)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():

@@ -1,4 +1,4 @@
-"""All concerns of a run as one configuration, where those that meet are held against each other; its file."""
+"""The configuration of a run: all concerns in one dataclass, checks across concerns, and config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_ddrp.errors import UserError
 
 @dataclass(frozen=True)
 class Config:
-    """All concerns of a run. `Config()` is the paper's base model and hyper-parameters (appendix A)."""
+    """Configuration of a run, by concern. `Config()` is the paper's base model and hyper-parameters (appendix A)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -58,13 +58,13 @@ class Config:
         if self.objective.hcd_heads > self.model.num_attention_heads and self.objective.hcd_weight:
             refuse(
                 f"--hcd-heads {self.objective.hcd_heads} of --num-attention-heads {self.model.num_attention_heads}: "
-                "give at most the heads there are, or 0 for all"
+                "give at most the number of heads, or 0 for all"
             )
         if self.objective.hcd_weight and self.model.num_attention_heads < 2:
             refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
 
     def _check_schedules(self) -> None:
-        """Refuse a rotary base for an encoding without one, and a decay that begins within the warm-up."""
+        """Refuse a rotary base for an encoding without one, and a decay that begins during the warm-up."""
         if any(phase.rope_theta for phase in self.phases) and self.model.position_encoding != "rope":
             refuse(
                 f"--seq-length-phases {' '.join(self.training.seq_length_phases)} sets --rope-theta with "
@@ -74,14 +74,18 @@ class Config:
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
             refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
-        if decay and warmup + decay > steps:
+        end = optimizer.decay_steps(steps)
+        if optimizer.lr_decay_iters is not None and warmup >= end:
+            refuse(f"--lr-decay-iters {end}: the warm-up alone has {warmup} steps, so give more than those")
+        if decay and warmup + decay > end:
+            limit = "train" if optimizer.lr_decay_iters is None else "lr-decay"
             refuse(
-                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --train-iters {steps}: give "
+                f"--lr-wsd-decay-iters {decay} and {warmup} steps of warm-up are more than --{limit}-iters {end}: give "
                 "fewer; for a branch from step N, --train-iters is N + the decay"
             )
 
     def _check_layout(self) -> None:
-        """Refuse to cut what does not divide."""
+        """Refuse a layout whose sizes do not divide the model."""
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         model = self.model
         generator = self.objective.generator_config(model)
@@ -102,7 +106,7 @@ class Config:
 
     @property
     def phases(self) -> tuple[LengthPhase, ...]:
-        """The parts of the run by length of their rows; one without `--seq-length-phases`."""
+        """Parts of the run by row length; one part without `--seq-length-phases`."""
         return parse_phases(self.training.seq_length_phases, self.model.seq_length)
 
     @property
@@ -112,7 +116,7 @@ class Config:
         return sum((phase.share - begin) * phase.seq_length for phase, begin in zip(self.phases, begins, strict=False))
 
     def of_phase(self, phase: LengthPhase) -> Config:
-        """Return the configuration of a run that is this phase throughout."""
+        """Return the configuration of a run that consists of this phase only."""
         theta = phase.rope_theta or self.model.rope_theta
         model = {"seq_length": phase.seq_length, "rope_theta": theta}
         return self.replace(model=model, training={"seq_length_phases": ()})
@@ -122,7 +126,7 @@ class Config:
         return phase_at(self.phases, steps_done, self.training.train_iters).rope_theta or self.model.rope_theta
 
     def replace(self, **changes: dict[str, Any]) -> Config:
-        """A copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""
+        """Return a copy with some fields of some concerns changed: `config.replace(model={"vocab_size": 100})`."""
         return dataclasses.replace(
             self, **{concern: dataclasses.replace(getattr(self, concern), **new) for concern, new in changes.items()}
         )
@@ -132,9 +136,9 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> Config:
-        """Build the configuration that `to_dict` gave. Settings that are left out have their defaults.
+        """Return the configuration that `to_dict` wrote. Missing settings get their defaults.
 
-        Raises `UserError` for a section or setting of another version, by name, and for a value of a wrong type.
+        Raises `UserError` for an unknown section or setting, by name, and for a value of a wrong type.
         """
         sections = {}
         if not isinstance(values, dict) or not all(isinstance(given, dict) for given in values.values()):
@@ -156,15 +160,15 @@ class Config:
 NOT_OF_THE_RESULT = {
     *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
-    *("bf16", "fp16", "tf32", "compile"),
+    *("bf16", "fp16", "tf32", "compile", "decided_by_deepspeed_config"),
 }
-"""Settings of the machine, and of the layout and precision, of which a resumed run has a line of its own."""
+"""Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
 
 
 def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[str]:
-    """Return `--lr: 0.001 → 0.002` for each setting that decides the result and is not what it was at a checkpoint.
+    """Return `--lr: 0.001 → 0.002` for each changed setting that affects the result.
 
-    `before` is `to_dict` of the checkpoint's configuration; what an older version did not have there is left out.
+    `before` is `to_dict` of the checkpoint's configuration; settings that an older version lacks are skipped.
     """
     lines = []
     for concern, settings in config.to_dict().items():
@@ -179,14 +183,14 @@ def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[
 
 
 def _as_typed(value: Any) -> str:
-    """Return a setting as on a command line; a list of JSON and a tuple look alike."""
+    """Return a setting as on a command line, the same text for a list from JSON and a tuple."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
 
 
 def concerns() -> dict[str, Any]:
-    """Name of each section of `Config` → its dataclass, in the order of `--help`."""
+    """Return name of each section of `Config` → its dataclass, in the order of `--help`."""
     return {f.name: f.default_factory for f in dataclasses.fields(Config)}
 
 
@@ -197,7 +201,7 @@ def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value out of JSON is of a setting's type; whole numbers serve as floats, lists as tuples."""
+    """Return whether a value from JSON has a setting's type; whole numbers count as floats, lists as tuples."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in options and type(value) is int:
         return True
@@ -208,14 +212,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def save_config(config: Config, folder: Path) -> None:
-    """Write DIR/config.json, the resolved configuration."""
+    """Write the resolved configuration to DIR/config.json."""
     temporary = folder / "config.json.tmp"
     temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
     temporary.replace(folder / "config.json")
 
 
 def load_config(folder: Path) -> Config:
-    """Read DIR/config.json. Raises `UserError` where it is missing or damaged."""
+    """Return the configuration in DIR/config.json. Raises `UserError` if the file is missing or damaged."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path} not found: expected a folder that pretrain_bert.py --save wrote")

@@ -1,4 +1,4 @@
-"""Settings that change with the optimizer step, as pure functions of it: resuming needs no state of theirs."""
+"""Settings that change with the optimizer step, as pure functions of the step: resuming needs no stored state."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_ddrp.config.option import check_range, refuse
 from megatron_ddrp.errors import UserError
 
 LENGTHS = "[3, 2147483648)"
-"""Range of a phase's row length: [CLS], one token and [SEP] at least."""
+"""Range of a phase's row length: at least [CLS], one token and [SEP]."""
 
 
 class MaskRates(NamedTuple):
-    """Masking rate of a run, which goes from `start` to `end` in equal steps."""
+    """Masking rate of a run, which changes from `start` to `end` in equal steps."""
 
     start: float
     end: float
@@ -31,12 +31,12 @@ class MaskRates(NamedTuple):
 
     @property
     def written(self) -> float | str:
-        """The rates as `--mask-prob` takes them: one number where they are equal."""
+        """Rates as written for `--mask-prob`: one number if they are equal."""
         return self.start if self.start == self.end else f"{self.start}:{self.end}"
 
     @property
     def mean(self) -> float:
-        """Mean over the run."""
+        """Mean masking rate over the run."""
         return (self.start + self.end) / 2
 
     def at(self, steps_done: int, total_steps: int) -> float:
@@ -45,7 +45,7 @@ class MaskRates(NamedTuple):
 
 
 def read_rates(value: Any, place: Any) -> Any:
-    """Return the value of `--mask-prob` at a place in YAML (`reading.Place`). Raises `UserError` that names it."""
+    """Return the value of `--mask-prob` at a place in YAML (`reading.Place`). Raises `UserError` with the place."""
     try:
         return MaskRates.parse(value).written
     except UserError as error:
@@ -53,7 +53,7 @@ def read_rates(value: Any, place: Any) -> Any:
 
 
 def _number(word: Any) -> Any:
-    """Return text as a number; leave what is no number as it is."""
+    """Return text as a number; return anything else unchanged."""
     try:
         return float(word) if isinstance(word, str) else word
     except ValueError:

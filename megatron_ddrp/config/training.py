@@ -1,4 +1,4 @@
-"""How it is trained: steps and precision, optimizer, layout over ranks."""
+"""Settings of training: steps and precision, optimizer, layout over ranks."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refus
 class TrainingConfig:
     """Training"""
 
-    micro_batch_size: int = option(8, "sequences a rank processes at once", within=COUNT)
-    global_batch_size: int = option(256, "sequences an optimizer step covers, over all ranks", within=COUNT)
+    micro_batch_size: int = option(8, "sequences that a rank processes at once", within=COUNT)
+    global_batch_size: int = option(256, "sequences per optimizer step, over all ranks", within=COUNT)
     train_iters: int = option(1_000_000, "optimizer steps of the whole run", within=COUNT)
     seq_length_phases: tuple[str, ...] = option(
         (),
-        "shorter rows first: 128:0.9 gives rows of up to 128 tokens to the first 90 % of the steps, as BERT did "
-        "(arXiv:1810.04805, appendix A.2), and rows of --seq-length to the rest; GPT-BERT has three phases, "
-        "128:0.7 256:0.9 (arXiv:2410.24159). A third number is --rope-theta until then, switched at once as in "
-        "ModernBERT: 1024:0.9:10000 (arXiv:2412.13663). Every phase has --global-batch-size sequences per step; "
-        "validation has rows of --seq-length throughout (default: one phase)",
+        "shorter rows first: with 128:0.9 the first 90 % of the steps have rows of up to 128 tokens, as in BERT "
+        "(arXiv:1810.04805, appendix A.2), and the rest rows of --seq-length; GPT-BERT has three phases, "
+        "128:0.7 256:0.9 (arXiv:2410.24159). A third number is --rope-theta of the phase, which changes in one step as "
+        "in ModernBERT: 1024:0.9:10000 (arXiv:2412.13663). Every phase has --global-batch-size sequences per step; "
+        "validation always has rows of --seq-length (default: one phase)",
         nargs="+",
         metavar="LENGTH:END[:THETA]",
     )
     seed: int = option(
-        1234, "decides initialisation, order, masks, samples and dropout", within="[0, 9223372036854775808)"
+        1234, "seed of initialisation, data order, masks, samples and dropout", within="[0, 9223372036854775808)"
     )
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights")
     fp16: bool = option(False, "train in float16 with dynamic loss scaling")
     tf32: bool = option(
         True,
-        "compute products of fp32 matrices in TF32 on GPUs that have it: several times the speed at a precision "
-        "between bf16's and fp32's; --no-tf32 keeps all of fp32",
+        "compute products of fp32 matrices in TF32 on GPUs that have it: several times the speed, at a precision "
+        "between bf16's and fp32's; --no-tf32 keeps fp32",
     )
-    num_threads: int | None = option(None, "CPU threads a rank (default: torch's own choice)", within="[1, 65536]")
+    num_threads: int | None = option(None, "CPU threads per rank (default: torch's own choice)", within="[1, 65536]")
     max_skipped_steps: int = option(
         10,
-        "stop after so many steps in a row whose loss or gradients were not finite; each of them changes nothing",
+        "stop after this many steps in a row whose loss or gradients are not finite; such a step changes no weight",
         within=COUNT,
     )
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        words = self.seq_length_phases  # one phase may come as a string, lists from JSON and YAML
+        words = self.seq_length_phases  # a string for one phase, a list from JSON and YAML
         object.__setattr__(self, "seq_length_phases", (words,) if isinstance(words, str) else tuple(words))
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: give one of them")
@@ -60,9 +60,9 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adamw",
-        "adamw, or muon: its orthogonalised updates for the matrices of the layers and of position projections, AdamW "
-        "for all else, with one --lr and --weight-decay for both (torch.optim.Muon, match_rms_adamw of Moonlight, "
-        "arXiv:2502.16982); needs --zero-stage 0 and torch 2.9",
+        "adamw, or muon: orthogonalised updates for the matrices of the layers and of position projections, AdamW for "
+        "all other parameters, with one --lr and --weight-decay for both (torch.optim.Muon, match_rms_adamw of "
+        "Moonlight, arXiv:2502.16982); needs --zero-stage 0 and torch 2.9",
         choices=("adamw", "muon"),
     )
     lr: float = option(1e-4, "peak learning rate", within="[0, inf)")
@@ -70,51 +70,61 @@ class OptimizerConfig:
     lr_decay_style: str = option(
         "linear",
         "shape of the decay after the warm-up; wsd holds the peak and decays over the last --lr-wsd-decay-iters "
-        "(warm-up, stable, decay: MiniCPM, arXiv:2404.06395), so that any checkpoint of a stable run can branch off "
-        "into a decay of its own: --load RUN/iter_N --save BRANCH and --train-iters N + decay",
+        "(warm-up, stable, decay: MiniCPM, arXiv:2404.06395), so that a decay can start from any checkpoint of a "
+        "stable run: --load RUN/iter_N --save BRANCH and --train-iters N + decay",
         choices=("linear", "cosine", "constant", "inverse-square-root", "wsd"),
     )
     lr_wsd_decay_iters: int | None = option(
         None,
-        "steps of wsd's decay, the last of --train-iters (default: the last tenth of those after the warm-up)",
+        "steps of wsd's decay, the last ones of --train-iters (default: the last tenth of the steps after the warm-up)",
         within=COUNT,
     )
     lr_wsd_decay_style: str = option(
         "linear",
-        "shape of wsd's decay: linear, or minus_sqrt, 1 - sqrt(share of the decay that is done), as in ModernBERT "
+        "shape of wsd's decay: linear, or minus_sqrt, 1 - sqrt(finished share of the decay), as in ModernBERT "
         "(arXiv:2412.13663) and Ettin (arXiv:2507.11412)",
         choices=("linear", "minus_sqrt"),
+    )
+    lr_decay_iters: int | None = option(
+        None,
+        "step at which the decay reaches --min-lr, which later steps keep; --lr-warmup-fraction is a share of it "
+        "(default: --train-iters)",
+        within=COUNT,
     )
     lr_warmup_fraction: float = option(
         0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
     )
     lr_warmup_iters: int | None = option(
         None,
-        "steps over which the rate rises, whatever --train-iters is (default: --lr-warmup-fraction of them)",
+        "steps over which the rate rises, independent of --train-iters (default: --lr-warmup-fraction of them)",
         within="[0, 2147483648)",
     )
     weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
     adam_beta1: float = option(0.9, "decay of the first moment", within="[0, 1)")
     adam_beta2: float = option(0.999, "decay of the second moment", within="[0, 1)")
-    adam_eps: float = option(1e-6, "added to the root of the second moment", within="(0, inf)")
+    adam_eps: float = option(1e-6, "number added to the root of the second moment", within="(0, inf)")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 = no clipping", within="[0, inf)")
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.min_lr > self.lr:
-            refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: the decay goes down to it")
+            refuse(f"--min-lr {self.min_lr} is above --lr {self.lr}: give a --min-lr of at most --lr")
         for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "linear")):
             if getattr(self, name) != default and self.lr_decay_style != "wsd":
                 refuse(
-                    f"{flag(name)} {getattr(self, name)} with --lr-decay-style {self.lr_decay_style}: it goes with "
+                    f"{flag(name)} {getattr(self, name)} with --lr-decay-style {self.lr_decay_style}: it needs "
                     "--lr-decay-style wsd"
                 )
 
+    def decay_steps(self, total_steps: int) -> int:
+        """Return the step at which the decay of a run of `total_steps` reaches `min_lr`."""
+        return total_steps if self.lr_decay_iters is None else self.lr_decay_iters
+
     def warmup_steps(self, total_steps: int) -> int:
-        """Return the steps of the warm-up of a run of `total_steps`."""
+        """Return the number of warm-up steps of a run of `total_steps`."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
-        return math.ceil(self.lr_warmup_fraction * total_steps)
+        return math.ceil(self.lr_warmup_fraction * self.decay_steps(total_steps))
 
 
 @dataclass(frozen=True)
@@ -122,56 +132,66 @@ class ParallelConfig:
     """Scale"""
 
     tensor_model_parallel_size: int = option(
-        1, "ranks that share every layer, by attention heads, feed-forward width and vocabulary", within=COUNT
+        1, "ranks that divide every layer: attention heads, feed-forward width and vocabulary", within=COUNT
     )
     pipeline_model_parallel_size: int = option(
-        1, "ranks that share the layers, each holding some of them whole", within=COUNT
+        1, "ranks that divide the list of layers; each layer is whole on one rank", within=COUNT
     )
     sequence_parallel: bool = option(
         False,
-        "tensor-parallel ranks also share the tokens of each row where LayerNorms, dropout and residual sums act: "
-        "saves memory; ignored with --tensor-model-parallel-size 1",
+        "tensor-parallel ranks also divide the tokens of each row for LayerNorms, dropout and residual sums: saves "
+        "memory; ignored with --tensor-model-parallel-size 1",
     )
-    zero_stage: int = option(1, "what ZeRO shards: 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3))
+    zero_stage: int = option(
+        1, "tensors that ZeRO shards: 0 none, 1 optimizer, 2 + gradients, 3 + parameters", choices=(0, 1, 2, 3)
+    )
     deepspeed_config: str | None = option(
-        None, "JSON whose settings are laid over the ones derived from the flags", metavar="FILE"
+        None,
+        "DeepSpeed's JSON; it decides stage, precision, batch sizes, Adam's numbers, clipping and offload where no "
+        "flag and no --config does",
+        metavar="FILE",
     )
+    decided_by_deepspeed_config: tuple[str, ...] = ()
+    """Settings that the file decided, by name: the record of who decided what in config.json."""
     offload_optimizer: str = option(
         "none",
-        "where ZeRO keeps the optimizer's state: cpu moves it, and the step, to host memory, where a GPU is too small",
+        "cpu keeps ZeRO's optimizer state in host memory and computes the update there, to save memory of the GPU",
         choices=("none", "cpu"),
     )
     checkpoint_activations: bool = option(
         False, "recompute each layer in the backward pass: less memory, a third slower"
     )
     distributed_timeout_minutes: float = option(
-        10.0, "how long a rank waits for the others before it gives up", within="(0, 1000000]"
+        10.0, "minutes that a rank waits for the others before it gives up", within="(0, 1000000]"
     )
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        object.__setattr__(self, "decided_by_deepspeed_config", tuple(self.decided_by_deepspeed_config))
         if self.offload_optimizer != "none" and self.zero_stage == 0:
-            refuse("--offload-optimizer cpu with --zero-stage 0: ZeRO moves the state, so use --zero-stage 1 or higher")
+            refuse(
+                "--offload-optimizer cpu with --zero-stage 0: offloading needs ZeRO, so use --zero-stage 1 or higher"
+            )
         if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
             refuse(
                 f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} with --zero-stage "
-                f"{self.zero_stage}: DeepSpeed's pipelines go with --zero-stage 0 or 1"
+                f"{self.zero_stage}: DeepSpeed's pipelines need --zero-stage 0 or 1"
             )
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether `--sequence-parallel` acts: as in Megatron it does not where one rank has whole layers."""
+        """True if `--sequence-parallel` acts; as in Megatron it does not if one rank has whole layers."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def sequence_note(self) -> str:
-        """What a line about the layout adds on it, if anything."""
+        """Words about sequence parallelism for the line about the layout; empty without it."""
         if self.sequence_parallel and not self.cuts_sequence:
             return ", --sequence-parallel ignored: it needs --tensor-model-parallel-size 2 or more"
         return ", sequence-parallel" if self.cuts_sequence else ""
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that hold the same weights, of so many in all; refuses what does not divide."""
+        """Return the number of data-parallel ranks; refuse a `world_size` that the other two axes do not divide."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         if world_size % (tensor * pipeline):
             refuse(

@@ -13,11 +13,14 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
 SUMS = "export_sums.json"
+CARD = "README.md"
+"""The model card, which people edit."""
 
 
 def write_sums(folder: Path) -> None:
-    """Write size and CRC-32 of every file of a complete export, except its model code, which is never read here."""
-    files = {path.name: facts(path) for path in sorted(folder.iterdir()) if path.suffix != ".py"}
+    """Write size and CRC-32 of every file of a complete export that we read: all but its model code and its card."""
+    read = [path for path in sorted(folder.iterdir()) if path.suffix != ".py" and path.name != CARD]
+    files = {path.name: facts(path) for path in read}
     (folder / SUMS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -5,18 +5,17 @@ Such folders have no optimizer state, so the checkpoint holds weights only, at i
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, flag, save_config
+from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.conversion.hub import local_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
+from megatron_ddrp.conversion.run_flags import model_flags, objective_flags
 from megatron_ddrp.errors import UserError
 
 NO_TOKENIZER = (
@@ -94,33 +93,6 @@ def import_folder(source: Path, output: Path, overwrite: bool = False, generator
             read.tokenizer.save(folder / checkpoint.TOKENIZER)
         checkpoint.mark_latest(folder, path.name)
     return Import(**vars(read), output=output)
-
-
-def model_flags(config: ModelConfig) -> list[str]:
-    """Return the flags that make `pretrain_bert.py` build this model: those that differ from their defaults."""
-    default = ModelConfig(position_encoding=config.position_encoding)
-    usual = ModelConfig().position_encoding == config.position_encoding
-    named = [] if usual else [flag("position_encoding"), config.position_encoding]
-    return [*named, *_changed_flags(config, default)]
-
-
-def objective_flags(config: ObjectiveConfig) -> list[str]:
-    """Return `--objective`, always, and the objective's flags that differ from its defaults."""
-    return [flag("objective"), config.objective, *_changed_flags(config, ObjectiveConfig(config.objective))]
-
-
-def _changed_flags(section: Any, default: Any) -> list[str]:
-    """Return the flags of a section's settings that differ from those of `default`."""
-    flags = []
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if "help" not in field.metadata or value == getattr(default, field.name):
-            continue
-        if isinstance(value, bool):
-            flags.append(flag(field.name) if value else flag("no_" + field.name))
-        else:
-            flags += [flag(field.name), *map(str, value if isinstance(value, tuple) else (value,))]
-    return flags
 
 
 def _is_import(folder: Path) -> bool:

@@ -8,6 +8,7 @@ are left out, and the output matrix, which is the token embedding, is written on
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +20,9 @@ from torch import Tensor
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
 from megatron_ddrp.conversion.export_check import Scores, check_export
-from megatron_ddrp.conversion.export_sums import write_sums
+from megatron_ddrp.conversion.export_sums import CARD, write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
+from megatron_ddrp.conversion.model_card import Described, Publishing, write_card
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.errors import UserError
@@ -54,6 +56,7 @@ class Export:
         table = "" if model.position_encoding == "absolute" else f", {model.relative_table} table"
         decoder = "; the mask decoder is in the masked-LM model alone" if model.deberta_emd else ""
         padding = model.padded_vocab_size - model.vocab_size
+        upload = shlex.join(["hf", "upload", "USER/NAME", str(self.output)])
         trust, kind = "", f"a plain {family.class_name}"
         if family.has_code:
             trust, kind = ", trust_remote_code=True", "with its own modeling_ddrp.py"
@@ -61,28 +64,35 @@ class Export:
             "loaded": f"{self.source}: {model.position_encoding} positions{table}, "
             f"{model.layernorm_position}-LayerNorm, {model.num_layers} layers x {model.hidden_size}, "
             f"{model.vocab_size:,} pieces",
-            "exported": f"{sum(w.numel() for w in self.weights.values()):,} parameters, fp32; tensors: {names}"
-            f"{decoder}",
+            "exported": f"{_count(self.weights):,} parameters, fp32; tensors: {names}{decoder}",
             "left out": f"{padding} rows of vocabulary padding; optimizer state"
             + "".join(f"; the {name.rstrip('.')}" for name in self.left_out),
             "initialised": "nothing; a classification head is drawn anew when one is loaded",
             "tokenizer": self.tokenizer_line,
             "checked": self.check_line,
             "wrote": f'{self.output}, {kind}: {loader}.from_pretrained("{self.output}"{trust})',
+            "publish": f"complete {self.output / CARD}, then {upload}",
         }
         return "\n".join(f"{label + ':':<13}{line}" for label, line in lines.items())
 
 
-def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_name: str | None = None) -> Export:
+def export_checkpoint(
+    load: Path,
+    output: Path,
+    overwrite: bool = False,
+    family_name: str | None = None,
+    publishing: Publishing | None = None,
+) -> Export:
     """Write the newest checkpoint of `load` (or the one it names) as the Hugging Face folder `output`.
 
-    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `output` is written whole or
-    not at all. Raise `UserError` if there is no checkpoint, if its encoding cannot be exported, if the model does not
-    belong to the family, or if `output` exists and may not be replaced.
+    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the
+    model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
+    cannot be exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_hugging_face, "a Hugging Face folder")
     source = checkpoint.choose_checkpoint(load)
-    encoding = checkpoint.read_config(source).model.position_encoding
+    run = checkpoint.read_config(source)
+    encoding = run.model.position_encoding
     if encoding not in ENCODINGS:
         raise UserError(
             f"{source} has {encoding!r} positions, which are unknown: expected one of {', '.join(ENCODINGS)}, or a "
@@ -110,8 +120,15 @@ def export_checkpoint(load: Path, output: Path, overwrite: bool = False, family_
         family.write_code(folder, config)
         tokenizer_line = write_tokenizer(tokenizer, folder, config.seq_length, config.num_segments)
         check_line = check_export(folder, settings["architectures"][0], model, tokenizer, _scores(model))
+        described = Described(output.resolve().name, source, run, tokenizer, family, head, _count(weights))
+        write_card(folder, described, publishing or Publishing())
         write_sums(folder)
     return Export(source, output, config, weights, head, family, left_out, tokenizer_line, check_line)
+
+
+def _count(weights: Mapping[str, Tensor]) -> int:
+    """Return the number of parameters."""
+    return sum(tensor.numel() for tensor in weights.values())
 
 
 def renamed(tensors: Mapping[str, Tensor], family: Family, head: str, vocab_size: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""From text to batches, in numpy; rank and world size arrive as ints."""
+"""The path from text to batches, in numpy only; ranks are plain integers here."""
 
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 

@@ -11,7 +11,7 @@ from typing import Any
 def results_in_order(
     executor: Executor, function: Callable[[Any], Any], items: Iterable[Any], ahead: int
 ) -> Generator[Any, None, None]:
-    """Yield `function(item)` for every item, in order, with at most `ahead` more of them in the making.
+    """Yield `function(item)` for every item, in order, with at most `ahead` more of them in progress.
 
     An error of the function is raised here, at its item. Stopping early (`close()`, or leaving the loop) drops the
     rest. The executor ends with the iteration.

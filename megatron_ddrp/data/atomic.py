@@ -1,7 +1,7 @@
 """Output files that exist whole or not at all: written under a temporary name, synced, then renamed.
 
-The temporary name is fixed (`FILE.tmp`), so that a killed run leaves one stale file, which the next run takes over. A
-lock keeps two processes that write the same file apart.
+The temporary name is fixed (`FILE.tmp`), so a killed run leaves at most one stale file, which the next run overwrites.
+A lock prevents two processes from writing the same file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ AnyPath = str | os.PathLike[str]
 
 
 class AtomicFile:
-    """A file of bytes that takes its name when its `with` block ends, and vanishes when the block raises.
+    """A file of bytes that gets its name when its `with` block ends, and is removed if the block raises.
 
-    Raises `UserError` when the folder cannot be made, or when another process is writing the same file.
+    Raises `UserError` if the folder cannot be made or another process is writing the same file.
 
     Attributes:
         stream: the open file, for libraries that write into one.
@@ -56,7 +56,7 @@ class AtomicFile:
 
 @contextlib.contextmanager
 def renamed(stream: IO[bytes], temporary: Path, path: Path) -> Iterator[None]:
-    """Rename an open file from `temporary` to `path` when the block ends; remove it when the block raises."""
+    """Rename an open file from `temporary` to `path` when the block ends; remove it if the block raises."""
     try:
         yield
         sync(stream)
@@ -86,13 +86,13 @@ def lock(stream: IO[bytes], path: Path) -> bool:
 
 
 def sync(stream: IO[bytes]) -> None:
-    """Bring everything written to an open file to the disk."""
+    """Sync everything written to an open file to the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Counter-based randomness: every draw is a pure function of (seed, purpose, counters), never of a generator's state.
+"""Counter-based randomness: every draw is a pure function of (seed, purpose, counters), without a generator's state.
 
-Masks, shuffles and samples must be the same on any number of ranks and after any resume. A stateful generator ties a
-draw to how many draws came before it; here a draw is a hash of what it is for ("mask-order", epoch 3, sample 17,
-position 5), so that each process computes just the draws it needs, in any order, and nothing is stored in a checkpoint.
+Masks, shuffles and samples must be the same on any number of ranks and after any resume. With a stateful generator a
+draw depends on the number of draws before it. Here a draw is a hash of its purpose and place ("mask-order", epoch 3,
+sample 17, position 5), so each process computes only the draws it needs, in any order, and checkpoints store nothing.
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The shuffle is a Feistel
 network over the smallest sufficient even number of bits with cycle walking (Black and Rogaway, CT-RSA 2002): a
@@ -25,7 +25,7 @@ def hash_uint64(seed: int, purpose: str, *counters: ArrayLike) -> NDArray[np.uin
     """Return a uniform 64-bit hash of (seed, purpose, counters).
 
     The counters are non-negative integers or arrays of them, broadcast against each other; the result has their common
-    shape (`[]` without counters). Put the slowly varying ones first: each is folded in at its own broadcast size.
+    shape (`[]` without counters). Put slowly varying counters first: each is folded in at its own broadcast size.
     """
     state = _stream(int(seed), purpose)
     for counter in counters:
@@ -50,8 +50,8 @@ def to_unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
 def permute(index: ArrayLike, size: int, seed: int, purpose: str, epoch: ArrayLike) -> NDArray[np.int64]:
     """Return the place of each `index` in the shuffled range(size): a bijection for every (seed, purpose, epoch).
 
-    `index` and `epoch` broadcast against each other; each index lies in [0, size), else `ValueError`. Constant memory
-    for any size up to 2**62; about three evaluations of the network per index.
+    `index` and `epoch` broadcast against each other. Memory is constant for any size up to 2**62; each index takes
+    about three evaluations of the network. Raises `ValueError` for an index outside [0, size).
     """
     index, epoch = np.broadcast_arrays(np.asarray(index, np.int64), np.asarray(epoch, np.int64))
     if index.size and (index.min() < 0 or index.max() >= size):
@@ -68,7 +68,7 @@ def permute(index: ArrayLike, size: int, seed: int, purpose: str, epoch: ArrayLi
 
 @lru_cache(maxsize=256)
 def _stream(seed: int, purpose: str) -> NDArray[np.uint64]:
-    """Starting state of a (seed, purpose) stream; from a digest of both, since Python's hash() differs by process."""
+    """Return the initial state of a (seed, purpose) stream: a digest, since Python's hash() varies by process."""
     digest = hashlib.blake2b(f"{seed}:{purpose}".encode(), digest_size=8).digest()
     state = np.array(int.from_bytes(digest, "little"), np.uint64)
     state.setflags(write=False)
@@ -76,7 +76,7 @@ def _stream(seed: int, purpose: str) -> NDArray[np.uint64]:
 
 
 def _mix(state: NDArray[np.uint64]) -> None:
-    """SplitMix64's finaliser, in place: every output bit depends on every input bit."""
+    """Apply SplitMix64's finaliser in place: every output bit depends on every input bit."""
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)
     state ^= state >> np.uint64(27)
@@ -85,7 +85,7 @@ def _mix(state: NDArray[np.uint64]) -> None:
 
 
 def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
-    """One pass of a balanced Feistel network over 2·half_bits bits; a bijection for each key."""
+    """Return one pass of a balanced Feistel network over 2·half_bits bits; a bijection for each key."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = value >> shift, value & mask
     for round_number in range(_FEISTEL_ROUNDS):

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from megatron_ddrp.config import Config, OptimizerConfig, encoding_class
-from megatron_ddrp.engine.deepspeed_file import adds_up_in_fp32, import_quietly, lay_over, read_settings
+from megatron_ddrp.engine.deepspeed_file import (
+    adds_up_in_fp32,
+    checked_against,
+    import_quietly,
+    lay_over,
+    read_settings,
+)
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.engine.muon import MuonBesideAdamW
 from megatron_ddrp.model import Encoder
@@ -129,7 +135,7 @@ def deepspeed_settings(
         "steps_per_print": 2**62,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    from_file = read_settings(parallel)
+    from_file = checked_against(config, read_settings(parallel))
     if training.bf16 and adds_up_in_fp32(parallel, from_file):
         settings |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     settings = lay_over(settings, from_file, str(parallel.deepspeed_config))

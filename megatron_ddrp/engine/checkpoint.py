@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +41,14 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     """Tokens other than padding."""
+    since_logged: Mapping[str, float] = field(default_factory=dict)
+    """Sums and counts of the objective over the steps since the last row of metrics.jsonl, by name."""
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Progress:
+        """Return the progress in a checkpoint's state. Older versions kept no sums, so theirs start at the resume."""
+        sums = state.get(files.SINCE_LOGGED, {})
+        return cls(state["iteration"], state["consumed_samples"], state["consumed_tokens"], sums)
 
 
 @dataclass(frozen=True)
@@ -215,10 +223,9 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
-    progress = Progress(state["iteration"], state["consumed_samples"], state["consumed_tokens"])
     theirs, ours = state["layout"], layout(config, ranks)
     changes = [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
-    return Resumed(progress, path, (*remarks, *changes, *changed_settings(state["config"], config)))
+    return Resumed(Progress.from_state(state), path, (*remarks, *changes, *changed_settings(state["config"], config)))
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import typing
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from megatron_ddrp.config import ParallelConfig
-from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+from megatron_ddrp.config import Config, ParallelConfig, concerns, flag
+from megatron_ddrp.config.deepspeed_values import (
+    SETTINGS,
+    check_against,
+    decisions,
+    load_file,
+    refuse_contradiction,
+    refuse_file,
+)
+from megatron_ddrp.config.reading import options_of
 
-RESERVED_SETTINGS = {
-    "train_batch_size": "--global-batch-size",
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
+_FLAGS = {key: flag(name) for key, name in SETTINGS.items()} | {
     "gradient_accumulation_steps": "--global-batch-size and --micro-batch-size",
-    "gradient_clipping": "--clip-grad",
-    "optimizer": "--lr and its kin",
     "scheduler": "--lr-decay-style",
-    "bf16.enabled": "--bf16",
-    "fp16.enabled": "--fp16",
-    "zero_optimization.stage": "--zero-stage",
-    "zero_optimization.offload_optimizer.device": "--offload-optimizer",
 }
-"""DeepSpeed settings that a flag decides: a file may repeat a flag's value but not contradict it."""
+"""DeepSpeed setting → the flags that say the same: a file may repeat their value but not contradict it."""
 
 _NAMES = """
     activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile
@@ -47,32 +45,33 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
     path = config.deepspeed_config
     if not path:
         return {}
-    try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        _refuse(path, f"cannot be read: {error.strerror if isinstance(error, OSError) else error}")
-    if not isinstance(loaded, dict):
-        _refuse(path, "expected a JSON object")
+    loaded = load_file(path)
     _check_names(path, loaded, TOP_LEVEL)
     import_quietly()
     try:
         _check_models(path, loaded)
         _check_plain_sections(path, loaded)
     except ImportError as error:
-        _refuse(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
+        refuse_file(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
     if isinstance(loaded.get("fp16"), dict) and loaded["fp16"].get("auto_cast") is True:
-        _refuse(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
+        refuse_file(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
     if isinstance(loaded.get("torch_autocast"), dict) and loaded["torch_autocast"].get("enabled") is True:
-        _refuse(path, "torch_autocast is not supported: our backward passes multiply in the weights' type; use --bf16")
+        refuse_file(
+            path, "torch_autocast is not supported: our backward passes multiply in the weights' type; use --bf16"
+        )
     if loaded.get("zero_force_ds_cpu_optimizer") is True:
-        _refuse(path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out")
+        refuse_file(
+            path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out"
+        )
     sums = loaded.get("data_types")
     if isinstance(sums, dict) and sums.get("grad_accum_dtype") == "fp32" and not adds_up_in_fp32(config, loaded):
-        _refuse(path, "data_types.grad_accum_dtype: an offloaded pipeline would lose gradients in fp32; leave it out")
+        refuse_file(
+            path, "data_types.grad_accum_dtype: an offloaded pipeline would lose gradients in fp32; leave it out"
+        )
     for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         if offload_device(loaded.get("zero_optimization"), name) != "none" and config.zero_stage not in stages:
             allowed = " or ".join(map(str, stages))
-            _refuse(path, f"zero_optimization.{name} needs --zero-stage {allowed}, which is {config.zero_stage}")
+            refuse_file(path, f"zero_optimization.{name} needs --zero-stage {allowed}, which is {config.zero_stage}")
     return loaded
 
 
@@ -91,6 +90,18 @@ def adds_up_in_fp32(config: ParallelConfig, from_file: Mapping[str, Any]) -> boo
     return config.pipeline_model_parallel_size == 1 or not offloads
 
 
+def checked_against(config: Config, from_file: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file's settings without its optimizer, which we build.
+
+    Raises `UserError` where the optimizer's numbers are not those of the configuration.
+    """
+    path = str(config.parallel.deepspeed_config)
+    adam = {"optimizer": from_file["optimizer"]} if "optimizer" in from_file else {}
+    resolved = {name: value for concern in config.to_dict().values() for name, value in concern.items()}
+    check_against(path, decisions(path, adam, options_of(*concerns().values())), resolved)
+    return {key: value for key, value in from_file.items() if key != "optimizer"}
+
+
 def import_quietly() -> None:
     """Import DeepSpeed without its warning that there is no GPU where there is none."""
     if not torch.cuda.is_available():
@@ -99,17 +110,14 @@ def import_quietly() -> None:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
-    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`RESERVED_SETTINGS`)."""
+    """Merge nested settings; `above` wins, except that it must equal what a flag decides (`_FLAGS`)."""
     merged = dict(below)
     for key, value in above.items():
         name = prefix + key
         if value == "auto":
             continue
-        if name in RESERVED_SETTINGS and value != below.get(key):
-            by_flags = (
-                f"the flags say {below.get(key)!r}: set it by {RESERVED_SETTINGS[name]} and leave it out of the file"
-            )
-            _refuse(path, f"{name} is {value!r} but {by_flags}")
+        if name in _FLAGS and value != below.get(key):
+            refuse_contradiction(path, name, value, below.get(key), _FLAGS[name])
         nested = isinstance(value, dict) and isinstance(below.get(key), dict)
         merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
     return merged
@@ -134,7 +142,7 @@ def _check_models(path: str, settings: dict[str, Any]) -> None:
         if section not in models or values == "auto":
             continue
         if not isinstance(values, dict):
-            _refuse(path, f"{section} is {values!r}: expected a JSON object")
+            refuse_file(path, f"{section} is {values!r}: expected a JSON object")
         try:
             models[section](**values)
         except ValidationError as error:
@@ -143,9 +151,9 @@ def _check_models(path: str, settings: dict[str, Any]) -> None:
             where = ".".join([section, *inside]) + "."
             if first["type"] == "extra_forbidden":
                 _check_names(path, [name], _field_names(_model_inside(models[section], inside)), where)
-            _refuse(path, f"{(where + name).rstrip('.')} is {first['input']!r}: {first['msg']}")
+            refuse_file(path, f"{(where + name).rstrip('.')} is {first['input']!r}: {first['msg']}")
         except (TypeError, ValueError, AssertionError) as error:
-            _refuse(path, f"{section}: {error}")
+            refuse_file(path, f"{section}: {error}")
 
 
 def _model_inside(model: Any, names: Iterable[str]) -> Any:
@@ -187,8 +195,4 @@ def _check_names(path: str, given: Iterable[str], known: Iterable[str], prefix: 
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {prefix}{close[0]}?" if close else f"; it knows {', '.join(sorted(names))}"
-            _refuse(path, f"DeepSpeed has no setting {prefix}{name}{hint}")
-
-
-def _refuse(path: str, reason: str) -> NoReturn:
-    raise UserError(f"--deepspeed-config {path}: {reason}", WRONG_ARGUMENTS)
+            refuse_file(path, f"DeepSpeed has no setting {prefix}{name}{hint}")

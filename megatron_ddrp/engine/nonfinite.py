@@ -97,10 +97,10 @@ class FiniteSteps:
         return train_step(self.engine, micro_batches, self.config, self.ranks, step, self.notes)
 
     def _is_overflow(self, result: StepResult, scaler: dict[str, float] | None) -> bool:
-        """Return whether fp16's loss scale was too large and can still be lowered; a collective call in fp16."""
+        """Return whether fp16's loss scale was too large and can still be lowered."""
         if scaler is None or scaler["cur_scale"] <= self.engine.optimizer.loss_scaler.min_scale:
             return False
-        return all(math.isfinite(loss) for loss in result.losses(self.config).values())
+        return all(math.isfinite(loss) for loss in result.losses.values())
 
 
 def _first(found: list[tuple[str | None, int, int]]) -> tuple[str, int]:

@@ -11,11 +11,16 @@ WSD_DECAY_SHARE = 0.1
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then decay to `min_lr`."""
-    warmup = config.warmup_steps(total_steps)
+    """Return the learning rate of step 1, 2, …, `total_steps`: linear warm-up to `lr`, then decay to `min_lr`.
+
+    Once `decay_steps` steps are done, the rate stays at `min_lr`, unless it is constant.
+    """
+    warmup, decay = config.warmup_steps(total_steps), config.decay_steps(total_steps)
     if step <= warmup:
         return config.lr * step / warmup
-    return config.min_lr + (config.lr - config.min_lr) * _remaining(step, warmup, total_steps, config)
+    if step - 1 > decay and config.lr_decay_style != "constant":
+        return config.min_lr
+    return config.min_lr + (config.lr - config.min_lr) * _remaining(step, warmup, decay, config)
 
 
 def _remaining(step: int, warmup: int, total_steps: int, config: OptimizerConfig) -> float:

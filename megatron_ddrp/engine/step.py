@@ -38,12 +38,11 @@ VALIDATION_STEP = 0
 class StepResult:
     """Result of a step, copied to the host in the background. Reading anything but `lr` waits for the step's end."""
 
-    def __init__(self, lr: float, loss_sums: Tensor, grad_norm: Tensor, counts: Tensor, names: Iterable[str]) -> None:
-        """Keep this rank's `loss_sums`, and the global batch's `counts` int64 `[counts]`, which `names` names."""
+    def __init__(self, lr: float, sums: Tensor, grad_norm: Tensor, counts: Tensor, objective: Objective) -> None:
+        """Keep the global batch's `sums` fp64 `[sums]` and `counts` int64 `[counts]`, in the objective's order."""
         self.lr = lr
-        self._loss_sums, self._names = loss_sums, tuple(names)
-        self._all_sums: HostCopy | None = None
-        self._numbers = HostCopy(torch.cat([grad_norm.double().view(1), counts.double()]))
+        self._objective = objective
+        self._numbers = HostCopy(torch.cat([grad_norm.double().view(1), counts.double(), sums]))
 
     @property
     def grad_norm(self) -> float:
@@ -53,21 +52,19 @@ class StepResult:
     @property
     def counts(self) -> dict[str, int]:
         """Counts of the global batch by name; "tokens" excludes padding."""
-        return dict(zip(self._names, map(int, self._numbers.read().tolist()[1:]), strict=True))
+        names = self._objective.counts
+        return dict(zip(names, map(int, self._numbers.read().tolist()[1 : 1 + len(names)]), strict=True))
 
-    def fetch_losses(self) -> None:
-        """Start to copy the loss sums over all ranks to the host, so that a later call of `losses` waits less.
+    @property
+    def totals(self) -> dict[str, float]:
+        """Sums and counts of the global batch by name."""
+        sums = self._numbers.read().tolist()[1 + len(self._objective.counts) :]
+        return {**dict(zip(self._objective.sum_names, sums, strict=True)), **self.counts}
 
-        A collective call.
-        """
-        self._all_sums = HostCopy(sum_over_ranks(self._loss_sums.double()))
-
-    def losses(self, config: Config) -> dict[str, float]:
-        """Return the step's own losses over all ranks; a collective call unless `fetch_losses` was called."""
-        if self._all_sums is None:
-            self.fetch_losses()
-        assert self._all_sums is not None
-        return losses_of(self._all_sums.read().tolist(), self.counts, make_objective(config.objective))
+    @property
+    def losses(self) -> dict[str, float]:
+        """The losses and rates of this step alone, over all ranks."""
+        return losses_of(self.totals, self._objective)
 
 
 def train_step(
@@ -94,7 +91,9 @@ def train_step(
     taking = NoteTaking(notes, found, ranks) if notes is not None else None
     run = _train_pipeline if ranks.pipeline_size > 1 else _train_whole
     run(engine, inputs, loss, ranks, lambda number: seed_dropout(config.training.seed, step, number, ranks))
-    result = StepResult(lr, loss.sums * ranks.reports_losses, _grad_norm(engine, ranks), counts, objective.counts)
+    sums = (loss.sums * ranks.reports_losses).double()
+    all_sums = sum_over_ranks(sums) if ranks.world_size > 1 else sums
+    result = StepResult(lr, all_sums, _grad_norm(engine, ranks), counts, objective)
     if taking is not None:
         nothing = torch.zeros(0, config.model.hidden_size, device=ranks.device)  # for ranks that compute no losses
         taking.take(torch.cat(loss.notes or [nothing]), result)
@@ -173,9 +172,10 @@ def evaluate(
     engine.train()
     sums = sum_over_ranks(total * ranks.reports_losses).tolist()
     all_counted = sum_over_ranks(torch.from_numpy(counted * ranks.reports_losses).to(ranks.device)).tolist()
-    losses = losses_of(sums, dict(zip(objective.counts, all_counted, strict=True)), objective)
-    names = {term.name: term.similarity for term in objective.terms if term.similarity}
-    return {names.get(name, f"valid_{name}"): value for name, value in losses.items() if name != "loss"}
+    names = (*objective.sum_names, *objective.counts)
+    losses = losses_of(dict(zip(names, (*sums, *all_counted), strict=True)), objective)
+    similarities = {term.name: term.similarity for term in objective.terms if term.similarity}
+    return {similarities.get(name, f"valid_{name}"): value for name, value in losses.items() if name != "loss"}
 
 
 def _evaluate_whole(engine: Any, micro_batches: Sequence[Inputs], loss: WeightedLoss, ranks: Ranks) -> None:

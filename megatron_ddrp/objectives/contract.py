@@ -234,13 +234,12 @@ def count(objective: Objective, micro_batches: Iterable[Batch]) -> np.ndarray:
     return np.array([sum(counter(batch) for batch in batches) for counter in objective.counts.values()], np.int64)
 
 
-def losses_of(sums: Iterable[float], counts: Mapping[str, int], objective: Objective) -> dict[str, float]:
+def losses_of(totals: Mapping[str, float], objective: Objective) -> dict[str, float]:
     """Return a row of the log: the loss, its terms with a weight, and the rates.
 
-    `sums`, in the order of `sum_names`, and `counts` belong to a whole global batch, or to several.
+    `totals` holds the sums of `sum_names` and the counts by name, over one or several whole global batches.
     """
-    divisors = {**dict(zip(objective.sum_names, sums, strict=True)), **counts}
-    means = {term.name: divisors[term.name] / max(1, counts[term.per]) for term in objective.terms}
+    means = {term.name: totals[term.name] / max(1, totals[term.per]) for term in objective.terms}
     total = sum(term.weight * means[term.name] for term in objective.terms)
-    rates = {rate.name: divisors[rate.of] / max(1, divisors[rate.per]) for rate in objective.rates}
+    rates = {rate.name: totals[rate.of] / max(1, totals[rate.per]) for rate in objective.rates}
     return {"loss": total, **{term.name: means[term.name] for term in objective.terms if term.weight}, **rates}

@@ -34,7 +34,8 @@ from megatron_ddrp.model.attention.attending import Attended
 from megatron_ddrp.model.attention.backends import attention_map
 from megatron_ddrp.model.similarity import SMALLEST_NORM
 from megatron_ddrp.model.stages import End, State
-from megatron_ddrp.objectives.contract import Objective, Term
+from megatron_ddrp.objectives.contract import Term
+from megatron_ddrp.objectives.mlm import MaskedLM
 
 PARTS = ("value", "output", "attention")
 
@@ -53,7 +54,7 @@ class Agreement(NamedTuple):
     """fp32 (or fp64) `[parts]`: −D of the parts with a weight, summed over documents and layers."""
 
 
-class HeadDisagreement(Objective):
+class HeadDisagreement(MaskedLM):
     """Masked LM, and the disagreement of all heads of each layer."""
 
     options = {part: Number(float(part == "output"), "[0, inf)") for part in PARTS}

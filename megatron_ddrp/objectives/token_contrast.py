@@ -18,10 +18,11 @@ from torch import Tensor
 from megatron_ddrp.config import Number
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask
 from megatron_ddrp.model.stages import End
-from megatron_ddrp.objectives.contract import Objective, Term
+from megatron_ddrp.objectives.contract import Term
+from megatron_ddrp.objectives.mlm import MaskedLM
 
 
-class TokenContrast(Objective):
+class TokenContrast(MaskedLM):
     """Masked LM, and the contrast of every two tokens of a sequence."""
 
     options = {"weight": Number(1.0, "[0, inf)"), "margin": Number(0.5, "[0, 2]")}

@@ -1,4 +1,4 @@
-"""What a run does on the device at hand: refusals of what the device lacks, and the choices that `auto` made for it."""
+"""Checks of a run against its device, and the choices of `auto` for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Refuse a precision, an attention backend or a compilation that a device does not have."""
+    """Refuse a precision, an attention backend or a compilation that a device does not support."""
     precision, backend = config.training.precision, config.model.attention_backend
     faults = {
         f"--{precision}": precision_fault(precision, device),
@@ -28,7 +28,7 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def attention_demand(config: Config, device: torch.device) -> Demand:
-    """Return what a run demands of an attention backend."""
+    """Return a run's requirements for an attention backend."""
     model = config.model
     return Demand(device, DTYPES[config.training.precision], model.attention_dropout, model.head_dim)
 
@@ -42,3 +42,11 @@ def choices(config: Config, device: torch.device) -> str:
     attention = ", in local layers ".join(dict.fromkeys(f"{backend} attention ({why})" for backend, why in chosen))
     layers = "compiled layers, " if compiles(model.compile, device) else ""
     return f"{attention}, {layers}{config.training.precision}"
+
+
+def unused_devices(world_size: int) -> tuple[str, ...]:
+    """Return a line about the other GPUs where one process runs on a machine with several; nothing otherwise."""
+    count = torch.cuda.device_count()
+    if world_size > 1 or count < 2:
+        return ()
+    return (f"1 of {count} GPUs used; to use all: deepspeed --module megatron_ddrp pretrain … with the same flags",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
 from megatron_ddrp.engine.nonfinite import FiniteSteps, Launched, reads_late
 from megatron_ddrp.engine.step import StepResult, evaluate
 from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
-from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.objectives.contract import losses_of, make_objective
 from megatron_ddrp.objectives.notes import NoteDictionary
 from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device, largest_over_ranks
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
@@ -29,16 +31,16 @@ from megatron_ddrp.run.stopping import StopRequests
 
 @dataclass(frozen=True)
 class Run:
-    """One rank's running training, as its steps, validations and checkpoints share it."""
+    """State of one rank's running training, shared by steps, validations and checkpoints."""
 
     config: Config
     ranks: Ranks
     engine: Any
     log: MetricsLog
     folder: Path | None
-    """`--save`."""
+    """Value of `--save`."""
     home: RunFolder | None
-    """The same folder as rank 0 alone has it."""
+    """The `--save` folder, locked; None on other ranks than rank 0."""
     notes: NoteDictionary | None
 
     def steps(
@@ -46,8 +48,8 @@ class Run:
     ) -> tuple[Progress, int]:
         """Train from `progress` to the last step, `--exit-interval` or a request to stop.
 
-        Return the progress and the request's code, 0 without one. Where numbers are read late, a step is finished once
-        the next one was launched, and a request is followed one step later.
+        Return the progress and the request's code, 0 without one. If numbers are read late (on GPUs), a step is
+        finished after the next one was launched, and a request takes effect one step later.
         """
         config, ranks, begin = self.config, self.ranks, progress
         clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(config, ranks))
@@ -62,9 +64,10 @@ class Run:
             after = advance(progress, result, config)
             arrays = [micro_batch.arrays for micro_batch in launched.micro_batches]
             clock.count(result.counts["tokens"], flop_of_step(config, arrays, ranks))
-            self.log_step(result, after, clock)
+            if logged := self.logs(after.iteration):
+                self.log_step(result, after, clock)
             unsaved.warn_once(after.iteration, self.log.say)
-            return after
+            return replace(after, since_logged={}) if logged else after
 
         request = 0
         waiting: tuple[Launched, HostCopy] | None = None  # the step before, and the requests to stop at its launch
@@ -72,8 +75,6 @@ class Run:
         stream = iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)
         for number, micro_batches in enumerate(stream):
             launched = finite.launch(micro_batches, begin.iteration + 1 + number)
-            if late and self.logs(launched.step):
-                launched.result.fetch_losses()
             if waiting is not None:
                 earlier, requested = waiting
                 progress, request = finish(earlier), int(requested.read())
@@ -98,32 +99,30 @@ class Run:
         return iteration == 1 or due(iteration, self.config.logging.log_interval, self.config)
 
     def pauses_after(self, iteration: int, validates: bool) -> bool:
-        """Return whether a validation, a checkpoint or the end follows a step, before the next can be launched."""
+        """Return whether a validation, a checkpoint or the end follows a step; the next step must wait for it."""
         config = self.config
         saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
         return saves or exits(iteration, config) or (validates and due(iteration, config.logging.eval_interval, config))
 
     def log_step(self, result: StepResult, progress: Progress, clock: Clock) -> None:
-        """Log the step if it is one that is logged."""
-        if not self.logs(progress.iteration):
-            return
-        device = self.ranks.device
+        """Log a step: the mean losses and rates since the last row, and the step's own learning rate and norm."""
+        config, device = self.config, self.ranks.device
+        objective = make_objective(config.objective)
         row = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "consumed_tokens": progress.consumed_tokens,
-            **result.losses(self.config),
+            **(losses_of(progress.since_logged, objective) if progress.since_logged else result.losses),
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             **clock.read(),
             "peak_memory_gib": largest_over_ranks(peak_memory_bytes(device), device) / 2**30,
         }
         self.log.write(row)
-        labels = make_objective(self.config.objective).labels
-        self.log.say(progress_line(row, labels, self.config.training.train_iters, clock.eta(progress.iteration)))
+        self.log.say(progress_line(row, objective.labels, config.training.train_iters, clock.eta(progress.iteration)))
 
     def validate(self, loader: BatchLoader, progress: Progress) -> None:
-        """Log the losses on the same held-out samples with the same masks each time."""
+        """Log the validation losses; samples and masks are the same each time."""
         config = self.config
         steps = min(config.logging.eval_iters, max(1, len(loader.samples) // config.training.global_batch_size))
         losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
@@ -133,7 +132,7 @@ class Run:
         self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
     def save(self, folder: Path, progress: Progress, must: bool) -> None:
-        """Save a checkpoint. Where that fails and it need not be, say so and continue: the earlier ones are whole."""
+        """Save a checkpoint. If that fails and `must` is false, report it and continue: the earlier ones are whole."""
         notes = {} if self.notes is None else note_tensors(self.notes)
         try:
             agree(self._restore)
@@ -142,11 +141,11 @@ class Run:
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:
-                raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
-            self.log.say(f"{line}; going on")
+                raise agreed_by_all(f"{line}; start the same command again to resume from there") from error
+            self.log.say(f"{line}; training continues")
 
     def _restore(self) -> None:
-        """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
+        """Write deleted files of the `--save` folder again, on rank 0, and report it."""
         if self.home is None:
             return
         with refusals_as_user_errors(self.home.path):
@@ -162,11 +161,24 @@ def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + config.training.global_batch_size,
         consumed_tokens=progress.consumed_tokens + result.counts["tokens"],
+        since_logged=add_totals(progress.since_logged, result),
     )
 
 
+def add_totals(totals: Mapping[str, float], result: StepResult) -> Mapping[str, float]:
+    """Return the sums and counts of earlier steps and this one.
+
+    A skipped step adds nothing: its loss or gradients were not finite. Totals of another objective, from the
+    checkpoint of a run with other settings, are dropped.
+    """
+    if not math.isfinite(result.grad_norm):
+        return totals
+    own = result.totals
+    return {name: totals[name] + own[name] for name in own} if totals.keys() == own.keys() else own
+
+
 def due(iteration: int, interval: int, config: Config) -> bool:
-    """Return whether something done every `interval` steps and at the last one is due."""
+    """Return whether an action of every `interval` steps and of the last step is due."""
     return iteration % interval == 0 or iteration == config.training.train_iters
 
 

@@ -71,6 +71,14 @@ class TrainedEncoder(nn.Module):
         return self.model.encode(batch.input_ids, batch.segment_ids, batch.document_ids, batch.position_ids)
 
 
+class NoMaskedLM(UserError):
+    """A folder whose model has no masked-LM head."""
+
+    def __init__(self, folder: Path, reason: str):
+        super().__init__(f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; {reason}")
+        self.reason = reason
+
+
 def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = False) -> Encoder:
     """Load `folder`; with `random_init` keep its architecture and tokenizer but draw new weights in every run.
 
@@ -78,7 +86,7 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
 
     Raises:
         UserError: the folder is of neither kind or cannot be loaded, its tokenizer does not fit its model, or with
-            `masked_lm` it lacks the weights of that head.
+            `masked_lm` it lacks the weights of that head (`NoMaskedLM`).
     """
     path = folder / "config.json"
     if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
@@ -134,10 +142,7 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         raise UserError(f"--load {folder}: its weights do not belong to its config.json; copy the folder again")
     is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
     if masked_lm and missing:
-        raise UserError(
-            f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the folder lacks "
-            f"{_names(missing)}; use the folder of a masked language model"
-        )
+        raise NoMaskedLM(folder, f"the folder lacks {_names(missing)}; use the folder of a masked language model")
     return Encoder(
         _name(folder, random_init),
         folder,

@@ -26,11 +26,11 @@ def marked(text: str) -> str:
     return done + escape(text[at:])
 
 
-def code(lines: Sequence[str]) -> str:
+def code(lines: Sequence[str], language: str = "") -> str:
     """Return lines as a fenced code block; the lines may contain backticks."""
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
-    return "\n".join([fence, *lines, fence])
+    return "\n".join([fence + language, *lines, fence])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_yaml_with_a_wrong_value(text: str, word: str, flags: Flags, tmp_path: P
     [
         ('{"zero_optimization": {"stage": 2}}', ("zero_optimization.stage is 2", "flags say 1", "--zero-stage")),
         ('{"train_batch_size": 64}', ("train_batch_size is 64", "--global-batch-size")),
-        ('{"bf16": {"enabled": true}}', ("bf16.enabled", "--bf16")),
+        ('{"bf16": {"enabled": false}}', ("bf16.enabled is False", "flags say True", "--bf16")),
         ('{"optimizer": {"type": "Lamb"}}', ("optimizer", "--lr")),
         ('{"bf16": ', ("cannot be read",)),
         ('{"zero_optimisation": {"stage": 1}}', ("no setting zero_optimisation", "zero_optimization?")),
@@ -161,7 +162,29 @@ def test_yaml_with_a_wrong_value(text: str, word: str, flags: Flags, tmp_path: P
 def test_deepspeed_file_against_the_flags(settings: str, words: tuple[str, ...], flags: Flags, tmp_path: Path) -> None:
     path = tmp_path / "deepspeed.json"
     path.write_text(settings, encoding="utf-8")
-    refuse(flags, tmp_path, {"deepspeed_config": path}, WRONG_ARGUMENTS, str(path), *words)
+    given = {"deepspeed_config": path, "zero_stage": 1, "bf16": True}
+    refuse(flags, tmp_path, given, WRONG_ARGUMENTS, str(path), *words)
+
+
+def test_deepspeed_file_decides_what_no_flag_does(flags: Flags, tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    adam = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.25}}
+    settings = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "optimizer": adam}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    run = tmp_path / "run"
+    result = start_ranks(flags(deepspeed_config=path, train_iters=1, save=run)).check()
+    decided = (
+        f"decided by --deepspeed-config {path}: --bf16 True, --zero-stage 2, --weight-decay 0.25, --optimizer adamw"
+    )
+    assert result.stdout[0].splitlines()[0] == decided and "ZeRO 2" in result.stdout[0]
+    stored = json.loads((run / "config.json").read_bytes())
+    assert stored["parallel"]["decided_by_deepspeed_config"] == ["bf16", "zero_stage", "weight_decay", "optimizer"]
+    assert (stored["training"]["bf16"], stored["optimizer"]["weight_decay"]) == (True, 0.25)
+    again = start_ranks(["--config", str(run / "config.json"), "--save", str(tmp_path / "again")]).check()
+    assert (
+        again.stdout[0].splitlines()[0]
+        == f"--config {run / 'config.json'}: --save of that run not taken; give your own"
+    )
 
 
 def test_deepspeed_file_may_repeat_the_flags(flags: Flags, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def run_encode(run: Path, plugins: list[str]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "text, line",
     [
-        ("ENCODINGS = {}", "brings nothing"),
+        ("ENCODINGS = {}", "adds nothing"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("class A: pass\nOBJECTIVES = {'mth': A}", "OBJECTIVES names 'mth', which is taken: choose another name"),
         ("ENCODINGS = {'mine': 3}", "ENCODINGS['mine'] is 3: expected a class derived from PositionEncoding"),

@@ -54,6 +54,17 @@ def test_stopped_and_restarted(zero_stage: int, flags: Flags, tmp_path: Path) ->
     assert_same_run(parts, whole)
 
 
+def test_stopped_between_two_logged_steps(flags: Flags, tmp_path: Path) -> None:
+    """The sums since the last row are in the checkpoint."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    every = {"log_interval": 10, "train_iters": 20}
+    start_ranks(arguments(flags, whole, **every)).check()
+    for _ in range(2):
+        start_ranks(arguments(flags, parts, **every, exit_interval=15)).check()
+    assert [row["iteration"] for row in training_rows(parts)] == [1, 10, 20]
+    assert training_rows(parts) == training_rows(whole)
+
+
 @pytest.mark.slow
 def test_stopped_and_restarted_on_two_ranks(flags: Flags, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

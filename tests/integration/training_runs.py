@@ -62,7 +62,7 @@ def train_run(config: Config) -> Rows:
         micro_batches = loader.step((step - 1) * config.training.global_batch_size)
         inputs = training_inputs(micro_batches, config, step, ranks.device)
         result = train_step(engine, inputs, config, ranks, step, notes)
-        rows.append({**result.losses(config), "grad_norm": result.grad_norm})
+        rows.append({**result.losses, "grad_norm": result.grad_norm})
     if rows:
         rows[-1] |= evaluate(engine, [validation.step(0)], config, ranks, notes)
     if files.save:

@@ -1,11 +1,12 @@
 """The command line: derived from the settings, YAML below flags, underscores welcome, one line for a mistake."""
 
 import dataclasses
+import json
 
 import pytest
 
 from megatron_ddrp.arguments import build_parser, parse_arguments
-from megatron_ddrp.config import ENCODINGS, Config, concerns, flag
+from megatron_ddrp.config import ENCODINGS, Config, concerns, flag, save_config
 from megatron_ddrp.errors import UserError
 
 
@@ -67,10 +68,12 @@ def test_underscores_count_as_dashes(words):
     assert parse_arguments(words).config.model.num_layers == 3
 
 
-def test_the_launchers_own_flags_are_accepted():
-    words = ["--local_rank=1", "--deepspeed", "--deepspeed_config", "ds.json", "--dry_run"]
-    arguments = parse_arguments(words)
-    assert arguments.config.parallel.deepspeed_config == "ds.json" and arguments.dry_run
+def test_the_launchers_own_flags_are_accepted(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text("{}", encoding="utf-8")
+    arguments = parse_arguments(["--local_rank=1", "--deepspeed", "--deepspeed_config", str(path), "--dry_run"])
+    assert arguments.config.parallel.deepspeed_config == str(path) and arguments.dry_run
+    assert arguments.remarks == ()
 
 
 def yaml_file(tmp_path, text):
@@ -160,3 +163,136 @@ def test_mistakes_in_flags_end_in_one_line_and_exit_code_2(words, message, capsy
 def test_a_refused_combination_names_the_flags():
     with pytest.raises(UserError, match="--hidden-size 100 is not divisible by --num-attention-heads 12"):
         parse_arguments(["--hidden-size", "100"])
+
+
+def deepspeed_file(tmp_path, **content):
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def test_a_deepspeed_file_decides_what_no_flag_does(tmp_path):
+    adam = {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True}
+    path = deepspeed_file(
+        tmp_path,
+        train_batch_size=64,
+        train_micro_batch_size_per_gpu=4,
+        gradient_clipping=0.5,
+        bf16={"enabled": True},
+        fp16={"enabled": "auto", "loss_scale": 0},
+        zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        optimizer={"type": "Adam", "params": adam},
+    )
+    arguments = parse_arguments(["--deepspeed_config", path, "--seed", "5"])
+    names = ("global_batch_size", "micro_batch_size", "clip_grad", "bf16", "zero_stage", "offload_optimizer", "lr")
+    names += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "optimizer")
+    assert arguments.config == Config().replace(
+        training={"global_batch_size": 64, "micro_batch_size": 4, "bf16": True, "seed": 5},
+        optimizer={
+            **{"lr": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-8},
+            **{"weight_decay": 0.1, "clip_grad": 0.5},
+        },
+        parallel={
+            **{"zero_stage": 2, "offload_optimizer": "cpu", "deepspeed_config": path},
+            "decided_by_deepspeed_config": names,
+        },
+    )
+    assert arguments.remarks == (
+        f"decided by --deepspeed-config {path}: --global-batch-size 64, --micro-batch-size 4, --clip-grad 0.5, "
+        "--bf16 True, --zero-stage 2, --offload-optimizer cpu, --lr 0.0003, --adam-beta1 0.8, --adam-beta2 0.95, "
+        "--adam-eps 1e-08, --weight-decay 0.1, --optimizer adamw",
+    )
+    assert Config.from_dict(json.loads(json.dumps(arguments.config.to_dict()))) == arguments.config
+
+
+def test_a_flag_or_yaml_that_agrees_decides(tmp_path):
+    path = deepspeed_file(tmp_path, zero_optimization={"stage": 2}, bf16={"enabled": "auto"}, gradient_clipping=1)
+    words = ["--deepspeed_config", path, "--zero-stage", "2", "--config", yaml_file(tmp_path, "clip-grad: 1.0")]
+    arguments = parse_arguments(words)
+    assert arguments.remarks == () and arguments.config.parallel.decided_by_deepspeed_config == ()
+
+
+def test_accumulation_steps_are_a_global_batch_of_all_ranks(tmp_path):
+    path = deepspeed_file(tmp_path, gradient_accumulation_steps=3, train_micro_batch_size_per_gpu=4)
+    words = ["--deepspeed_config", path, "--dry-run", "--world-size", "8", "--tensor-model-parallel-size", "2"]
+    assert parse_arguments(words).config.training.global_batch_size == 3 * 4 * 4
+    assert parse_arguments([*words, "--global-batch-size", "96"]).config.training.global_batch_size == 96
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 2}},
+            ["--zero-stage", "1"],
+            "zero_optimization.stage is 2 but the flags say 1: set it by --zero-stage and leave it out of the file",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
+            ["--lr", "2"],
+            "optimizer.params.lr is 1.0 but the flags",
+        ),
+        ({"fp16": {"enabled": True}}, ["--bf16"], "fp16.enabled is True but the flags say '--bf16'"),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            ["--optimizer", "muon"],
+            "optimizer.type is 'adamw' but the flags say 'muon'",
+        ),
+        ({"optimizer": {"type": "Lamb"}}, [], "optimizer is 'Lamb': expected AdamW; leave it out and give --lr"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            [],
+            "optimizer.params.adam_w_mode is False: our AdamW has no such setting",
+        ),
+        ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage: got 7, expected one of 0, 1, 2, 3"),
+    ],
+)
+def test_a_deepspeed_file_may_not_contradict_a_flag(tmp_path, content, words, message):
+    path = deepspeed_file(tmp_path, **content)
+    with pytest.raises(UserError) as refusal:
+        parse_arguments(["--deepspeed_config", path, *words])
+    assert message in str(refusal.value) and str(refusal.value).startswith(f"--deepspeed-config {path}: ")
+
+
+def test_a_runs_own_file_is_a_config(tmp_path):
+    words = "--num-layers 3 --objective electra --save old --load old --adam-eps 1e-8 --position-encoding absolute"
+    config = parse_arguments(words.split()).config.replace(model={"vocab_size": 999})
+    save_config(config, tmp_path)
+    arguments = parse_arguments(["--config", str(tmp_path / "config.json"), "--save", "new"])
+    same = config.replace(model={"vocab_size": 30522}, checkpoint={"save": "new", "load": None})
+    assert arguments.config == same
+    assert arguments.remarks == (
+        f"--config {tmp_path / 'config.json'}: --save, --load of that run not taken; give your own",
+    )
+
+
+def test_what_followed_from_a_setting_follows_from_the_flag_that_changes_it(tmp_path):
+    save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
+    words = ["--config", str(tmp_path / "config.json"), "--objective", "mlm", "--position-encoding", "absolute"]
+    assert parse_arguments(words).config == parse_arguments(words[2:]).config
+
+
+def test_yaml_may_be_nested_by_concern(tmp_path):
+    text = "model:\n  num-layers: 3\ncheckpoint: {save: mine}\ndata:\n"
+    arguments = parse_arguments(["--config", yaml_file(tmp_path, text)])
+    assert arguments.config == Config().replace(model={"num_layers": 3}, checkpoint={"save": "mine"})
+    assert arguments.remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model": {"num_layer": 3}}', "model: unknown setting 'num_layer'; did you mean num_layers?"),
+        ('{"modell": {"num_layers": 3}}', "unknown section 'modell'; expected model, objective, data"),
+        ('{"model": {"num_layers": "x"}}', "model.num_layers: got 'x', expected a whole number"),
+        ('{"model": 3, "data": {}}', "model: expected settings such as `num_layers: …`, got a int"),
+        ('{"model": ', "cannot be read: Expecting value"),
+        ("[1]", "expected settings such as `num_layers: …`, got a list"),
+    ],
+)
+def test_mistakes_in_a_json_config_are_refused_in_one_line(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as refusal:
+        parse_arguments(["--config", str(path)])
+    assert message in str(refusal.value) and refusal.value.exit_code == 2

@@ -107,6 +107,14 @@ def test_latest_without_any_checkpoint_is_no_fresh_start(damage, tmp_path):
             checkpoint.refuse_folders(save, load)
 
 
+def test_a_folder_of_megatron_lm_is_refused(tmp_path):
+    (tmp_path / "iter_0005000" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5000")
+    for flag, folders in (("--load", (None, tmp_path)), ("--save", (tmp_path, None))):
+        with pytest.raises(UserError, match=f"{flag} {tmp_path} holds checkpoints of Megatron-LM, which are not read"):
+            checkpoint.refuse_folders(*folders)
+
+
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
@@ -212,6 +220,16 @@ def test_a_state_without_a_sum_has_its_keys_and_types_checked(changes, reason, r
     assert fault(path) is None
     changed_state(path, **changes)
     assert reason in (fault(path) or "")
+
+
+def test_sums_since_the_last_row_are_finite_numbers(run):
+    path = run / "iter_0000006"
+    for totals in ({"lm_loss": 1.5, "tokens": 3}, {}):
+        write_state(path, read_state(path) | {checkpoint.SINCE_LOGGED: totals})
+        assert read_state(path)[checkpoint.SINCE_LOGGED] == totals
+    for totals in ({"lm_loss": float("nan")}, {"lm_loss": "1"}, [1.5]):
+        write_state(path, read_state(run / "iter_0000004") | {"iteration": 6, checkpoint.SINCE_LOGGED: totals})
+        assert "since_logged: expected" in fault(path)
 
 
 def test_no_flipped_bit_of_a_state_is_taken(run):

@@ -52,3 +52,20 @@ def test_subcommands_share_the_rules():
     made = ArgumentParser(prog="tool")
     made.add_subparsers(dest="command").add_parser("merge").add_argument("--output-prefix")
     assert made.parse_args(["merge", "--output_prefix", "a"]).output_prefix == "a"
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("word", "nearest"), [("preproces", "preprocess"), ("analyse", "analyze"), ("x", None)])
+def test_a_misspelt_choice_is_answered_with_the_nearest_one(word, nearest, several, capsys):
+    made = ArgumentParser(prog="tool")
+    if several:
+        commands = made.add_subparsers(metavar="COMMAND")
+        for name in ("preprocess", "analyze"):
+            commands.add_parser(name)
+    else:
+        made.add_argument("command", choices=["preprocess", "analyze"])
+    with pytest.raises(SystemExit):
+        made.parse_args([word])
+    said = capsys.readouterr().err
+    assert f"invalid choice: '{word}'" in said and len(said.splitlines()) == 1
+    assert ("did you mean" in said) is bool(nearest) and (nearest is None or f"; did you mean {nearest}?" in said)

@@ -192,6 +192,33 @@ def test_what_is_missing_is_named(parts, tiny_corpus):
         opened(data_path=("1", parts["a"], "1", parts["short"]), split="1,0,0").loader("train", 0, 1)
 
 
+def test_an_empty_split_is_named_with_what_to_do(parts, tiny_corpus):
+    def refused(name, **data):
+        with pytest.raises(UserError) as error:
+            Corpus.open(make_config(tiny_corpus, data=data)).loader(name, 0, 1)
+        return str(error.value)
+
+    told = refused("valid", data_path=parts["a"], split="1,0,0")
+    assert told.startswith(f"the validation split is empty: {parts['a']}: no sample in documents [350, 350) of 350")
+    assert "larger share by --split (now 1,0,0), or train without validation by --eval-interval 0" in told
+    told = refused("train", data_path=parts["short"], split="1,0,0")
+    assert told.startswith("the training split is empty: ") and "1 of these 1 have fewer than 8 tokens" in told
+    told = refused("valid", train_data_path=parts["a"], valid_data_path=parts["short"])
+    assert told.startswith("the validation split is empty: ") and "--split" not in told
+
+
+def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(parts, tiny_corpus):
+    corpus = Corpus.open(Config().replace(data={"data_path": parts["a"]}))
+    given = Corpus.open(make_config(tiny_corpus, data={"data_path": parts["a"]}))
+    assert corpus.tokenizer.fingerprint == given.tokenizer.fingerprint
+    resolved = corpus.config.data
+    assert (resolved.tokenizer_type, resolved.vocab_file) == ("BertWordPieceLowerCase", str(tiny_corpus.vocab_file))
+    with pytest.raises(
+        UserError, match="the dataset was made by tokenizer BertWordPieceLowerCase .*BertWordPieceCase"
+    ):
+        Corpus.open(Config().replace(data={"data_path": parts["a"], "tokenizer_type": "BertWordPieceCase"}))
+
+
 def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):
     pieces = tiny_corpus.vocab_file.read_text(encoding="utf-8") + "".join(f"Word{i}\n" for i in range(50))
     (tmp_path / "cased.txt").write_text(pieces, encoding="utf-8")

@@ -64,6 +64,44 @@ def test_memory_that_cannot_be_had_is_one_line(allocate):
         allocate()
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 31.73 GiB of which 1.20 "
+                "GiB is free. Including non-PyTorch memory, this process has 30.51 GiB memory in use. Of the allocated "
+                "memory 29.10 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+            ),
+            "Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 31.73 GiB of which 1.20 GiB is free. Including "
+            "non-PyTorch memory, this process has 30.51 GiB memory in use",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                "to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4,294,967,296 bytes",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            "CUDA error: out of memory",
+        ),
+        (MemoryError(), "the system has no more"),
+    ],
+)
+def test_a_lack_of_memory_says_what_was_asked_for_and_what_to_lower(error, line):
+    with pytest.raises(UserError) as raised, allocations_as_user_errors(lambda: "use less"):
+        fail(error)
+    assert str(raised.value) == f"out of memory: {line or error}; use less"
+
+
+def test_every_command_answers_a_lack_of_memory_in_one_line(capsys):
+    code, line = outcome(lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")), capsys)
+    assert code == 1 and line.startswith("tool: error: out of memory: Tried to allocate 2 GiB; use a smaller")
+
+
 def test_other_runtime_errors_stay_bugs():
     with pytest.raises(RuntimeError, match="shapes"), allocations_as_user_errors():
         fail(RuntimeError("shapes differ"))

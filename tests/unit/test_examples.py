@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,27 @@ def test_a_recipe_says_what_it_needs_and_gives(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_help_shows_the_recipes_head_and_starts_nothing(path: Path, tmp_path: Path) -> None:
+    """`sed` is the only program that it finds."""
+    (tmp_path / "sed").symlink_to(shutil.which("sed") or "sed")
+    command = [shutil.which("bash") or "bash", str(path)]
+    shown = [
+        subprocess.run([*command, word], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+        for word in ("-h", "--help")
+    ]
+    assert shown[0].stdout == shown[1].stdout and shown[0].stderr == ""
+    head = path.read_text(encoding="utf-8").split("set -euo pipefail")[0].splitlines()
+    words = [line.removeprefix("#").removeprefix(" ") for line in head[1:] if not line.startswith("#SBATCH")]
+    assert shown[0].stdout.splitlines() == words
+
+
+def test_recipes_start_the_launcher_without_its_log() -> None:
+    for path in RECIPES:
+        starts = re.findall(r"\bdeepspeed --[a-z]+", path.read_text(encoding="utf-8"))
+        assert set(starts) <= {"deepspeed --quiet"}, path.name
+
+
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     """What its shell gives to `python` is read here and run in a process that need not import torch again."""
@@ -41,6 +63,18 @@ def test_a_training_recipe_runs_dry(path: Path, tmp_path: Path) -> None:
     assert facts["position_parameters"] == expected.get(path.stem, relative)
     assert not (tmp_path / "save").exists()
     assert_fits(facts, machine_of(path), path)
+
+
+def test_the_settings_in_yaml_are_those_of_the_recipe_and_run_dry(tmp_path: Path) -> None:
+    recipe = ROOT / "examples" / "pretrain_ddrp_base_8gpu.sh"
+    program, *words = words_for_python(recipe, tmp_path)
+    settings = ROOT / "examples" / "pretrain_base.yaml"
+    data = words[: words.index("--split")]
+    flags = ["--config", str(settings), *data, *words[words.index("--save") : words.index("--load") + 2]]
+    assert parse_arguments(flags).config == parse_arguments(words).config
+    facts = json.loads(start_ranks([*flags, "--dry-run", "--world-size", "8"], None).check().stdout[0].splitlines()[-1])
+    assert facts["train_iters"] == 1_000_000
+    assert_fits(facts, machine_of(settings), recipe)
 
 
 class Machine(NamedTuple):
@@ -74,7 +108,7 @@ def assert_fits(facts: dict[str, Any], machine: Machine, path: Path) -> None:
     assert f"--device-memory {machine.gigabytes}\n" in text
     if "--num_gpus" in text and machine.is_gpu:
         assert f"--num_gpus {machine.devices} " in text
-    if "#SBATCH" in text:
+    if "\n#SBATCH" in text:
         assert f"--nodes={machine.count}\n" in text and f"--ntasks-per-node={machine.devices}\n" in text
     hostfile = re.search(r"HOSTFILE:-(examples/\w+)", text)
     if hostfile:
@@ -87,7 +121,7 @@ def test_every_kind_of_machine_has_its_recipe() -> None:
     sizes = {machine.count * machine.devices for machine in machines if machine.is_gpu}
     assert {1, 8, 16, 64} <= sizes and any(not machine.is_gpu for machine in machines)
     assert Machine(2, 8, True, 32) in machines  # the paper's 16 V100
-    assert any("#SBATCH" in path.read_text(encoding="utf-8") for path in TRAINING)
+    assert any("\n#SBATCH" in path.read_text(encoding="utf-8") for path in TRAINING)
 
 
 def test_a_recipe_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:

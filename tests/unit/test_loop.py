@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +45,6 @@ class Training:
         monkeypatch.setattr(loop, "iterate", lambda loader, consumed, steps, *_: ([] for _ in range(steps)))
         monkeypatch.setattr(loop, "largest_over_ranks", lambda number, device: number)
         monkeypatch.setattr(loop, "largest_on_device", lambda number, device: torch.tensor(number))
-        monkeypatch.setattr("megatron_ddrp.engine.step.sum_over_ranks", lambda sums: sums)
         monkeypatch.setattr(loop.Run, "save", lambda run, folder, progress, must: self.save(progress))
         log = SimpleNamespace(say=self.say, write=self.write)
         engine = SimpleNamespace(module=torch.nn.Identity(), optimizer=None)
@@ -55,9 +56,9 @@ class Training:
             self.requests.received = 15
         norm = next(self.norms.get(step, iter(())), float(step))
         objective = make_objective(config.objective)
-        sums = torch.full((len(objective.sum_names),), 10.0 * step)
+        sums = torch.full((len(objective.sum_names),), 10.0 * step, dtype=torch.float64)
         counts = torch.full((len(objective.counts),), 5)
-        return StepResult(0.1, sums, torch.tensor(norm), counts, objective.counts)
+        return StepResult(0.1, sums, torch.tensor(norm), counts, objective)
 
     def write(self, row: dict[str, Any]) -> None:
         self.events.append(f"row {row['iteration']}")
@@ -94,6 +95,54 @@ def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.Monk
         rows.append([{name: row[name] for name in kept} for row in made.rows])
     assert rows[0] == rows[1] and [row["grad_norm"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
     assert rows[0][2]["lm_loss"] == 6.0  # 10 · 3 ÷ 5
+
+
+SIX_STEPS_EVERY_FOUR = CONFIG.replace(logging={"log_interval": 4})
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_row_holds_the_mean_since_the_row_before(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(monkeypatch, late)
+    made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+    assert made() == (Progress(6, 12, 30), 0)
+    # A step's sum is 10 · step and its count 5: 2 · step, and the mean of steps 2 to 4, and of 5 and 6.
+    assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(1, 2.0), (4, 6.0), (6, 11.0)]
+    assert [row["grad_norm"] for row in made.rows] == [1, 4, 6]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_that_stopped_between_two_rows_writes_the_rows_of_the_whole_one(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
+    for last in (6, 3):
+        made = training(monkeypatch, late)
+        made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR.replace(checkpoint={"exit_interval": last}))
+        progress, _ = made()
+        state = json.loads(json.dumps(asdict(progress)))
+        made.run.steps(None, None, Progress.from_state(state), made.requests)  # type: ignore[arg-type]
+        rows.append([(row["iteration"], row["lm_loss"], row["loss"]) for row in made.rows])
+    assert rows[0] == rows[1] and len(rows[0]) == 3
+    del state["since_logged"]  # as older versions saved it
+    made = training(monkeypatch, late)
+    made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+    made.run.steps(None, None, Progress.from_state(state | {"iteration": 3}), made.requests)  # type: ignore[arg-type]
+    assert [(row["iteration"], row["lm_loss"]) for row in made.rows] == [(4, 8.0), (6, 11.0)]
+
+
+def test_a_skipped_step_is_left_out_of_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(monkeypatch, False, {3: [math.nan] * 2, 5: [math.inf] * 2, 6: [math.inf] * 2})
+    made.run = loop.replace(made.run, config=SIX_STEPS_EVERY_FOUR)
+    made()
+    assert [row["lm_loss"] for row in made.rows[:2]] == [2.0, 6.0]  # steps 2 and 4
+    assert made.rows[2]["lm_loss"] == 12.0  # of skipped steps alone, the last one's own
+
+
+def test_sums_of_another_objective_are_dropped_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(monkeypatch, False)
+    begin = Progress(2, 4, 10, {"of_another_objective": 1e9})
+    made.run.steps(None, None, begin, made.requests)  # type: ignore[arg-type]
+    assert [row["lm_loss"] for row in made.rows] == [6.0, 8.0, 10.0, 12.0]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -57,6 +57,20 @@ def test_wsd_falls_over_the_last_steps_that_are_given() -> None:
     assert [learning_rate(step, 10, root) for step in range(7, 11)] == pytest.approx(slow)
 
 
+def test_a_decay_that_ends_before_the_run_keeps_the_lowest_rate() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_iters=5, lr_warmup_fraction=0.2)
+    rates = [learning_rate(step, 8, config) for step in range(1, 9)]
+    assert rates == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    cosine = dataclasses.replace(config, lr_decay_style="cosine")
+    assert learning_rate(4, 8, cosine) == pytest.approx(0.6)
+    wsd = dataclasses.replace(config, lr_decay_style="wsd", lr_wsd_decay_iters=2)
+    assert [learning_rate(step, 8, wsd) for step in range(3, 8)] == pytest.approx([1, 1, 0.6, 0.2, 0.2])
+    constant = dataclasses.replace(config, lr_decay_style="constant")
+    assert learning_rate(8, 8, constant) == 1.0
+    root = dataclasses.replace(config, lr_decay_style="inverse-square-root", min_lr=0.0)
+    assert [learning_rate(step, 8, root) for step in (5, 6, 7)] == pytest.approx([0.5, 0.2**0.5, 0.0])
+
+
 @pytest.mark.parametrize("style", ["linear", "minus_sqrt"])
 def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(style: str) -> None:
     stable = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_warmup_iters=5)
@@ -74,6 +88,11 @@ def test_a_branch_of_wsd_leaves_the_steps_before_it_alone(style: str) -> None:
         ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 with --lr-decay-style linear"),
         ({"lr_wsd_decay_style": "minus_sqrt"}, "--lr-wsd-decay-style minus_sqrt with --lr-decay-style linear"),
         ({"lr_decay_style": "wsd", "lr_wsd_decay_iters": 10, "lr_warmup_iters": 1}, "more than --train-iters 10"),
+        ({"lr_decay_iters": 4, "lr_warmup_iters": 4}, "--lr-decay-iters 4: the warm-up alone has 4 steps"),
+        (
+            {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 4, "lr_warmup_iters": 1, "lr_decay_iters": 4},
+            "more than --lr-decay-iters 4",
+        ),
     ],
 )
 def test_a_decay_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -129,7 +129,7 @@ def test_a_step_waits_for_its_numbers_alone(
     engine = Engine(on_meta_device(model, config.objective).train())
     result = engine_step.train_step(engine, inputs, config, RANKS, 1, dictionary)
     assert len(waits) == notes, "only notes are read before the next step"
-    assert (result.grad_norm, result.counts["tokens"]) == (0, 0) and len(waits) == 1
+    assert (result.grad_norm, result.counts["tokens"], result.losses["loss"]) == (0, 0, 0) and len(waits) == 1
     assert watch.operations > 100 and watch.blocking_copies == 0
 
 

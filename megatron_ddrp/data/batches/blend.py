@@ -1,13 +1,13 @@
-"""Several corpora as one endless stream in which every prefix keeps to the weights, addressed by position.
+"""Several corpora as one endless stream, addressed by position, whose every prefix follows the weights.
 
-`--data-path 0.7 A 0.3 B`: of the first p samples of the stream, corpus c has given ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and
-c. This is the chairman assignment problem (Tijdeman, 1980), and earliest deadline first over the slots in which a
-corpus' j-th sample may stand solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule, the corpus with
-the largest deficit first, is close to it but promises no bound. Integer weights give a pattern that repeats after their
-sum, so that position p needs one look into one period: nothing is stored a sample, and a resumed run starts anywhere.
+`--data-path 0.7 A 0.3 B`: of the first p samples of the stream, corpus c gives ⌊w_c·p⌋ or ⌈w_c·p⌉, for every p and c.
+This is the chairman assignment problem (Tijdeman, 1980). Earliest deadline first over the allowed slots of each corpus'
+j-th sample solves it (Baruah et al., Proportionate progress, 1996). Megatron's rule (the corpus with the largest
+deficit comes next) is similar but has no bound. Integer weights give a pattern that repeats after their sum, so a
+position needs one look-up in one period: nothing is stored per sample, and a run can resume anywhere.
 
-Each corpus is walked on its own, epoch after epoch, each epoch and corpus in its own order. Without weights the corpora
-are one: an epoch is all their samples in one common order, just as if the files had been merged.
+Each corpus has its own epochs, each in a new order. Without weights the corpora count as one: an epoch is all their
+samples in one common order, as if the files had been merged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ddrp.data.randomness import permute
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 MAX_PERIOD = 1 << 20
-"""Longest pattern. Weights that need a longer one are rounded to parts in this."""
+"""Longest pattern. Weights that need a longer one are rounded to multiples of 1/MAX_PERIOD."""
 
 
 class BlendWords(NamedTuple):
@@ -35,7 +35,7 @@ class BlendWords(NamedTuple):
 
     prefixes: tuple[str, ...]
     weights: tuple[Fraction, ...] | None
-    """One per prefix, exactly as written; None where none is given."""
+    """Weights, one per prefix, exactly as written; None without weights."""
 
 
 class Blend:
@@ -43,7 +43,7 @@ class Blend:
 
     Attributes:
         parts: the corpora.
-        counts: samples each corpus gives in one period of the pattern; None without weights.
+        counts: number of samples per corpus in one period of the pattern; None without weights.
     """
 
     def __init__(self, parts: Sequence[SampleIndex], weights: Sequence[Fraction] | None = None) -> None:
@@ -54,7 +54,7 @@ class Blend:
         if self.counts is not None:
             self._pattern = interleave(self.counts)  # [period]
             order = np.argsort(self._pattern, kind="stable")
-            self._ordinals = np.empty(len(order), np.int64)  # [period]: how often the same corpus came before
+            self._ordinals = np.empty(len(order), np.int64)  # [period]: earlier slots of the same corpus
             self._ordinals[order] = np.concatenate([np.arange(count) for count in self.counts])
 
     def __len__(self) -> int:
@@ -64,13 +64,13 @@ class Blend:
     def visits(self, positions: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epoch and the sample at each of the `positions` `[n]` of the stream, both int64 `[n]`.
 
-        An epoch is the corpus' own where there are weights.
+        With weights the epoch is that of the sample's corpus.
         """
         if self.counts is None:
             return _walk(positions, len(self), seed, "shuffle")
         cycles, places = np.divmod(positions, len(self._pattern))
         parts = self._pattern[places]
-        numbers = cycles * np.array(self.counts)[parts] + self._ordinals[places]  # [n]: in the corpus' own stream
+        numbers = cycles * np.array(self.counts)[parts] + self._ordinals[places]  # [n]: in the corpus' stream
         epochs, indices = np.empty_like(positions), np.empty_like(positions)
         for part in np.unique(parts).tolist():
             mine = parts == part
@@ -81,11 +81,11 @@ class Blend:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Samples of each weighted corpus, or of all of them as one; `[parts]` or `[1]`."""
+        """Number of samples per weighted corpus `[parts]`, or of all of them `[1]`."""
         return np.array([len(self)] if self.counts is None else [len(part) for part in self.parts])
 
     def visited(self, positions: int) -> NDArray[np.int64]:
-        """Return how many of the first `positions` of the stream fall to each of `sizes`."""
+        """Return how many of the first `positions` of the stream belong to each of `sizes`."""
         return np.array([positions] if self.counts is None else self.consumed(positions))
 
     def consumed(self, positions: int) -> list[int]:
@@ -96,7 +96,7 @@ class Blend:
         return [cycles * count + more for count, more in zip(self.counts, begun, strict=True)]
 
     def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Return the tokens of each sample, specials included; the shape of `indices`."""
+        """Return the number of tokens per sample, including special ones, in the shape of `indices`."""
         indices = np.asarray(indices)
         lengths = np.empty(indices.shape, np.int64)
         for part, mine in self._by_part(indices):
@@ -120,7 +120,7 @@ class Blend:
         return self.parts[int(np.searchsorted(self._offsets, index, side="right")) - 1].prefix
 
     def _by_part(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_]]]:
-        """Return the corpora that `indices` touch, each with the mask of its own."""
+        """Return the corpora of the samples `indices`, each with the mask of its samples."""
         parts = np.searchsorted(self._offsets, indices, side="right") - 1
         return [(part, parts == part) for part in np.unique(parts).tolist()]
 
@@ -128,16 +128,16 @@ class Blend:
 def _walk(
     numbers: NDArray[np.int64], size: int, seed: int, purpose: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the epoch and the sample of each of the `numbers` of one endless stream over `size` samples."""
+    """Return epoch and sample for each of the `numbers` in an endless stream over `size` samples."""
     epochs, indices = np.divmod(numbers, size)
     return epochs, permute(indices, size, seed, purpose, epochs)
 
 
 def read_blend(words: Sequence[str], flag: str) -> BlendWords:
-    """Read the words of `[WEIGHT] P …`. Raises `UserError`, exit code 2, naming `flag`, for a mixture of the two forms.
+    """Return the blend that `[WEIGHT] P …` names. Raises `UserError` (exit code 2) if only some prefixes have a weight.
 
-    A word is a weight if it reads as a number; a prefix that does is written as a path, such as ./2024. A single word
-    is always a prefix.
+    A word is a weight if it is a number; write such a prefix as a path, ./2024. A single word is always a prefix.
+    Errors name `flag`.
     """
     shown = f"{flag} {' '.join(words)}".strip()
     if not words:
@@ -154,7 +154,7 @@ def read_blend(words: Sequence[str], flag: str) -> BlendWords:
     for word in words[::2]:
         if not 0 < float(word) < math.inf:
             raise UserError(
-                f"{shown}: weight {word} must be a number above 0; leave out a corpus that is to give nothing",
+                f"{shown}: weight {word} must be a number above 0; leave out a corpus without a share",
                 WRONG_ARGUMENTS,
             )
     return BlendWords(tuple(words[1::2]), tuple(Fraction(Decimal(word)) for word in words[::2]))
@@ -169,7 +169,7 @@ def _is_number(word: str) -> bool:
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """Return the smallest integers in the proportions of `weights`; rounded, none to 0, if they exceed `MAX_PERIOD`."""
+    """Return the smallest integers in the proportions of `weights`; rounded, but not to 0, beyond `MAX_PERIOD`."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     counts = [int(weight * scale) for weight in weights]
     if sum(counts) // math.gcd(*counts) > MAX_PERIOD:
@@ -180,10 +180,10 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 def interleave(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Return the corpus at each slot of a period, `[sum(counts)]`; corpus c stands at `counts[c]` of them.
+    """Return the corpus of each slot of a period, `[sum(counts)]`; corpus c has `counts[c]` slots.
 
-    Its j-th sample (from 0) may stand in the slots from ⌊j/w⌋ to ⌈(j+1)/w⌉ - 1, w = counts[c] / sum(counts). Of the
-    samples whose slots have begun, the one whose slots end first comes next; of equal ones the one that waits longer.
+    Its j-th sample (from 0) may have the slots from ⌊j/w⌋ to ⌈(j+1)/w⌉ - 1, w = counts[c] / sum(counts). Of the samples
+    whose slots have begun, the one whose slots end first comes next; of equal ones the one whose slots began first.
     """
     period = sum(counts)
     waiting = [(0, corpus, 0) for corpus in range(len(counts))]  # (first slot, corpus, j)

@@ -1,9 +1,9 @@
-"""Cache files beside the data: each ends in a sum, so that a damaged file is made again instead of being believed.
+"""Cache files beside the data. Each ends with a checksum, so a damaged file is made again instead of being used.
 
-The sum is the CRC-32 of the file's name and content: it finds flipped, missing and zeroed bytes, files of an earlier
-version, and another dataset's file under this name. It costs about a second per gigabyte. A file's content follows from
-its name alone, so there is nothing to wait for: processes that find no file each compute the same bytes, write them
-under a name of their own and rename; the last one replaces a file by its equal.
+The checksum is the CRC-32 of the file's name and content. It detects flipped, missing and zeroed bytes, files of an
+earlier version, and another dataset's file under this name. It costs about a second per gigabyte. A file's content
+follows from its name, so processes need not wait for each other: each one that finds no file computes the same bytes,
+writes them under a temporary name and renames it; the last one replaces a file by an equal one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class BrokenSealError(Exception):
-    """A file whose sum does not fit its name and content."""
+    """Error for a file whose checksum does not fit its name and content."""
 
 
 class CacheFile:
@@ -35,7 +35,7 @@ class CacheFile:
 
     Attributes:
         path: the file.
-        damaged: whether `load` found a file that is damaged or of an earlier version.
+        damaged: True if `load` found a file that is damaged or from an earlier version.
     """
 
     def __init__(self, dataset: IndexedDataset, fingerprint: str, ending: str, folder: AnyPath | None = None):
@@ -45,20 +45,20 @@ class CacheFile:
         self.damaged = False
 
     def load(self, read: Callable[[Path], T]) -> T | None:
-        """Return `read(path)`, or None where there is no whole file; `read` may raise `BrokenSealError`."""
+        """Return `read(path)`, or None if there is no intact file; `read` may raise `BrokenSealError`."""
         try:
             check_seal(self.path)
             return read(self.path)
-        except OSError:  # no file yet, or a folder that cannot be made, which writing will tell
+        except OSError:  # no file yet, or a folder that cannot be made; writing will report that
             return None
         except BrokenSealError:
             self.damaged = True
             return None
 
     def write(self, content: bytes) -> str | None:
-        """Write the file, whole or not at all. Return None, or why the data's own folder cannot be written to.
+        """Write the file, whole or not at all. Return None, or the reason why the data's folder cannot be written to.
 
-        Raises `UserError` where the user named a folder that cannot be.
+        Raises `UserError` if the user named a folder that cannot be written to.
         """
         try:
             self._write(content)
@@ -71,7 +71,7 @@ class CacheFile:
         return None
 
     def _write(self, content: bytes) -> None:
-        mode = self._index.stat().st_mode & 0o666  # for the same users as the data; mkstemp gives it to one
+        mode = self._index.stat().st_mode & 0o666  # the same rights as the data; mkstemp allows only one user
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
         stream = os.fdopen(descriptor, "wb")
@@ -81,13 +81,13 @@ class CacheFile:
 
 
 def seal(name: str, content: bytes) -> bytes:
-    """Return the bytes of a sealed file: `content`, then the sum."""
+    """Return the bytes of a sealed file: `content`, then the checksum."""
     return content + _SUM.pack(_sum(name, content))
 
 
 def check_seal(path: Path) -> None:
-    """Raise `BrokenSealError` for a file that is not as `seal` made it, `OSError` for one that cannot be opened."""
-    status = path.stat()  # once: another process may replace or remove the file at any moment
+    """Raise `BrokenSealError` for a file that differs from what `seal` made, `OSError` if it cannot be opened."""
+    status = path.stat()  # opened once: another process may replace or remove the file at any moment
     if not stat.S_ISREG(status.st_mode) or status.st_size < _SUM.size:
         raise BrokenSealError(path)
     with (

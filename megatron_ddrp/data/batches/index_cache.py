@@ -1,7 +1,7 @@
-"""The totals of the sample index kept on disk, so that a node reads every document's length once, not at every start.
+"""The totals of the sample index, kept on disk, so that a node does not read every document's length at every start.
 
-The file's name carries a fingerprint of the dataset's index and of the sequence length. Files of datasets that are gone
-may be deleted at any time.
+The file's name has a fingerprint of the dataset's index and of the sequence length. These files may be deleted at any
+time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def cached_totals(
 ) -> tuple[NDArray[np.int64], str | None]:
     """Return (`sample_totals(dataset, seq_length)`, a remark for the user or None).
 
-    The totals are mapped from a file in `folder` (default: beside the data), which is made where it is missing or
-    damaged. Where the data's own folder cannot be written to, the totals stay in memory. The remark tells of both.
+    The totals are mapped from a file in `folder` (default: beside the data), which is made if it is missing or
+    damaged. If the data's own folder cannot be written to, the totals stay in memory. The remark reports both cases.
     Raises `UserError` for a named `folder` that cannot be written to.
     """
     cache = totals_cache(dataset, seq_length, folder)
@@ -47,15 +47,15 @@ def cached_totals(
     if refused := cache.write(content.getvalue()):
         kept = f"the sample index of {dataset.prefix} stays in memory; --index-cache-dir DIR keeps it elsewhere"
         return totals, f"{refused}: {kept}"
-    remark = f"{cache.path}: damaged, or of an earlier version; the sample index is made again"
+    remark = f"{cache.path}: damaged, or from an earlier version; the sample index is made again"
     return totals, remark if cache.damaged else None
 
 
 def totals_cache(dataset: IndexedDataset, seq_length: int, folder: AnyPath | None = None) -> CacheFile:
     """Return the file of a dataset's totals; its fingerprint covers everything that the totals depend on.
 
-    Of the index it takes the sizes of both files, the time of the last change and 64 pages spread over it, since
-    reading all of it would take as long as making the totals.
+    It uses the sizes of both files, the time of the index's last change and 64 pages spread over the index; reading all
+    of it would take as long as making the totals.
     """
     index, tokens = dataset_path(dataset.prefix, ".idx"), dataset_path(dataset.prefix, ".bin")
     digest = hashlib.blake2b(digest_size=12)

@@ -1,19 +1,19 @@
-"""Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and costs nothing.
+"""Micro-batches as a pure function of the number of consumed samples, so that resuming is exact and takes no time.
 
-Training reads an endless stream: epoch after epoch of the samples, each epoch in its own order, of one corpus or of
-several blended (`blend.py`). Position p of the stream names an epoch and a sample, with the masks of the two;
-nothing is stored. A global batch is `global_batch_size` consecutive positions: the same samples with the same masks for
+Training reads an endless stream: epoch after epoch of the samples of one corpus or of a blend (`blend.py`), each epoch
+in its own order. Position p of the stream gives an epoch and a sample, and these give the masks; nothing is stored. A
+global batch is `global_batch_size` consecutive positions: the same samples with the same masks for
 every number of ranks, micro-batch size and resume point.
 
-Within the global batch the samples are sorted by length and dealt so that all ranks hold rows of similar length at the
-same time, and each micro-batch is cut to its longest row. Order and cut are free: the losses are sums over the global
-batch, divided by its counts.
+Within the global batch the samples are sorted by length and distributed so that all ranks have rows of similar length
+at the same time. Each micro-batch is cut to its longest row. Order and cut do not matter: the losses are sums over the
+global batch, divided by its counts.
 
-With packing the same samples share rows, and the rows are dealt instead. Ranks and steps need a fixed number of
-micro-batches, so that it is the micro-batches that shrink: `micro_batch_size` samples lie in fewer rows on average.
+With packing the same samples share rows, and the rows are distributed instead. Ranks and steps need a fixed number of
+micro-batches, so the micro-batches become smaller: `micro_batch_size` samples lie in fewer rows on average.
 
-Rows may grow longer and the masking rate may change during a run: `reader_at` names the reader of a step. The stream's
-positions count on, each phase in its own order over its own samples.
+Rows may grow longer and the masking rate may change during a run: `reader_at` returns the reader of a step. Positions
+are counted across phases; each phase has its own order over its own samples.
 
 Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation.
 """
@@ -39,7 +39,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 ROW_MULTIPLE = 8
-"""Cut rows are a multiple of this long, as tensor cores like them."""
+"""Multiple to which the length of cut rows is rounded up, for tensor cores."""
 _STEPS_AHEAD = 2
 
 
@@ -47,7 +47,7 @@ _STEPS_AHEAD = 2
 class Share:
     """Share of one data-parallel rank in a global batch.
 
-    Raises `UserError` (exit code 2) where the global batch does not divide into micro-batches.
+    Raises `UserError` (exit code 2) if the global batch does not divide into micro-batches.
     """
 
     global_batch_size: int
@@ -61,23 +61,23 @@ class Share:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per rank and step, the gradient accumulation steps."""
+        """Number of micro-batches per rank and step: the gradient accumulation steps."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def deal(self, rows: list[Row]) -> list[list[Row]]:
-        """Return this rank's micro-batches of the rows of a global batch, which come short rows first."""
+        """Return this rank's micro-batches from the rows of a global batch, which are sorted by length."""
         parts = self.num_micro_batches * self.world_size
-        size, rest = divmod(len(rows), parts)  # the first parts, of the shortest rows, take one row more
+        size, rest = divmod(len(rows), parts)  # the first parts, with the shortest rows, have one row more
         ends = [part * size + min(part, rest) for part in range(parts + 1)]
         mine = range(self.rank, parts, self.world_size)  # ranks work on neighbouring parts at the same time
         return [rows[ends[part] : ends[part + 1]] for part in mine]
 
 
 class SampleReader:
-    """Reads samples as masked rows `[CLS] tokens [SEP]`, one sample per row.
+    """Reader of samples as masked rows `[CLS] tokens [SEP]`, one sample per row.
 
-    `mark_rare_words` gives `note_ids` from ids before masking `[rows, seq]` and whether each row holds its text's end
-    (`WordFinder.number`).
+    `mark_rare_words` returns `note_ids` from the ids before masking `[rows, seq]` and a flag per row that says whether
+    the row holds the end of its text (`WordFinder.number`).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SampleReader:
         self._mark_rare_words = mark_rare_words
 
     def masking(self, mask_prob: float) -> SampleReader:
-        """Return the reader that masks at another rate."""
+        """Return a reader that masks at another rate."""
         changed = copy(self)
         changed.masker = self.masker.at_rate(mask_prob)
         return changed
@@ -104,9 +104,9 @@ class SampleReader:
         indices: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> Batch:
-        """Read and mask the given samples, cut to the longest; all arguments `[samples]`.
+        """Return the given samples, masked and cut to the longest; all arguments are `[samples]`.
 
-        Raises `UserError` for a token id that the vocabulary does not have.
+        Raises `UserError` for a token id outside the vocabulary.
         """
         columns = np.arange(self.row_length(int(lengths.max())))
         valid = columns < lengths[:, None]  # [samples, seq]
@@ -134,7 +134,7 @@ class SampleReader:
         return min(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, self.seq_length)
 
     def _check_vocabulary(self, input_ids: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """Refuse ids `[rows, seq]` outside the vocabulary, naming the dataset of the first."""
+        """Refuse ids `[rows, seq]` outside the vocabulary; the error names the dataset of the first one."""
         vocab_size = self.tokenizer.vocab_size
         if input_ids.min() >= 0 and input_ids.max() < vocab_size:
             return
@@ -147,9 +147,9 @@ class SampleReader:
 
 
 class BatchLoader:
-    """`loader.step(consumed_samples)` gives this rank's micro-batches of the global batch that starts there.
+    """Loader whose `step(consumed_samples)` returns this rank's micro-batches of the global batch that starts there.
 
-    `reader` is the one of the last step; `reader_at(steps done before)` is each step's own, by default the same.
+    `reader` is that of the last step; `reader_at(steps done before)` returns each step's reader, by default `reader`.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class BatchLoader:
         self.global_batch_size, self.num_micro_batches = share.global_batch_size, share.num_micro_batches
 
     def step(self, consumed_samples: int, steps_done: int | None = None) -> list[Batch]:
-        """Return `num_micro_batches` batches of int64 `[micro_batch_size, seq]`, samples from `consumed_samples`.
+        """Return `num_micro_batches` batches of int64 `[micro_batch_size, seq]` from sample `consumed_samples` on.
 
-        `steps_done` before it are by default as many as the consumed samples make. With packing `[rows, seq]`, where
-        numbers of rows differ by at most one. `sequence_ids` are positions in the stream, the same in every layout.
-        Raises `UserError` for a token id that the vocabulary does not have.
+        `steps_done` is the number of steps before, by default computed from the consumed samples. With packing a batch
+        is `[rows, seq]`, and the numbers of rows differ by at most one. `sequence_ids` are positions in the stream, the
+        same in every layout. Raises `UserError` for a token id outside the vocabulary.
         """
         reader = self.reader_at(consumed_samples // self.global_batch_size if steps_done is None else steps_done)
         positions = consumed_samples + np.arange(self.global_batch_size)
@@ -194,7 +194,7 @@ class BatchLoader:
         return batches
 
     def _rows(self, lengths: NDArray[np.int64], row_length: int) -> list[Row]:
-        """Return the rows of a global batch, short ones first, from its samples' lengths `[global_batch]`."""
+        """Return the rows of a global batch, shortest first, from its samples' lengths `[global_batch]`."""
         if self.packing:
             min_rows = self.share.num_micro_batches * self.share.world_size
             return pack_rows(lengths, row_length, min_rows)
@@ -202,9 +202,9 @@ class BatchLoader:
 
 
 def count_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the micro-batches per rank and step.
+    """Return the number of micro-batches per rank and step.
 
-    Raises `UserError` with the nearest legal sizes where the division leaves a rest.
+    Raises `UserError` with the nearest allowed sizes if the division leaves a remainder.
     """
     at_once = micro_batch_size * world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:
@@ -225,12 +225,12 @@ def iterate(
     prepare: Callable[[list[Batch], int], Any] = lambda micro_batches, number: micro_batches,
     steps_done: int | None = None,
 ) -> Generator[Any, None, None]:
-    """Yield the micro-batches of `steps` steps from `consumed_samples` on, made ahead by one background thread.
+    """Yield the micro-batches of `steps` steps from `consumed_samples` on, prepared ahead by one background thread.
 
-    `steps_done` before the first are by default as many as the consumed samples make. The thread also calls
-    `prepare(micro_batches, number)` for step number 0, 1, …, whose results are yielded. An error
-    of the thread is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the step in the
-    making and drops it.
+    `steps_done` is the number of steps before the first, by default computed from the consumed samples. The thread also
+    calls `prepare(micro_batches, number)` for step number 0, 1, …, and the results are yielded. An error of the thread
+    is raised here, at its step. Stopping early (`close()`, or leaving the loop) waits for the current step and drops
+    it.
     """
     begin = consumed_samples // loader.global_batch_size if steps_done is None else steps_done
 

@@ -1,1 +1,1 @@
-"""Megatron's indexed files: reading, inspecting, verifying, merging."""
+"""Datasets in Megatron's indexed format: reading, inspecting, verifying, merging."""

@@ -1,12 +1,11 @@
-"""The index of a token dataset in Megatron's format, version 1: read by memory map, written in a stream.
+"""The index of a token dataset in Megatron's format, version 1: read through a memory map, written as a stream.
 
     PREFIX.idx   b"MMIDIDX\\0\\0" | uint64 version 1 | uint8 type code | uint64 sequences | uint64 document indices
                  | int32 size of each sequence, in tokens | int64 byte offset of each sequence in PREFIX.bin
                  | int64 document indices: document d is the sequences [indices[d], indices[d + 1])
 
-Opening takes constant time, writing constant memory. Opening checks what costs nothing: the header against the file's
-size, and both ends of every list. The numbers between are checked where they are used (`IndexedDataset`), and all at
-once by `verification.verify`.
+Opening takes constant time, writing constant memory. Opening checks the header against the file's size, and both ends
+of every list. The other numbers are checked on use (`IndexedDataset`), and all at once by `verification.verify`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.dataset.suggestions import suggest
 from megatron_ddrp.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -31,19 +31,19 @@ DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: 
 MEND = "copy both files again, or preprocess again"
 
 SIZE, OFFSET = np.dtype("<i4"), np.dtype("<i8")
-"""Types in the index of a number of tokens, and of a byte offset or a document index."""
+"""Types of the index: sizes in tokens; byte offsets and document indices."""
 
 CHUNK = 1 << 20
-"""Numbers of an index in memory at once."""
+"""Number of index entries in memory at once."""
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Return the type that stores ids of a vocabulary: uint16 below 65,500 pieces, else int32 (Megatron's rule)."""
+    """Return the type for ids of a vocabulary: uint16 below 65,500 pieces, otherwise int32 (Megatron's rule)."""
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
 def dataset_path(prefix: AnyPath, suffix: str) -> Path:
-    """Return `PREFIX.bin`, `.idx` or `.json`. A prefix that ends in `.bin` or `.idx` counts without it."""
+    """Return `PREFIX.bin`, `.idx` or `.json`. An ending `.bin` or `.idx` of the prefix is dropped."""
     name = os.fspath(prefix)
     for known in (".bin", ".idx"):
         name = name.removesuffix(known)
@@ -51,7 +51,7 @@ def dataset_path(prefix: AnyPath, suffix: str) -> Path:
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a dataset's file. Raises `UserError` when there is none."""
+    """Return the size of a dataset's file in bytes. Raises `UserError` if there is none."""
     try:
         size = path.stat().st_size
         if path.is_file():
@@ -59,12 +59,11 @@ def file_size(path: Path) -> int:
         reason = "not a file"
     except OSError as error:
         reason = str(error.strerror)
-    hint = "expected PREFIX.bin and PREFIX.idx as megatron-ddrp preprocess writes them; check --data-path"
-    raise UserError(f"{path}: {reason}; {hint}")
+    raise UserError(f"{path}: {reason}; {suggest(path) if path.suffix == '.idx' else MEND}")
 
 
 class Header(NamedTuple):
-    """First 34 bytes of an index."""
+    """Header of an index: its first 34 bytes."""
 
     magic: bytes
     version: int
@@ -74,7 +73,7 @@ class Header(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """Size of an index with these counts."""
+        """Size in bytes of an index with these counts."""
         return (
             HEADER.size + (SIZE.itemsize + OFFSET.itemsize) * self.sequences + OFFSET.itemsize * self.document_indices
         )
@@ -92,11 +91,11 @@ class Header(NamedTuple):
             counts = f"{self.sequences} sequences and {self.document_indices} document indices"
             yield f"{size} bytes, expected {self.file_bytes} for {counts}; {MEND}"
         elif self.document_indices == 0:
-            yield "no document index, expected at least one, which is 0; preprocess again"
+            yield "no document index, expected at least one (0); preprocess again"
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of an index. Raises `UserError` for a missing file and for one too short to have it."""
+    """Return the header of an index. Raises `UserError` for a missing or too short file."""
     size = file_size(path)
     if size < HEADER.size:
         raise UserError(f"{path}: {size} bytes, expected at least the {HEADER.size} of a header; {MEND}")
@@ -105,7 +104,7 @@ def read_header(path: Path) -> Header:
 
 
 class DatasetIndex:
-    """Three lists of `PREFIX.idx` as views of its memory map; opening reads a few bytes of it.
+    """Index lists of `PREFIX.idx` as views of its memory map; opening reads only a few bytes.
 
     Attributes:
         dtype: numpy type of the token ids.
@@ -133,17 +132,17 @@ class DatasetIndex:
 
     @property
     def bin_bytes(self) -> int:
-        """Size that `PREFIX.bin` must have: where the last sequence ends."""
+        """Required size of `PREFIX.bin`: the end of the last sequence."""
         return int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
 
     def faults_of_ends(self) -> Iterator[str]:
-        """Yield a line if the first or the last document index is wrong."""
+        """Yield one line if the first or the last document index is wrong."""
         ends = (int(self.document_indices[0]), int(self.document_indices[-1]))
         if ends != (0, len(self)):
             yield f"document indices run over {ends}, expected (0, {len(self)}); preprocess again"
 
     def faults_of_bin(self, size: int) -> Iterator[str]:
-        """Yield a line if a `PREFIX.bin` of `size` bytes does not fit this index."""
+        """Yield one line if a `PREFIX.bin` of `size` bytes does not fit this index."""
         if size != self.bin_bytes:
             yield f"{size} bytes, expected {self.bin_bytes} as its .idx says; {MEND}"
         elif size % self.dtype.itemsize:
@@ -151,9 +150,9 @@ class DatasetIndex:
 
 
 def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: BinaryIO) -> None:
-    """Write an index over token ids of `dtype`, `CHUNK` numbers at a time, from two files that grew with the ids:
+    """Write an index for token ids of `dtype`, `CHUNK` numbers at a time, from two files.
 
-    `sizes` holds the tokens of each sequence, `documents` the sequences of each document, both as `SIZE`.
+    `sizes` holds the tokens of each sequence, `documents` the sequences of each document, both of type `SIZE`.
     """
     sequences, ends = (stream.seek(0, os.SEEK_END) // SIZE.itemsize for stream in (sizes, documents))
     code = next(code for code, known in DTYPES.items() if known == dtype)
@@ -175,7 +174,7 @@ def write_index(index: AtomicFile, dtype: np.dtype, sizes: BinaryIO, documents: 
 
 
 def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:
-    """Yield the numbers of a file `[at most CHUNK]`, from its beginning."""
+    """Yield the numbers of a file from its beginning, in arrays `[at most CHUNK]`."""
     stream.seek(0)
     while data := stream.read(CHUNK * SIZE.itemsize):
         yield np.frombuffer(data, SIZE)

@@ -1,5 +1,6 @@
-"""Faults inside an index, in words: no size is negative, every sequence begins where the one before ends, and documents
-follow one another. Memory does not grow with the dataset.
+"""Faults inside an index, in words: negative sizes, sequences with gaps or overlaps, documents out of order.
+
+Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import numpy as np
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, DatasetIndex
 
 MOST_LISTED = 10
-"""Faults of one kind that are named one by one; of the others the number is given."""
+"""Number of faults of a kind that are listed; the others are counted."""
 
 
 def index_faults(index: DatasetIndex) -> Iterator[str]:
-    """Yield one line per fault inside an index whose header fits its file; reads all of it."""
+    """Read a whole index and yield one line per fault; its header must fit the file."""
     sizes, pointers, indices, width = index.sizes, index.pointers, index.document_indices, index.dtype.itemsize
 
     def gap(i: int) -> str:
@@ -29,13 +30,13 @@ def index_faults(index: DatasetIndex) -> Iterator[str]:
     yield from first_faults("negative sizes", _negative(sizes), lambda i: f"sequence {i} has {sizes[i]} tokens")
     if len(index) and pointers[0] != 0:
         yield f"sequence 0 begins at byte {pointers[0]}, expected 0"
-    yield from first_faults("sequences that do not begin where the one before ends", _gaps(index), gap)
+    yield from first_faults("sequences that do not begin at the end of the previous one", _gaps(index), gap)
     yield from index.faults_of_ends()
     yield from first_faults("documents that end before they begin", _crossings(indices), crossing)
 
 
 def first_faults(kind: str, found: Iterable[np.ndarray], words: Callable[[Any], str]) -> Iterator[str]:
-    """Put the first `MOST_LISTED` rows of all the arrays into words, and count the others of their kind."""
+    """Yield lines about the first `MOST_LISTED` rows of all the arrays, and one with the count of the others."""
     total = 0
     for places in found:
         yield from map(words, places[: max(0, MOST_LISTED - total)])

@@ -1,14 +1,14 @@
-"""Token sequences on disk in Megatron's indexed format, read by memory map (`unfinished.py` writes them).
+"""Token sequences on disk in Megatron's indexed format, read through a memory map (`unfinished.py` writes them).
 
     PREFIX.bin   the token ids of all sequences, one after another, little-endian
-    PREFIX.idx   where each sequence and document begins (dataset_index.py)
-    PREFIX.json  the manifest (ours): counts, the tokenizer's fingerprint, SHA-256 of both files; absent beside other
-                 writers' files
+    PREFIX.idx   the begin of each sequence and document (dataset_index.py)
+    PREFIX.json  the manifest (ours): counts, the tokenizer's fingerprint, SHA-256 of both files; absent for datasets
+                 that other programs wrote
 
-Opening takes no memory that grows with the dataset. The reader refuses, in one clear line, a header that does not fit
-the files' sizes, and a sequence that does not lie inside `PREFIX.bin` or does not end where the next begins. It does
-not see an id that became another id, nor a document's border that moved from one sequence to another: only the SHA-256
-in the manifest tells (`verification.py`, `--verify-data`).
+The memory of an open dataset does not grow with its size. The reader refuses, in one line, a header that does not fit
+the files' sizes, and a sequence that does not lie inside `PREFIX.bin` or does not end at the begin of the next one. It
+cannot detect an id that changed into another id, nor a document border that moved from one sequence to another: only
+the SHA-256 in the manifest does (`verification.py`, `--verify-data`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatron_ddrp.data.dataset.manifest import read_manifest
 from megatron_ddrp.errors import UserError
 
 CHUNK_TOKENS = 1 << 22
-"""Number of tokens in memory at once where a whole dataset is read."""
+"""Number of tokens in memory at once while a whole dataset is read."""
 
 
 class IndexedDataset(DatasetIndex):
-    """`dataset[i]` is sequence i as a read-only numpy view `[size]` into the memory map of `PREFIX.bin`.
+    """Dataset whose item `dataset[i]` is sequence i, a read-only numpy view `[size]` of the memory map of `PREFIX.bin`.
 
-    Has the lists of `DatasetIndex`. Raises `UserError` when a file is missing, truncated, or not in this format, and on
-    access to a sequence that does not lie inside `PREFIX.bin`. Pickles as its prefix.
+    It has the lists of `DatasetIndex`. Raises `UserError` if a file is missing, truncated or not in this format, and on
+    access to a sequence that does not lie inside `PREFIX.bin`. It is pickled as its prefix.
     """
 
     def __init__(self, prefix: AnyPath):
@@ -54,7 +54,7 @@ class IndexedDataset(DatasetIndex):
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return ids `[offset, offset + length)` of a sequence, without copying; to its end when `length` is None."""
+        """Return ids `[offset, offset + length)` of a sequence without a copy; up to its end if `length` is None."""
         begin, end = self._span(index)
         stop = end - begin if length is None else offset + length
         if not 0 <= offset <= stop <= end - begin:
@@ -62,11 +62,11 @@ class IndexedDataset(DatasetIndex):
         return self._tokens[begin + offset : begin + stop]  # [length]
 
     def _span(self, index: int) -> tuple[int, int]:
-        """Return the first token of a sequence and the one behind its last, both inside the file."""
+        """Return the range of a sequence in tokens of the file: its first token, and the one after its last."""
         size, pointer = int(self.sizes[index]), int(self.pointers[index])
         begin, rest = divmod(pointer, self.dtype.itemsize)
         last = index % len(self.sizes) == len(self.sizes) - 1
-        end = self._tokens.nbytes if last else int(self.pointers[index + 1])  # where the next sequence begins
+        end = self._tokens.nbytes if last else int(self.pointers[index + 1])  # the begin of the next sequence
         if rest or not 0 <= begin <= begin + size or pointer + size * self.dtype.itemsize != end:
             raise UserError(
                 f"{self.prefix}.idx: sequence {index} has {size} tokens from byte {pointer} of a .bin with "
@@ -86,13 +86,13 @@ class IndexedDataset(DatasetIndex):
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """Contents of `PREFIX.json`, or None where another program wrote the dataset."""
+        """Content of `PREFIX.json`, or None if there is no such file."""
         return read_manifest(self.prefix)
 
     def check(self) -> None:
-        """Read the whole index. Raises `UserError` for the first fault in it."""
+        """Check the whole index. Raises `UserError` for its first fault."""
         path = dataset_path(self.prefix, ".idx")
-        for fault in index_faults(DatasetIndex(path)):  # a map of its own, whose pages are given back
+        for fault in index_faults(DatasetIndex(path)):  # a separate map, so that its pages are released
             raise UserError(f"{path}: {fault}: damaged; {MEND}, and see all of it by megatron-ddrp dataset verify")
 
     def chunks(self) -> Iterator[np.ndarray]:

@@ -1,7 +1,7 @@
-"""Summary of an indexed dataset: counts, the lengths of its documents, and its first documents, read back.
+"""Summary of an indexed dataset: counts, lengths of its documents, and its first documents.
 
-Lengths are counted in powers of two and quantiles are exact below `LONGEST_COUNTED` tokens, in memory that does not
-grow with the dataset.
+The histogram of lengths has powers of two as borders, and quantiles are exact below `LONGEST_COUNTED` tokens. Memory
+does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_
 from megatron_ddrp.errors import UserError
 
 LONGEST_COUNTED = 1 << 20
-"""Documents of this length and beyond count as one length in quantiles."""
+"""Length in tokens from which on all documents count as equally long in quantiles."""
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 BAR = 40
-"""Characters of the histogram's longest bar."""
+"""Length of the histogram's longest bar in characters."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class DatasetSummary:
     tokens: int
     dtype: str
     shortest: int
-    """Tokens of the shortest document."""
+    """Length of the shortest document in tokens."""
     longest: int
-    """Tokens of the longest document."""
+    """Length of the longest document in tokens."""
     quantiles: dict[str, int]
     """"0.5" → the median of tokens per document."""
     short_documents: int
-    """Documents too short to give a training sample."""
+    """Number of documents too short for a training sample."""
     histogram: list[tuple[int, int, int]]
-    """(lowest, highest, documents) with that many tokens, both included."""
+    """Histogram rows: (lowest, highest, number of documents with a length in this range, both included)."""
     tokenizer: dict[str, Any] | None
-    """Entry of the manifest, if there is one."""
+    """Tokenizer entry of the manifest, if there is one."""
     unknown_tokens: int | None
-    """Tokens that are the unknown piece, as the manifest says; None where it does not."""
+    """Number of unknown pieces according to the manifest; None without this entry."""
 
     def lines(self) -> Iterator[str]:
         """Yield the summary as text."""
@@ -111,9 +111,9 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
 def first_documents(
     dataset: IndexedDataset, count: int, num_tokens: int, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield (document, its tokens, its beginning) of the first documents.
+    """Yield (document, its tokens, its beginning) for the first documents.
 
-    The beginning is text of at most `num_tokens` tokens, or their ids where there is no tokenizer.
+    The beginning is text of at most `num_tokens` tokens, or their ids without a tokenizer.
     """
     for document in range(min(count, dataset.num_documents)):
         first, last = (int(i) for i in dataset.document_indices[document : document + 2])

@@ -1,4 +1,4 @@
-"""PREFIX.json, the manifest of a dataset: counts, the tokenizer, SHA-256 of both files, and a sum of its own."""
+"""PREFIX.json, the manifest of a dataset: counts, the tokenizer, SHA-256 of both files, and its own checksum."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
 MANIFEST_SUM = "crc32"
-"""Key of the manifest's own sum."""
+"""Key of the manifest's own checksum."""
 
 
 def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
-    """Return the contents of `PREFIX.json` without its own sum, or None where there is no such file.
+    """Return the content of `PREFIX.json` without its own checksum, or None if there is no such file.
 
-    Raises `UserError` for a file that is no manifest, or not as it was written. One without a sum, of an earlier
-    version, passes.
+    Raises `UserError` for a file that is not a manifest or was changed. A manifest of an earlier version, without a
+    checksum, is accepted.
     """
     path = dataset_path(prefix, ".json")
     try:
@@ -40,24 +40,24 @@ def read_manifest(prefix: AnyPath) -> dict[str, Any] | None:
 
 
 def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path) -> None:
-    """Write `PREFIX.json` with `files` in it, bytes and SHA-256 of the two files, and with a sum of itself."""
+    """Write `PREFIX.json`: `manifest`, size and SHA-256 of the two files, and its own checksum."""
     files = {
         name: {"bytes": file_size(file), "sha256": file_sha256(file)} for name, file in (("bin", ids), ("idx", index))
     }
-    content = json.loads(json.dumps({**manifest, "files": files}))  # as it will be read
+    content = json.loads(json.dumps({**manifest, "files": files}))  # with the types that a reader gets
     content[MANIFEST_SUM] = object_sum(content)
     with AtomicFile(path) as stream:
         stream.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
-    """Return a dictionary inside a manifest; an empty one where the manifest has none."""
+    """Return a dictionary inside a manifest; an empty one if the manifest lacks it."""
     value = (manifest or {}).get(key)
     return value if isinstance(value, dict) else {}
 
 
 def tokenizer_entry(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the manifest's `tokenizer`, which ties a dataset to it."""
+    """Return the manifest's entry `tokenizer`, which identifies the tokenizer of a dataset."""
     return {"type": tokenizer.tokenizer_type, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
 
 
@@ -68,7 +68,7 @@ def tokenizer_name(made_by: Mapping[str, Any]) -> str:
 
 
 def refuse_existing(prefixes: Iterable[AnyPath]) -> None:
-    """Raise `UserError` if one of the datasets has a file already."""
+    """Raise `UserError` if one of the datasets already has a file."""
     for prefix in prefixes:
         for suffix in (".bin", ".idx", ".json"):
             path = dataset_path(prefix, suffix)

@@ -1,4 +1,4 @@
-"""Several indexed datasets → one, in a stream: documents in the order of the inputs, the type as wide as the widest."""
+"""Merging of indexed datasets into one, as a stream: documents in the order of the inputs, the widest id type."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
+from megatron_ddrp.data.dataset.parts import joined_inputs, order_of_parts
+from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, recorded_flags, relative_path
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.errors import UserError
 
 COUNTS = ("empty_documents", "skipped", "unknown_tokens")
-"""Manifest entries that add up and that the datasets themselves do not show; left out where a manifest lacks one."""
+"""Manifest entries that are summed and that the datasets themselves do not show; dropped if a manifest lacks one."""
 
 
 def merge(
     output_prefix: AnyPath, prefixes: Sequence[str], overwrite: bool = False, advance: Advance = silent
 ) -> IndexedDataset:
-    """Write the documents of all inputs, one input after another, as one dataset; it appears when it is complete.
+    """Write the documents of all inputs, one input after another, as one dataset, which gets its name when complete.
 
+    The parts of a partitioned run are put in order and give the bytes of one run over the whole input.
     Where every input has a manifest the output has one too. Calls `advance` with the bytes of .bin read since the last
     call. Raises `UserError` for damaged inputs, also for those that differ from the SHA-256 in their manifest, for
-    inputs of different tokenizers, and for an output that exists.
+    inputs of different tokenizers, for parts that are not one whole run, and for an output that exists.
     """
     output_prefix = os.fspath(dataset_path(output_prefix, ""))
     if not overwrite:
@@ -39,20 +42,28 @@ def merge(
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     manifests = [dataset.manifest for dataset in datasets]
     _refuse_mixed_tokenizers(datasets, manifests)
+    order = order_of_parts([dataset.prefix for dataset in datasets], manifests)
+    if order is not None:
+        datasets, manifests = [datasets[number] for number in order], [manifests[number] for number in order]
+        if not any(dataset.num_tokens for dataset in datasets):
+            raise UserError(f"no text in any of the {len(datasets)} parts; preprocess files that hold some")
     for dataset in datasets:
         dataset.check()
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
-    job = {"merge": list(prefixes), "process": [os.getpid(), time.time()]}  # never the same again: it starts over
+    job = {"merge": list(prefixes), "process": [os.getpid(), time.time()]}  # unique, so that a new merge starts over
     with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dtype, job) as output:
         for dataset, manifest in zip(datasets, manifests, strict=True):
             _append(output, dataset, manifest or {}, advance)
         known = [manifest for manifest in manifests if manifest is not None]
-        output.publish([merged_manifest(known, datasets, dtype) if len(known) == len(datasets) else None])
+        merged = None
+        if len(known) == len(datasets):
+            merged = merged_manifest(known, datasets, dtype) | _vocabulary(datasets, output_prefix)
+        output.publish([merged])
     return IndexedDataset(output_prefix)
 
 
 def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
-    """Append a dataset. Raises `UserError` where it is not what its manifest says: the sum would bless the damage."""
+    """Append a dataset. Raises `UserError` if it differs from its manifest: a new checksum would hide the damage."""
     for begin in range(0, dataset.num_documents, CHUNK):
         output.append(0, documents=np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
     for begin in range(0, len(dataset), CHUNK):
@@ -69,22 +80,35 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
 def merged_manifest(
     manifests: Sequence[dict[str, Any]], datasets: Sequence[IndexedDataset], dtype: np.dtype
 ) -> dict[str, Any]:
-    """Return the counts added up, inputs one after another, and every other entry on which all manifests agree."""
+    """Return the merged manifest: summed counts, all inputs, and the other entries on which all manifests agree."""
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    for key in ("partition", PATH):
+        merged.pop(key, None)
     for key in COUNTS:
         if all(isinstance(manifest.get(key), int) for manifest in manifests):
             merged[key] = sum(manifest[key] for manifest in manifests)
-    inputs = [manifest.get("inputs") or [] for manifest in manifests]
-    return merged | {
+    merged |= {
         "documents": sum(dataset.num_documents for dataset in datasets),
         "sequences": sum(map(len, datasets)),
         "tokens": sum(dataset.num_tokens for dataset in datasets),
-        "inputs": [file for files in inputs if isinstance(files, list) for file in files],
-        "merged": [os.path.basename(dataset.prefix) for dataset in datasets],
         "dtype": dtype.name,
         "version": megatron_ddrp.__version__,
     }
+    if "partition" in first:  # then all are parts of one run, whose manifest this is
+        return merged | {"inputs": joined_inputs(manifests)}
+    inputs = [manifest.get("inputs") or [] for manifest in manifests]
+    return merged | {
+        "inputs": [file for files in inputs if isinstance(files, list) for file in files],
+        "merged": [os.path.basename(dataset.prefix) for dataset in datasets],
+    }
+
+
+def _vocabulary(datasets: Sequence[IndexedDataset], output_prefix: str) -> dict[str, str]:
+    """Return the manifest's entry of the vocabulary's path; empty where the datasets name several, or none."""
+    paths = {recorded_flags(dataset.prefix).path for dataset in datasets}
+    path = paths.pop()
+    return {} if paths or path is None else {PATH: relative_path(path, output_prefix)}
 
 
 def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:

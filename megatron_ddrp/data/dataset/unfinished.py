@@ -1,11 +1,10 @@
-"""Datasets being written, in a folder that a killed run leaves behind and the same command takes up again.
+"""Datasets being written, in a folder that a killed run leaves behind and from which the same command resumes.
 
-PREFIX.unfinished/ holds one set of growing files per dataset (ids, sizes, documents) and job.json: which command this
-is, and the length and CRC-32 of the part of each growing file that is known to be on the disk. A resumed run cuts the
-files back to that point. Another command's leftovers and damaged ones are thrown away, never added to. When all is
-written, the index and the manifest are made in the same folder, and only then are the three files of each dataset
-renamed to where they belong, the index last: a kill at any moment leaves either no dataset or the whole one, and the
-same command finishes the renaming.
+PREFIX.unfinished/ holds one set of growing files per dataset (ids, sizes, documents) and job.json. The latter has the
+command's settings, and the length and CRC-32 of the synced part of each growing file. A resumed run cuts the files back
+to that length. Leftovers of another command and damaged ones are deleted. When all tokens are written, the index and
+the manifest are made in the same folder, and then the three files of each dataset are renamed, the index last. A kill
+at any moment leaves either no dataset or the whole one, and the same command finishes the renaming.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ PARTS = ("ids", "sizes", "documents")
 """Growing files of a dataset: token ids; int32 tokens of each sequence; int32 sequences of each document."""
 
 SUM = "crc32"
-"""Key of job.json's own sum."""
+"""Key of job.json's own checksum."""
 
 NOTHING = np.empty(0, SIZE)
 
 
 class _GrowingFile:
-    """A file to which bytes are appended; `crc` is the sum of all of them."""
+    """A file to which bytes are appended; `crc` is the CRC-32 of all of them."""
 
     def __init__(self, path: Path, length: int, crc: int):
-        """Open `path` and cut it back to its first `length` bytes, whose sum is `crc`."""
+        """Open `path` and cut it back to its first `length` bytes, whose CRC-32 is `crc`."""
         self.stream: BinaryIO = open(path, "ab", buffering=1 << 20)  # noqa: SIM115
         self.stream.truncate(length)
         self.stream.seek(0, os.SEEK_END)
@@ -52,25 +51,25 @@ class _GrowingFile:
         self.crc = zlib.crc32(data, self.crc)
 
     def sync(self) -> list[int]:
-        """Bring everything to the disk; return the file's length and sum."""
+        """Sync everything to the disk; return the file's length and CRC-32."""
         sync(self.stream)
         return [self.stream.tell(), self.crc]
 
 
 class UnfinishedDatasets:
-    """Growing files of some datasets; use it as a context manager.
+    """Growing files of some datasets; a context manager.
 
-    Leaving the block before the first `checkpoint` and without `publish` removes everything that was written.
+    If the block ends before the first `checkpoint` and without `publish`, everything written is removed.
 
     Attributes:
         dtype: type of the ids.
         state: the last argument of `checkpoint`, in this run or in the killed one; None at the start.
-        published: whether only the renaming is left to do.
-        discarded: whether leftovers of another command, or damaged ones, were found and removed.
+        published: True if only the renaming remains.
+        discarded: True if leftovers of another command, or damaged ones, were found and removed.
     """
 
     def __init__(self, folder: str, prefixes: Sequence[str], dtype: np.dtype, job: dict[str, Any]):
-        """`job` tells this command from others: JSON values. Raises `UserError` when another process writes here."""
+        """Open the folder for the command with settings `job` (JSON). Raises `UserError` if another process has it."""
         self.folder = Path(folder)
         self._prefixes, self.dtype, self._job = prefixes, dtype, job
         self._lock = self._take_lock()
@@ -85,18 +84,18 @@ class UnfinishedDatasets:
         self, number: int, ids: bytes = b"", sizes: np.ndarray = NOTHING, documents: np.ndarray = NOTHING
     ) -> None:
         """Append to dataset `number`: ids end to end, tokens of each sequence `[sequences]`, sequences of each document
-        `[documents]`. The three may come apart, as long as they fit together in the end."""
+        `[documents]`. The three may be appended separately; they must fit together in the end."""
         for file, data in zip(self._files[number], (ids, _as_sizes(sizes), _as_sizes(documents)), strict=True):
             file.write(data)
 
     def checkpoint(self, state: dict[str, Any]) -> None:
-        """Bring everything to the disk, and `state` beside it: a killed run resumes from here."""
+        """Sync everything to the disk, with `state`: a killed run resumes from here."""
         written = [[file.sync() for file in files] for files in self._files]
         self.state = state
         self._write_job(written, published=False)
 
     def publish(self, manifests: Sequence[dict[str, Any] | None]) -> None:
-        """Give every dataset its name, with its manifest if it has one."""
+        """Rename every dataset to its final name, with its manifest if it has one."""
         if not self.published:
             for number, manifest in enumerate(manifests):
                 self._complete(number, manifest)
@@ -105,7 +104,7 @@ class UnfinishedDatasets:
         for number, prefix in enumerate(self._prefixes):
             ids, index, manifest_path = (dataset_path(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
             if self._path(number, "ids").exists():
-                # An old index or manifest must never stand beside the new ids, not even after a crash right here.
+                # An old index or manifest must never lie beside new ids, not even after a crash at this point.
                 index.unlink(missing_ok=True)
                 manifest_path.unlink(missing_ok=True)
             for part, path in (("ids", ids), ("json", manifest_path), ("idx", index)):
@@ -154,7 +153,7 @@ class UnfinishedDatasets:
         return stream
 
     def _read_job(self) -> dict[str, Any] | None:
-        """Return job.json of a run of this same command whose files are whole; remove any other leftovers."""
+        """Return job.json of a run of the same command if its files are intact; remove any other leftovers."""
         found = [path for path in self.folder.iterdir() if path.name != "lock"]
         try:
             saved = json.loads((self.folder / "job.json").read_bytes())

@@ -1,9 +1,9 @@
-"""All faults of an indexed dataset, in words: those that would stop a reader, and those that it would not see.
+"""All faults of an indexed dataset, in words: those that would stop a reader, and those that a reader cannot detect.
 
-The index is checked on its own (index_faults.py), then against the .bin, then both against the manifest: counts,
-tokenizer, SHA-256. Ids are checked against the vocabulary. Where no manifest has a SHA-256, an id that became another
-one of the vocabulary, and a border between two documents that moved without crossing another, cannot be told from what
-was meant. Memory does not grow with the dataset.
+The index is checked alone (index_faults.py), then against the .bin; then both are checked against the manifest: counts,
+tokenizer, SHA-256. Ids are checked against the vocabulary. Without a SHA-256 in a manifest two faults cannot be
+detected: an id that changed into another valid id, and a border between two documents that moved without crossing
+another. Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
 def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance = silent) -> Iterator[str]:
-    """Yield one line per fault of a dataset: the file, the place, what was found and what was expected.
+    """Yield one line per fault of a dataset: file, place, value found and value expected.
 
-    Ids are checked against `tokenizer`, or else against the number of pieces in the manifest, or else for being
-    negative. Calls `advance` with the bytes of the .bin read since the last call. Raises `UserError` when there is no
-    index.
+    Ids are checked against `tokenizer`, otherwise against the number of pieces in the manifest, otherwise only for
+    being negative. Calls `advance` with the bytes of the .bin read since the last call. Raises `UserError` if there is
+    no index.
     """
     index_path, bin_path, manifest_path = (dataset_path(prefix, suffix) for suffix in (".idx", ".bin", ".json"))
     size = file_size(index_path)
@@ -70,7 +70,7 @@ def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance
 
 
 def wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
-    """Yield which of the two files differ from the SHA-256 in the manifest, as far as it holds them."""
+    """Yield one line per file that differs from its SHA-256 in the manifest, if the manifest has one."""
     index_path = dataset_path(prefix, ".idx")
     yield from _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
     yield from _wrong_hash(manifest, dataset_path(prefix, ".bin"), lambda: bin_sha256)
@@ -79,7 +79,7 @@ def wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> It
 def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
     """Compare `PREFIX.bin` and `PREFIX.idx` with the SHA-256 in the manifest.
 
-    Raises `UserError` for the first that differs, and with exit code 2 where the manifest is missing or holds no sums.
+    Raises `UserError` for the first file that differs, and with exit code 2 if the manifest is missing or has no sums.
     Calls `advance` with the bytes read since the last call.
     """
     manifest, manifest_path = read_manifest(prefix), dataset_path(prefix, ".json")
@@ -106,7 +106,7 @@ def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:
 def check_tokenizer(prefix: AnyPath, tokenizer: Tokenizer) -> None:
     """Refuse a dataset of another tokenizer, by the fingerprint in its manifest.
 
-    A dataset without a manifest passes; the loader still refuses ids outside the vocabulary.
+    A dataset without a manifest is accepted; the loader still refuses ids outside the vocabulary.
     """
     if fault := _other_tokenizer(entry(read_manifest(prefix), "tokenizer"), tokenizer):
         raise UserError(
@@ -123,7 +123,7 @@ def _other_tokenizer(made_by: dict[str, Any], tokenizer: Tokenizer) -> str | Non
 
 
 class _IdCheck:
-    """A pass over all ids of a `PREFIX.bin`; afterwards `digest` has seen every byte of the file."""
+    """A pass over all ids of a `PREFIX.bin`; afterwards `digest` covers every byte of the file."""
 
     def __init__(self, index: DatasetIndex, path: Path, vocab_size: int | None):
         self._index, self._path = index, path
@@ -132,7 +132,7 @@ class _IdCheck:
         self.digest = hashlib.sha256()
 
     def faults(self, advance: Advance) -> Iterator[str]:
-        """Name the ids outside the vocabulary. Calls `advance` with the bytes read since the last call."""
+        """Yield lines about ids outside the vocabulary. Calls `advance` with the bytes read since the last call."""
         yield from first_faults("ids outside the vocabulary", self._foreign(advance), self._words)
         if rest := file_size(self._path) % self._index.dtype.itemsize:
             with open(self._path, "rb") as stream:
@@ -140,7 +140,7 @@ class _IdCheck:
                 self.digest.update(stream.read())
 
     def _foreign(self, advance: Advance) -> Iterator[np.ndarray]:
-        """Place and id of the ids outside the vocabulary, `[ids, 2]`."""
+        """Return place and id of the ids outside the vocabulary, `[ids, 2]`."""
         begin = 0
         for chunk in token_chunks(self._path, self._index.dtype):
             self.digest.update(chunk.data)
@@ -152,7 +152,7 @@ class _IdCheck:
 
     def _words(self, place_and_id: np.ndarray) -> str:
         place, token = place_and_id.tolist()
-        # bisect looks at a few of the pointers, where numpy would copy all of them.
+        # bisect reads a few of the pointers; numpy would copy all of them.
         sequence = bisect_right(self._index.pointers, place * self._index.dtype.itemsize) - 1
         inside = "" if sequence < 0 else f" (of sequence {sequence})"
         return f"token {place}{inside} is id {token}, {self._expected}"
@@ -177,5 +177,5 @@ def _wrong_hash(manifest: dict[str, Any], path: Path, digest: Callable[[], str])
 
 
 def _recorded(manifest: dict[str, Any] | None, path: Path) -> Any:
-    """Return the SHA-256 of a dataset's file in its manifest, or None where the manifest does not hold it."""
+    """Return the SHA-256 of a dataset's file from its manifest, or None if the manifest lacks it."""
     return entry(entry(manifest, "files"), path.suffix.removeprefix(".")).get("sha256")

@@ -1,1 +1,1 @@
-"""From text in any of its files to an indexed dataset."""
+"""Preprocessing: from text files of several formats to an indexed dataset."""

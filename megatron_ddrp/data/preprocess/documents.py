@@ -1,17 +1,20 @@
-"""Documents from files of JSON lines, plain text, WikiExtractor or Parquet, with every fault named by file and line.
+"""Documents from files of JSON lines, plain text, WikiExtractor or Parquet; errors name file and line.
 
-Cutting and parsing are two steps, so that one process reads and many parse:
+Cutting and parsing are two steps, so that one process can read and many can parse:
 
     iter_chunks(opened, …)   → Chunk: about a megabyte of whole records, not parsed
     parse_chunk(chunk, …)    → the documents' texts, and the records that cannot be read (records.py)
     iter_documents(names, …) → both in one process
+    record_start(file, byte) → where the first record at or behind a byte begins, to read a range of a file
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.parquet import parquet_rows
@@ -19,7 +22,7 @@ from megatron_ddrp.data.preprocess.records import Chunk, Fault, Text, parse_chun
 from megatron_ddrp.errors import UserError
 
 MAX_RECORD_BYTES = 1 << 28
-"""A longer record is taken for a file of another kind: it would fill the memory of any machine."""
+"""Longest record in bytes. A longer one is probably a file of another format and would fill the memory."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK_LINE = re.compile(rb"\n[ \t\r\x0b\x0c]*\n")
@@ -28,10 +31,10 @@ _OVERLAP = 64  # bytes of the block before in which a separator may begin
 
 
 def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK_BYTES) -> Iterator[Chunk]:
-    """Yield all records of an open input in order, in chunks of about `chunk_bytes` unpacked bytes."""
+    """Yield all records of an open input in order, in chunks of about `chunk_bytes` uncompressed bytes."""
     before = 0
     if opened.file.ending == ".parquet":
-        size = opened.manifest_entry()["bytes"]  # hashed here, because pyarrow reads the file by itself
+        size = opened.manifest_entry()["bytes"]  # hashed here, because pyarrow reads the file itself
         for rows, done in parquet_rows(opened.file.path, keys, chunk_bytes):
             yield Chunk("rows", rows, int(done * size) - before)
             before = int(done * size)
@@ -42,13 +45,13 @@ def iter_chunks(opened: OpenInput, keys: Sequence[str], chunk_bytes: int = BLOCK
 
 
 def name_faults(path: str, line: int, faults: Sequence[Fault], on_error: str) -> list[str]:
-    """Return `file:line: why` for each fault of a chunk that begins behind `line` lines of its file.
+    """Return `file:line: reason` for each fault of a chunk that begins after `line` lines of its file.
 
-    Raises `UserError` for the first one where `on_error` is `stop` instead of `skip`.
+    Raises `UserError` for the first fault if `on_error` is `stop`, not `skip`.
     """
     reasons = [f"{path}:{line + fault.line}: {fault.reason}" for fault in faults]
     if reasons and on_error == "stop":
-        raise UserError(f"{reasons[0]}; mend the file, or leave such records out with --on-error skip")
+        raise UserError(f"{reasons[0]}; fix the file, or skip such records with --on-error skip")
     return reasons
 
 
@@ -59,9 +62,9 @@ def iter_documents(
     on_skip: Callable[[str], Any] = lambda reason: None,
     on_read: Callable[[int], Any] = lambda count: None,
 ) -> Iterator[Text]:
-    """Yield the texts of every document of the files, folders and patterns (see inputs.py), one for each JSON key.
+    """Yield the texts of every document of the files, folders and patterns (see inputs.py), one per JSON key.
 
-    Calls `on_skip` with the reason for each record left out, and `on_read` with the bytes of the files read since the
+    Calls `on_skip` with the reason for each skipped record, and `on_read` with the bytes of the files read since the
     last call.
     """
     for file in find_inputs(names):
@@ -76,10 +79,52 @@ def iter_documents(
                 on_read(chunk.read)
 
 
+def record_start(file: InputFile, position: int) -> int:
+    """Return the byte at which the first record that begins at or behind `position` begins, or the file's size.
+
+    Reads on from `position` only, so that several machines which ask for the same byte find the same border. Behind
+    `position` a plain-text document needs a blank line before it, and WikiExtractor's one the `</doc>` of another.
+    The file is not packed.
+    """
+    size = os.path.getsize(file.path)
+    if position <= 0 or position >= size:
+        return 0 if position <= 0 else size
+    is_last = _LAST_LINES[_format_of(file)]
+    with open(file.path, "rb") as stream:
+        stream.seek(position - 1)
+        line = _next_line(stream)  # the rest of the line that holds the byte before `position`
+        while is_last and line:
+            line = _next_line(stream)
+            if is_last(line):
+                break
+        return stream.tell()
+
+
+def _next_line(stream: BinaryIO) -> bytes:
+    """Read a line; return it, of a longer one the first megabyte."""
+    line = part = stream.readline(BLOCK_BYTES)
+    while part and not part.endswith(b"\n"):
+        part = stream.readline(BLOCK_BYTES)
+    return line
+
+
+@functools.lru_cache(maxsize=1)
+def lines_before(file: InputFile) -> int:
+    """Return the number of lines before the range of a file."""
+    lines = 0
+    with OpenInput(file._replace(begin=0, end=file.begin)) as opened:
+        while block := opened.read(BLOCK_BYTES):
+            lines += block.count(b"\n")
+    return lines
+
+
 def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield (format, bytes), cut behind whole records."""
-    rest = opened.read(max(chunk_bytes, _FIRST)).removeprefix(_BYTE_ORDER_MARK)
-    kind = _format(opened.file, rest)
+    file = opened.file
+    rest = opened.read(max(chunk_bytes, _FIRST))
+    if file.begin == 0:
+        rest = rest.removeprefix(_BYTE_ORDER_MARK)
+    kind = _format(file, rest) if (file.begin, file.end) == (0, None) else _format_of(file)
     end = _end(kind, rest, 0)
     while True:
         if end:
@@ -87,10 +132,10 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
             rest = rest[end:]
         if len(rest) > MAX_RECORD_BYTES:
             raise UserError(
-                f"{opened.file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
-                f"{opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
+                f"{file.path}: a record of more than {MAX_RECORD_BYTES >> 20} MiB before byte "
+                f"{file.begin + opened.bytes_read}; expected one document a {'line' if kind == 'json' else 'record'}"
             )
-        block = opened.read(max(chunk_bytes, len(rest)))  # ever larger, or a long record would be copied too often
+        block = opened.read(max(chunk_bytes, len(rest)))  # growing, or a long record would be copied too often
         if not block:
             break
         start = max(0, len(rest) - _OVERLAP)
@@ -99,8 +144,14 @@ def _parts(opened: OpenInput, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     yield kind, rest
 
 
+def _format_of(file: InputFile) -> str:
+    """Return the format of a file of which a range is read."""
+    with OpenInput(file._replace(begin=0, end=None)) as opened:
+        return _format(file, opened.read(_FIRST + len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK))
+
+
 def _format(file: InputFile, first: bytes) -> str:
-    """Return the format of a file, a key of `_ENDS`, by its name and its first bytes."""
+    """Return the format of a file, a key of `_ENDS`, from its name and first bytes."""
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first[:_FIRST].lstrip()
@@ -112,7 +163,7 @@ def _format(file: InputFile, first: bytes) -> str:
 
 
 def _end(kind: str, data: bytes, start: int) -> int:
-    """Return where the last whole record that ends behind `start` ends, or 0."""
+    """Return the end of the last whole record that ends after `start`, or 0."""
     for separator in _ENDS[kind]:
         if (found := data.rfind(separator, start)) >= 0:
             return found + len(separator)
@@ -126,3 +177,10 @@ _ENDS = {
     "wiki": (b"</doc>\n", b"</doc>\r\n"),
 }
 """Format → byte strings that end a record; plain text's records also end at lines of blanks."""
+
+_LAST_LINES: dict[str, Callable[[bytes], bool] | None] = {
+    "json": None,
+    "text": lambda line: line.endswith(b"\n") and not line.strip(b" \t\r\x0b\x0c\n"),
+    "wiki": lambda line: line.rstrip().endswith(b"</doc>") and not line.startswith(b"<doc "),
+}
+"""Format → a function that tells whether a line is the last of its record; None where every line is."""

@@ -1,4 +1,4 @@
-"""Flags that several commands share: the text that they read, and the tokenizer."""
+"""Flags that several commands share: the input text and the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_input(parser: ArgumentParser, purpose: str) -> None:
 
 
 def add_on_error(parser: Any, help: str) -> None:
-    """Add `--on-error` to a parser or to a group of one."""
+    """Add `--on-error` to a parser or to a group of its arguments."""
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=help)
 
 

@@ -1,7 +1,7 @@
-"""The files behind `--input`: names, folders and patterns to a fixed order of files, unpacked and hashed while read.
+"""The files of `--input`: names, folders and patterns in a fixed order; files are uncompressed and hashed while read.
 
 find_inputs(["corpus/", "more-*.jsonl.gz"]) → the files, sorted within each argument
-OpenInput(file)                             → unpacked bytes; the SHA-256 of the file as it lies on the disk
+OpenInput(file)                             → uncompressed bytes; the SHA-256 of the file as stored on the disk
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ddrp.errors import UserError
 
 STANDARD_INPUT = "-"
 ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
-"""Endings of the names that are read; files without one, as WikiExtractor writes them, are known by their content."""
+"""Accepted endings of file names. Files without one, as WikiExtractor writes them, are recognised by their content."""
 
 INPUT_HELP = (
     ".jsonl or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, each also "
@@ -45,19 +45,23 @@ PACKINGS: dict[str, Callable[[Any], Any]] = {
     ".bz2": bz2.BZ2File,
     ".zst": ZstdStream,
 }
-"""Ending → an object whose `read` gives the unpacked bytes."""
+"""Ending → object whose `read` returns the uncompressed bytes."""
 
 _KNOWN, _PACKED = ", ".join(ENDINGS), ", ".join(filter(None, PACKINGS))
 _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class InputFile(NamedTuple):
-    """One file to read."""
+    """One file to read, or a range of its bytes."""
 
     path: str
     """Path of the file; `-` is standard input."""
     name: str
     """Name in a manifest: the file's name, or its path inside the given folder."""
+    begin: int = 0
+    """First byte to read, which begins a record."""
+    end: int | None = None
+    """Byte behind the last one to read; None at the end of the file."""
 
     @property
     def packing(self) -> str:
@@ -67,18 +71,17 @@ class InputFile(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """Ending of the unpacked file's name, such as `.jsonl`; often empty."""
+        """Ending of the uncompressed file's name, such as `.jsonl`; often empty."""
         return Path(self.path.removesuffix(self.packing)).suffix
 
 
 def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[InputFile]:
-    """Return the files that files, folders, patterns (`*`, `?`, `**`), pipes and `-` stand for: in the order of the
-    names, sorted within each.
+    """Return the input files for names of files, folders, patterns (`*`, `?`, `**`), pipes and `-`.
 
-    Of a folder all files with one of `ENDINGS` are taken, at any depth, and WikiExtractor's; not hidden ones, not
-    pipes, not the manifests of datasets, and not the `leave_out` (the vocabulary may lie beside the text). Raises
-    `UserError` for a name that gives no file, an ending that is not read, a packed file of no bytes, and a file that
-    cannot be opened.
+    Files are in the order of the names, and sorted within each. A folder gives all files with one of `ENDINGS`, at any
+    depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (the vocabulary
+    may lie beside the text). Raises `UserError` for a name without a file, an unknown ending, an empty compressed file,
+    and a file that cannot be opened.
     """
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
@@ -88,25 +91,25 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
         elif glob.has_magic(name) and not os.path.exists(name):
             files += _files_of_pattern(name, apart)
         else:
-            files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: the check tells
+            files.append(InputFile(name, os.path.basename(name)))  # a file, a pipe, or nothing: checked below
     for file in files:
         _check(file)
     streams = [os.path.realpath(file.path) for file in files if is_stream(file.path)]
     for file in files:
         if streams.count(os.path.realpath(file.path)) > 1:
-            raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read once")
+            raise UserError(f"--input {file.path} is given twice; standard input and pipes can be read only once")
     return files
 
 
 def is_stream(path: str) -> bool:
-    """Tell whether an input can be read only once: standard input, a named pipe, or a shell's `<(command)`."""
+    """Return whether an input can be read only once: standard input, a named pipe, or a shell's `<(command)`."""
     if path == STANDARD_INPUT:
         return True
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 class OpenInput:
-    """An input being read, block by block; use it as a context manager.
+    """An open input, read block by block; a context manager.
 
     Attributes:
         file: the `InputFile`.
@@ -114,7 +117,7 @@ class OpenInput:
 
     def __init__(self, file: InputFile):
         self.file = file
-        self._raw = _open_raw(file.path)
+        self._raw = _open_raw(file.path, file.begin, file.end)
         buffered = io.BufferedReader(self._raw, BLOCK_BYTES)
         packing = file.packing
         if is_stream(file.path):
@@ -125,11 +128,11 @@ class OpenInput:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes taken from the disk so far."""
+        """Bytes read from the disk so far."""
         return self._raw.count
 
     def read(self, count: int) -> bytes:
-        """Return the next `count` unpacked bytes, fewer only at the end. Raises `UserError` for a damaged file."""
+        """Return the next `count` uncompressed bytes, fewer only at the end. Raises `UserError` for a damaged file."""
         try:
             return self._stream.read(count)
         except DAMAGED as error:
@@ -138,10 +141,17 @@ class OpenInput:
             ) from None
 
     def manifest_entry(self) -> dict[str, Any]:
-        """Return the manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk."""
+        """Return the manifest's entry: name, size and SHA-256 of the whole file as it lies on the disk.
+
+        A range of a file has the entries `begin` and `end` as well, and the SHA-256 is that of the range.
+        """
         while self._buffered.read(BLOCK_BYTES):
             pass
-        return {"name": self.file.name, "bytes": self._raw.count, "sha256": self._raw.digest.hexdigest()}
+        file, size, borders = self.file, self._raw.count, {}
+        if (file.begin, file.end) != (0, None):
+            borders = {"begin": file.begin, "end": file.end}
+            size = os.path.getsize(file.path)
+        return {"name": file.name, "bytes": size, **borders, "sha256": self._raw.digest.hexdigest()}
 
     def __enter__(self) -> OpenInput:
         return self
@@ -151,29 +161,35 @@ class OpenInput:
 
 
 class _HashedFile(io.FileIO):
-    """A file that counts and hashes the bytes read from it."""
+    """A file, or a range of it, that counts and hashes the bytes read from it."""
 
-    def __init__(self, file: str | int, closefd: bool = True):
+    def __init__(self, file: str | int, closefd: bool = True, begin: int = 0, end: int | None = None):
         super().__init__(file, "rb", closefd)
+        if begin:
+            self.seek(begin)
+        self._length = None if end is None else end - begin
         self.count = 0
         self.digest = hashlib.sha256()
 
     def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer) or 0
-        self.digest.update(memoryview(buffer)[:count])
+        view = memoryview(buffer)
+        if self._length is not None:
+            view = view[: self._length - self.count]
+        count = super().readinto(view) or 0
+        self.digest.update(view[:count])
         self.count += count
         return count
 
 
-def _open_raw(path: str) -> _HashedFile:
+def _open_raw(path: str, begin: int = 0, end: int | None = None) -> _HashedFile:
     if path == STANDARD_INPUT:
         return _HashedFile(sys.stdin.fileno(), closefd=False)
     if Path(path).is_fifo() and os.path.exists(os.path.realpath(path)):  # `<(command)` is a link to a nameless pipe
         print(f"{path}: a pipe; waiting for its writer", file=sys.stderr, flush=True)
     try:
-        return _HashedFile(path)
+        return _HashedFile(path, begin=begin, end=end)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
+        raise UserError(f"{path}: {error.strerror}; give a readable file") from None
 
 
 def _check(file: InputFile) -> None:
@@ -184,7 +200,7 @@ def _check(file: InputFile) -> None:
         if file.packing and not os.path.getsize(file.path):
             raise UserError(f"{file.path}: empty, expected a {file.packing} file; copy it again, or leave it out")
     elif file.ending == ".parquet":
-        raise UserError(f"{file.path}: a pipe, but Parquet is not read from front to back; give a file")
+        raise UserError(f"{file.path}: a pipe, but Parquet cannot be read from a pipe; give a file")
     if file.ending not in ("", *ENDINGS):
         raise UserError(f"{file.path}: expected a name that ends in {_KNOWN}, or in one of these and {_PACKED}")
 
@@ -218,7 +234,7 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
 
 
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
-    files: dict[str, InputFile] = {}  # by their true path, for `**` follows links in circles
+    files: dict[str, InputFile] = {}  # by their real path: `**` follows links in circles
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
         found = []
         if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
@@ -237,7 +253,7 @@ def _is_manifest(path: str) -> bool:
 
 
 def _holds_documents(file: InputFile) -> bool:
-    """Tell whether a file without an ending begins as WikiExtractor's do: with `<doc …>`, or a JSON line."""
+    """Return whether a file without an ending begins like WikiExtractor's: with `<doc …>` or a JSON line."""
     try:
         with OpenInput(file) as opened:
             return opened.read(64).lstrip().startswith((b"<doc ", b"{"))

@@ -1,4 +1,4 @@
-"""Text columns of Parquet files by pyarrow, an optional dependency: a few rows at a time, so that memory stays low."""
+"""Text columns of Parquet files, read by pyarrow (an optional dependency) a few rows at a time to save memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Row = tuple[bytes | None, ...]
 
 
 def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator[tuple[list[Row], float]]:
-    """Yield rows as the UTF-8 of each column (None for null), in parts of about `part_bytes` bytes, each with the
-    fraction of the file's rows that have been read.
+    """Yield parts of about `part_bytes` bytes: rows as the UTF-8 of each column (None for null), and the fraction read.
 
-    Raises `UserError` without pyarrow, for a damaged file, and for columns that are missing or hold no strings.
+    The fraction is of the file's rows. Raises `UserError` without pyarrow, for a damaged file, and for columns that are
+    missing or hold no strings.
     """
     with open_parquet(path) as file:
         import pyarrow
@@ -40,9 +40,9 @@ def parquet_rows(path: str, columns: Sequence[str], part_bytes: int) -> Iterator
 
 @contextlib.contextmanager
 def open_parquet(path: str) -> Iterator[Any]:
-    """Open a file as pyarrow's `ParquetFile` whose pages are read when needed.
+    """Open a file as pyarrow's `ParquetFile`, which reads pages when needed.
 
-    Raises `UserError` without pyarrow, and for a damaged file, also where the damage shows inside the block.
+    Raises `UserError` without pyarrow, and for a damaged file, also if the damage shows inside the block.
     """
     try:
         import pyarrow

@@ -1,9 +1,9 @@
 """Text files → Megatron indexed datasets: one reader, many tokenizing processes, one writer.
 
 The main process cuts the input into chunks of whole records and writes their tokens in the order of the input; worker
-processes parse and tokenize (workers.py). So the output's bytes depend on neither the number of workers nor on time.
-Every few seconds the written part is made safe (unfinished.py), and a run that was killed resumes from there. Documents
-are stored without special tokens ([CLS] and [SEP] are the sample builder's), every one of them, however short.
+processes parse and tokenize (workers.py). So the output's bytes depend neither on the number of workers nor on time.
+Every few seconds the written part is synced to the disk (unfinished.py), and a killed run resumes from there. All
+documents are stored, however short, without special tokens ([CLS] and [SEP] are added to samples).
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from typing import Any
 
 import megatron_ddrp
 from megatron_ddrp.data.dataset.manifest import refuse_existing, tokenizer_entry
+from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, relative_path
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
-from megatron_ddrp.data.preprocess.documents import iter_chunks, name_faults
+from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before, name_faults
 from megatron_ddrp.data.preprocess.inputs import BLOCK_BYTES, InputFile, OpenInput, find_inputs, is_stream
+from megatron_ddrp.data.preprocess.partition import own_bytes, own_files, partition_entry
 from megatron_ddrp.data.preprocess.records import Chunk
 from megatron_ddrp.data.preprocess.signals import uninterrupted
 from megatron_ddrp.data.preprocess.workers import map_in_order
-from megatron_ddrp.data.progress import reading_progress
+from megatron_ddrp.data.progress import byte_progress
 from megatron_ddrp.data.tokenizers.chunks import ChunkTokenizer, KeyCounts, PreprocessConfig, TokenizedChunk
 from megatron_ddrp.data.tokenizers.vocabulary_fit import unknown_share, warn_of_impossible, warn_of_unknown
 from megatron_ddrp.errors import UserError
 
 CHUNK_BYTES = BLOCK_BYTES
 TEXT_RULES = 2
-"""Goes up when a file gives other texts than before, so that no run resumes what an earlier version began."""
+"""Version of the text reading. It rises when a file gives other texts, so that no run resumes an earlier version's."""
 CHECKPOINT_SECONDS = 15.0
-"""A killed run loses at most this much work."""
+"""Seconds between checkpoints: the most work that a killed run loses."""
 
 
 @dataclass
 class PreprocessResult:
-    """Counts of everything written, in all or up to a checkpoint."""
+    """Counts of the written data, in total or up to a checkpoint."""
 
     prefixes: list[str]
     by_key: list[KeyCounts]
     skipped: int = 0
     first_skipped: str = ""
     chunks: int = 0
-    """Chunks of the input done."""
+    """Number of finished chunks of the input."""
     file: int = 0
     """Number of the input file that the next chunk may continue."""
     line: int = 0
-    """Lines of that file done."""
+    """Number of finished lines of that file."""
     text_bytes: int = 0
-    """Bytes of text in this run, without those of the run that it resumes."""
+    """Bytes of text in this run, without those of the resumed run."""
     seconds: float = field(default=0.0, compare=False)
 
     def total(self, name: str) -> int:
@@ -73,35 +75,40 @@ class PreprocessResult:
         )
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line for each dataset with many unknown pieces."""
+        """Yield one warning per dataset with many unknown pieces."""
         for prefix, counts in zip(self.prefixes, self.by_key, strict=True):
             if warning := warn_of_unknown(prefix, counts.unknown_tokens, counts.tokens):
                 yield warning
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessResult:
-    """Write one dataset for each JSON key, and resume an interrupted run of the same command.
+    """Write one dataset per JSON key, and resume an interrupted run of the same command.
 
-    No dataset appears under its name before it is complete. Writes signs of a vocabulary that does not fit to standard
-    error. Raises `UserError` for inputs, tokenizers and outputs that cannot be used.
+    A dataset gets its name when it is complete. Warnings about a vocabulary that does not fit go to standard error.
+    Raises `UserError` for inputs, tokenizers and outputs that cannot be used.
     """
     local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
     files = find_inputs(config.input, leave_out=local)
     tokenize = ChunkTokenizer(config)
+    rules = _rules(config, tokenize)
+    if config.partition is not None:
+        own = own_files(files, config.partition)
+        rules["partition"] = partition_entry(config.partition, files)
+        files = own
     if warning := warn_of_impossible(tokenize.tokenizer):
         print(warning, file=sys.stderr)
     folder = config.unfinished_folder
-    job = _job(config, files, tokenize)
+    job = _job(config, files, rules)
     with ExitStack() as closing:
         with uninterrupted():  # a signal between opening and the block would leave empty files
             output = closing.enter_context(UnfinishedDatasets(folder, config.prefixes, tokenize.tokenizer.dtype, job))
         if not config.overwrite and not output.published:
             refuse_existing(config.prefixes)
         if output.state and output.state["skipped"] and config.on_error == "stop":
-            raise UserError(f"{folder}: this run has skipped records; go on with --on-error skip, or remove the folder")
+            raise UserError(f"{folder}: this run has skipped records; add --on-error skip, or remove the folder")
         if output.discarded:
             print(f"{folder}: damaged, or left by another command, input or version; starting afresh", file=sys.stderr)
-        run = _Run(config, files, tokenize, output)
+        run = _Run(config, files, tokenize, output, rules)
         try:
             result = run.to_the_end()
         except OSError as error:
@@ -112,7 +119,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
                 kept = run.keep()
             if kept:
                 done = f"{run.result.total('documents'):,} documents are kept in {folder}"
-                print(f"stopped; {done}; the same command goes on from there", file=sys.stderr)
+                print(f"stopped; {done}; the same command resumes from there", file=sys.stderr)
             raise
     for warning in result.warnings():
         print(warning, file=sys.stderr)
@@ -120,12 +127,17 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
 
 
 class _Run:
-    """One run, from where the last one stopped."""
+    """A preprocessing run, resumed from the last checkpoint if there is one."""
 
     def __init__(
-        self, config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer, output: UnfinishedDatasets
+        self,
+        config: PreprocessConfig,
+        files: list[InputFile],
+        tokenize: ChunkTokenizer,
+        output: UnfinishedDatasets,
+        rules: dict[str, Any],
     ):
-        self._config, self._files, self._tokenize, self._output = config, files, tokenize, output
+        self._config, self._files, self._tokenize, self._output, self._rules = config, files, tokenize, output, rules
         self._resumable = not any(is_stream(file.path) for file in files)
         self._inputs: list[dict[str, Any]] = []  # the manifest's entries
         self.result = PreprocessResult(config.prefixes, [KeyCounts() for _ in config.json_keys])
@@ -134,10 +146,10 @@ class _Run:
             self.result = PreprocessResult(**{**output.state, "by_key": counts, "text_bytes": 0})
 
     def to_the_end(self) -> PreprocessResult:
-        """Tokenize the rest of the input, and publish the datasets."""
+        """Tokenize the rest of the input and publish the datasets."""
         started = saved = time.monotonic()
         if not self._output.published:
-            with reading_progress([file.path for file in self._files]) as progress:
+            with byte_progress(own_bytes(self._files)) as progress:
                 tokenized = map_in_order(
                     ChunkTokenizer, self._config, self._tokenize, self._chunks(), self._config.workers
                 )
@@ -148,13 +160,14 @@ class _Run:
                             self.keep()
                             saved = time.monotonic()
                     progress.update(chunk.read)
-            self._refuse_empty()
+            if self._config.partition is None:  # a part may be empty: the merge of all parts is complete then
+                self._refuse_empty()
         self._output.publish([self._manifest(k) for k in range(len(self._config.json_keys))])
         self.result.seconds = time.monotonic() - started
         return self.result
 
     def keep(self) -> bool:
-        """Make the work done so far safe to resume; return False where there is none, or where a stream is read."""
+        """Sync the finished work so that it can be resumed; return False if there is none or a stream is read."""
         sensible = self._resumable and self.result.chunks > 0 and not self._output.published
         if sensible:
             by_key = [counts._asdict() for counts in self.result.by_key]
@@ -162,7 +175,7 @@ class _Run:
         return sensible
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of all files that are not done yet."""
+        """Yield the unfinished chunks of all files."""
         done = self.result.chunks
         seen = 0
         for number, file in enumerate(self._files):
@@ -175,8 +188,9 @@ class _Run:
 
     def _add(self, chunk: TokenizedChunk) -> None:
         result = self.result
-        line = result.line if chunk.file == result.file else 0
-        reasons = name_faults(self._files[chunk.file].path, line, chunk.faults, self._config.on_error)
+        line, file = result.line if chunk.file == result.file else 0, self._files[chunk.file]
+        before = lines_before(file) if chunk.faults else 0
+        reasons = name_faults(file.path, before + line, chunk.faults, self._config.on_error)
         for k, documents in enumerate(chunk.by_key):
             self._output.append(k, documents.ids, documents.sizes, documents.documents)
             result.by_key[k] = result.by_key[k].plus(documents.counts)
@@ -192,24 +206,25 @@ class _Run:
                 self._output.discard()
                 left_out = f"{counts.empty_documents} empty documents, {self.result.skipped} records skipped"
                 where = f"{', '.join(self._config.input)} (key {key!r}; {left_out})"
-                raise UserError(f"no text to tokenize in {where}; nothing written, give files that hold some")
+                raise UserError(f"no text to tokenize in {where}; nothing written, give files with text")
 
     def _manifest(self, k: int) -> dict[str, Any]:
-        """Return PREFIX.json, a function of the input's bytes and the flags: equal runs, equal files."""
+        """Return PREFIX.json, a function of the input's bytes and the flags: equal runs give equal files."""
         tokenizer = self._tokenize.tokenizer
         return {
-            **_rules(self._config, self._tokenize),
+            **self._rules,
             **self.result.by_key[k]._asdict(),
             "skipped": self.result.skipped,
             "dtype": tokenizer.dtype.name,
             "tokenizer_library": f"{tokenizer.library} {importlib.metadata.version(tokenizer.library)}",
+            PATH: relative_path(self._tokenize.path, self._config.prefixes[k]),
             "json_key": self._config.json_keys[k],
             "inputs": self._inputs,
         }
 
 
 def _rules(config: PreprocessConfig, tokenize: ChunkTokenizer) -> dict[str, Any]:
-    """Return what turns text into ids, for the manifest and for the resuming of a run."""
+    """Return the settings that turn text into ids, for the manifest and for resuming."""
     return {
         "tokenizer": tokenizer_entry(tokenize.tokenizer),
         "append_eod": config.append_eod,
@@ -218,7 +233,7 @@ def _rules(config: PreprocessConfig, tokenize: ChunkTokenizer) -> dict[str, Any]
     }
 
 
-def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokenizer) -> dict[str, Any]:
+def _job(config: PreprocessConfig, files: list[InputFile], rules: dict[str, Any]) -> dict[str, Any]:
     """Return everything that decides the output's bytes; standard input and pipes are never the same again."""
     inputs: list[Any] = []
     for file in files:
@@ -226,9 +241,10 @@ def _job(config: PreprocessConfig, files: list[InputFile], tokenize: ChunkTokeni
             inputs.append([file.path, os.getpid(), time.time()])
         else:
             status = os.stat(file.path)
-            inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns])
+            borders = [] if file.end is None else [file.begin, file.end]
+            inputs.append([os.path.realpath(file.path), file.name, status.st_size, status.st_mtime_ns, *borders])
     return {
-        **_rules(config, tokenize),
+        **rules,
         "inputs": inputs,
         "json_keys": config.json_keys,
         "chunk_bytes": CHUNK_BYTES,

@@ -1,11 +1,11 @@
-"""Parsing of a chunk of a file: its documents' texts, and the records that cannot be read, each with the reason.
+"""Parsing of a chunk of a file into its documents' texts and its unreadable records, each with the reason.
 
 A record is a line with one JSON object; the lines between two blank lines, so that Google's files of one sentence per
 line work; the text between `<doc …>` and `</doc>` (WikiExtractor); or a row of a table.
 
-A line of plain text may end anywhere, so its line breaks are no part of the text, and many SentencePiece models turn
-one into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
-CSS Text (section 4.1.3). Other formats keep their line breaks, which separate paragraphs there.
+A line of plain text may end anywhere, so its line breaks are not part of the text, and many SentencePiece models turn
+them into [UNK]. They become spaces, or nothing between characters of scripts without spaces (Chinese, Japanese), as in
+CSS Text (section 4.1.3). Other formats keep their line breaks: there they separate paragraphs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _BREAK_WITHOUT_SPACE = re.compile(f"(?<=[{_UNSPACED}])\n(?=[{_UNSPACED}])")
 _UNCLOSED = "<doc …> without </doc>"
 
 Text = tuple[str, ...]
-"""The texts of one document, one for each JSON key."""
+"""Texts of one document, one per JSON key."""
 
 
 class Chunk(NamedTuple):
-    """Some whole records of one file, in order."""
+    """Whole records of one file, in order."""
 
     format: str
-    """`json`, `text`, `wiki` or `rows`."""
+    """Format: `json`, `text`, `wiki` or `rows`."""
     data: bytes | list[tuple[bytes | None, ...]]
-    """Unpacked bytes; of a Parquet file the rows, UTF-8 of each key or None."""
+    """Uncompressed bytes; for a Parquet file its rows, with the UTF-8 of each key or None."""
     read: int
-    """Bytes of the file, as it lies on the disk, read since the chunk before."""
+    """Bytes of the file, as stored on the disk, read since the previous chunk."""
     file: int = 0
     """Number of the file among the inputs."""
 
@@ -51,10 +51,10 @@ class Chunk(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A record that could not be read."""
+    """An unreadable record."""
 
     line: int
-    """From 1, inside the chunk."""
+    """Line number inside the chunk, from 1."""
     reason: str
 
 
@@ -64,11 +64,11 @@ class Parsed(NamedTuple):
     texts: list[Text]
     faults: list[Fault]
     lines: int
-    """Lines of the chunk (rows of a Parquet file)."""
+    """Number of lines of the chunk (rows of a Parquet file)."""
 
 
 def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
-    """Return the documents of a chunk and the faults in it. Formats without keys give their text for every key."""
+    """Return the documents and the faults of a chunk. Formats without keys give their text for every key."""
     find, read = FORMATS[chunk.format]
     lines, bad = (chunk.data, {}) if chunk.format == "rows" else _decoded_lines(chunk.data)
     texts, faults = [], []
@@ -84,7 +84,7 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Parsed:
 
 
 def _decoded_lines(data: Any) -> tuple[list[str], dict[int, str]]:
-    """Return the lines of a chunk, and the complaints about those that are not UTF-8, by index."""
+    """Return the lines of a chunk, and index → complaint for lines that are not UTF-8."""
     try:
         return data.decode("utf-8").split("\n"), {}
     except UnicodeDecodeError:
@@ -94,7 +94,7 @@ def _decoded_lines(data: Any) -> tuple[list[str], dict[int, str]]:
 
 
 Span = tuple[int, int, str]
-"""First line of a record, the line behind its last, and a complaint about it or nothing."""
+"""First line of a record, the line after its last, and a complaint about it or an empty text."""
 
 
 def _find_lines(lines: list[str]) -> Iterator[Span]:
@@ -104,14 +104,14 @@ def _find_lines(lines: list[str]) -> Iterator[Span]:
 
 
 def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
-    """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason when one is missing."""
+    """Return the texts under the keys of one JSON line. Raises `ValueError` with the reason if one is missing."""
     (line,) = lines
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error}); expected one object a line") from None
+        raise ValueError(f"not JSON ({error}); expected one object per line") from None
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__}, expected one object a line")
+        raise ValueError(f"a JSON {type(value).__name__}, expected one object per line")
     for key in keys:
         if key not in value:
             known = ", ".join(list(value)[:8]) or "none"
@@ -119,7 +119,7 @@ def _read_json(lines: list[str], keys: Sequence[str]) -> Text:
         if not isinstance(value[key], str):
             raise ValueError(f"key {key!r} holds {type(value[key]).__name__}, expected a string")
         if ("\\ud" in line or "\\uD" in line) and _HALF_PAIR.search(value[key]):
-            raise ValueError(f"key {key!r} holds half a surrogate pair, which is no character")
+            raise ValueError(f"key {key!r} has half a surrogate pair, which is not a character")
     return tuple(value[key] for key in keys)
 
 
@@ -141,7 +141,7 @@ def _read_text(lines: list[str], keys: Sequence[str]) -> Text:
 
 
 def _find_articles(lines: list[str]) -> Iterator[Span]:
-    opened: int | None = None  # line of the <doc …> that is open
+    opened: int | None = None  # line of the open <doc …>
     for number, line in enumerate(map(str.rstrip, lines)):
         if line.startswith("<doc ") and line.endswith(">"):
             if opened is not None:
@@ -182,4 +182,4 @@ FORMATS: dict[str, tuple[Callable[[Any], Iterator[Span]], Callable[[Any, Sequenc
     "wiki": (_find_articles, _read_article),
     "rows": (_find_rows, _read_row),
 }
-"""Format → a function that finds the records among the lines, and one that reads the lines of a record."""
+"""Format → function that finds the records among the lines, and function that reads the lines of a record."""

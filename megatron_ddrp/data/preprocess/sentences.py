@@ -1,7 +1,7 @@
-"""Sentences of a text by Punkt (Kiss and Strunk, 2006) from NLTK, which is imported only when sentences are asked for.
+"""Sentences of a text by NLTK's Punkt (Kiss and Strunk, 2006). NLTK is imported only for `--split-sentences`.
 
-Punkt's trained English parameters are used where NLTK's data have them (`punkt_tab`), else its untrained defaults, so
-that nothing is ever downloaded. The boundaries are NLTK's own, found in the text as it stands, before any lower-casing.
+Punkt uses its trained English parameters if they are installed (`punkt_tab`), otherwise its untrained defaults; nothing
+is downloaded. The boundaries are NLTK's own, found in the text before any lower-casing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Splitter = Callable[[str], list[str]]
 
 
 def sentence_splitter() -> tuple[str, Splitter]:
-    """Return (name of the parameters, function text → its sentences). Raises `UserError` when NLTK is not installed."""
+    """Return (name of the parameters, function text → its sentences). Raises `UserError` if NLTK is not installed."""
     try:
         from nltk.tokenize import punkt
     except ImportError:

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: SIGTERM ends it as Ctrl-C does, and neither cuts a write in two."""
+"""Signals that stop a command: SIGTERM acts like Ctrl-C, and neither interrupts a write."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TERMINATED = 143
 
 
 def exit_on_sigterm() -> None:
-    """Turn SIGTERM into `SystemExit`, so that `with` blocks end and what is done is kept or removed."""
+    """Turn SIGTERM into `SystemExit`, so that `with` blocks end and keep or remove their work."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait for the end of the block, so that the block writes whole."""
-    if threading.current_thread() is not threading.main_thread():  # which alone has signal handlers
+    """Delay SIGINT and SIGTERM until the end of the block, so that its writes are complete."""
+    if threading.current_thread() is not threading.main_thread():  # only this thread has signal handlers
         yield
         return
     waiting: list[int] = []

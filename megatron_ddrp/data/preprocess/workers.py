@@ -1,4 +1,4 @@
-"""One function mapped over chunks by several processes: results in the order of the chunks, bounded memory."""
+"""A function mapped over chunks by several processes, with results in order and bounded memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ddrp.data.ahead import results_in_order
 from megatron_ddrp.errors import UserError
 
 AHEAD = 4
-"""Chunks per worker in the making: enough to keep it busy, few enough to bound memory."""
+"""Chunks in progress per worker: enough to keep it busy, few enough to bound memory."""
 
 
 def map_in_order(
@@ -26,9 +26,9 @@ def map_in_order(
     chunks: Iterable[Any],
     workers: int,
 ) -> Iterator[Any]:
-    """Yield `made(chunk)` for every chunk, in order; with several `workers` each makes its own `make(settings)` once.
+    """Yield `made(chunk)` for every chunk, in order. Several `workers` each call `make(settings)` instead.
 
-    `make` and the hashable `settings` must pickle. Raises `UserError` when a worker dies.
+    `make` and the hashable `settings` must pickle. Raises `UserError` if a worker dies.
     """
     if workers == 1:
         yield from map(made, chunks)
@@ -39,17 +39,17 @@ def map_in_order(
     try:
         yield from results_in_order(pool, apply, chunks, AHEAD * workers - 1)
     except BrokenProcessPool:
-        raise UserError("a worker process died, likely for want of memory; try fewer --workers") from None
+        raise UserError("a worker process died, probably out of memory; try fewer --workers") from None
 
 
 def _start_worker() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach the whole group, and are the main process's
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End this worker when the main process ends: one that was killed cannot stop its workers."""
+    """End this worker when the main process ends: a killed main process cannot stop its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

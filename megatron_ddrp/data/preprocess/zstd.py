@@ -1,4 +1,4 @@
-"""Zstandard files as byte streams, in any number of frames, noticing when the last one is cut off."""
+"""Zstandard files as byte streams, with any number of frames; a truncated last frame is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCK_BYTES = 1 << 20
 
 
 class ZstdStream:
-    """Unpacked bytes of a .zst file. Reading raises `OSError` for damaged data, `EOFError` for a cut-off file."""
+    """Uncompressed bytes of a .zst file. Reading raises `OSError` for damaged data, `EOFError` for a truncated file."""
 
     def __init__(self, raw: BinaryIO):
         self._blocks = _unpacked(raw)

@@ -1,1 +1,1 @@
-"""Tokenizers behind one contract, and the vocabularies they need."""
+"""Tokenizers with one interface, and training of their vocabularies."""

@@ -1,4 +1,4 @@
-"""The work of preprocessing on each chunk of the input, in any process: parse, split into sentences, tokenize."""
+"""The work of preprocessing on one chunk of the input: parse, split into sentences, tokenize."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_ddrp.data.preprocess.partition import Partition
 from megatron_ddrp.data.preprocess.records import Chunk, Fault, parse_chunk
 from megatron_ddrp.data.preprocess.sentences import Splitter, sentence_splitter
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
@@ -22,25 +23,27 @@ class PreprocessConfig:
     input: tuple[str, ...]
     """Files, folders and patterns of documents (see inputs.py and documents.py); `-` is standard input."""
     output_prefix: str
-    """Datasets are named PREFIX_KEY_document, or PREFIX_KEY_sentence with `split_sentences`."""
+    """PREFIX of the dataset names PREFIX_KEY_document, or PREFIX_KEY_sentence with `split_sentences`."""
     tokenizer_type: str
     """One of tokenizer.TOKENIZER_TYPES."""
     vocab_file: str | None = None
-    """vocab.txt of the WordPiece types."""
+    """Path of vocab.txt, for the WordPiece types."""
     tokenizer_model: str | None = None
-    """SentencePiece .model, or Hugging Face folder."""
+    """Path of a SentencePiece .model or of a Hugging Face folder."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of the JSON lines to take; each makes a dataset."""
+    """Keys of the JSON lines; each gives one dataset."""
     workers: int = 1
-    """Tokenizing processes."""
+    """Number of tokenizing processes."""
     split_sentences: bool = False
-    """Make one sequence per sentence instead of one per document."""
+    """True for one sequence per sentence, False for one per document."""
     append_eod: bool = False
-    """End each document with [SEP]."""
+    """True to end each document with [SEP]."""
     on_error: str = "stop"
-    """`stop` at a record that cannot be read, or `skip` and count it."""
+    """Reaction to an unreadable record: `stop`, or `skip` and count it."""
     overwrite: bool = False
     """Replace existing datasets."""
+    partition: Partition | None = None
+    """Part of the input to take, whose number goes into the datasets' names; None for all of it."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -52,14 +55,18 @@ class PreprocessConfig:
 
     @property
     def prefixes(self) -> list[str]:
-        """Prefixes of the datasets, one for each key."""
+        """Prefixes of the datasets, one per key."""
         level = "sentence" if self.split_sentences else "document"
-        return [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
+        return [f"{self._own_prefix}_{key}_{level}" for key in self.json_keys]
 
     @property
     def unfinished_folder(self) -> str:
         """Folder in which the datasets grow."""
-        return f"{self.output_prefix}.unfinished"
+        return f"{self._own_prefix}.unfinished"
+
+    @property
+    def _own_prefix(self) -> str:
+        return self.output_prefix + (self.partition.suffix if self.partition else "")
 
 
 class KeyCounts(NamedTuple):
@@ -69,9 +76,9 @@ class KeyCounts(NamedTuple):
     sequences: int = 0
     tokens: int = 0
     unknown_tokens: int = 0
-    """Tokens that are the unknown piece."""
+    """Number of tokens that are the unknown piece."""
     empty_documents: int = 0
-    """Documents left out because they have no tokens."""
+    """Documents skipped because they have no tokens."""
 
     def plus(self, more: KeyCounts) -> KeyCounts:
         """Return the sums of both."""
@@ -79,7 +86,7 @@ class KeyCounts(NamedTuple):
 
 
 class TokenizedDocuments(NamedTuple):
-    """Documents of a chunk under one JSON key, without those that have no tokens."""
+    """Documents of a chunk for one JSON key, without empty ones."""
 
     ids: bytes
     """Token ids end to end, as the dataset stores them."""
@@ -99,18 +106,20 @@ class TokenizedChunk(NamedTuple):
     file: int
     """Number of its file among the inputs."""
     read: int
-    """Bytes of that file, as it lies on the disk."""
+    """Bytes read of that file, as stored on the disk."""
     text_bytes: int
-    """Bytes of the records, unpacked."""
+    """Uncompressed bytes of the records."""
 
 
 class ChunkTokenizer:
-    """Tokenizes chunks; each process has its own."""
+    """Tokenizer of chunks; each process has its own."""
 
     def __init__(self, config: PreprocessConfig):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer_type, config.vocab_file, config.tokenizer_model)
+        is_wordpiece = config.tokenizer_type.startswith("BertWordPiece")
+        self.path = str(config.vocab_file if is_wordpiece else config.tokenizer_model)
         self.splitter_name: str | None = None
         self._split: Splitter = lambda text: [text]
         if config.split_sentences:

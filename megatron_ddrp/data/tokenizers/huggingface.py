@@ -1,4 +1,4 @@
-"""Any tokenizer.json of the `tokenizers` library, from a local folder as Hugging Face models carry it."""
+"""Tokenizers from a local tokenizer.json of the `tokenizers` library, the file of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 
 SPARE_IDS = 2**16
-"""Ids without a piece that a vocabulary may have."""
+"""Largest number of ids without a piece in a vocabulary."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """`HuggingFace` from a folder with tokenizer.json, or that file itself.
 
-    The special roles come from `named` (role → piece), else from the settings beside the file, else from the pieces
-    that it puts around a text, else from the usual names.
+    The special roles come from `named` (role → piece), otherwise from the settings beside the file, otherwise from the
+    pieces that it puts around a text, otherwise from the usual names.
     """
 
     library = "tokenizers"
@@ -80,6 +80,18 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._only_text(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Return ids with masks. The library's own rules decide about the spaces around a mask."""
+        if self.mask_id not in self._backend.get_added_tokens_decoder():
+            return super().encode_with_masks(text)
+        self._backend.encode_special_tokens = False
+        try:
+            found = self._backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self._read_specials_as_text()
+        hidden = self._never_from_text - {self.mask_id}
+        return [self.unk_id if i in hidden else i for i in found]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
@@ -87,13 +99,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend.encode_special_tokens = True  # "[MASK]" in a text is text
 
     def _outer_pieces(self) -> dict[str, str]:
-        """Return the pieces before and after every text as roles, if they are two."""
+        """Return the roles of the pieces around every text, if there are two such pieces."""
         pieces = self._backend.encode("").tokens
         return dict(zip(("cls", "sep"), pieces, strict=True)) if len(pieces) == 2 else {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._read_specials_as_text()  # which the library forgets when pickled
+        self._read_specials_as_text()  # the library loses this setting when pickled
 
 
 def _named_specials(folder: Path) -> dict[str, str]:
@@ -111,11 +123,11 @@ def _named_specials(folder: Path) -> dict[str, str]:
 
 
 def _word_start_rule(layout: dict[str, Any], pieces: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells which pieces begin a word, from a tokenizer.json and its pieces.
+    """Return a function that tells whether a piece begins a word, for a tokenizer.json and its pieces.
 
-    Metaspace, and vocabularies of SentencePiece: with ▁. Byte-level: with Ġ (space), Ċ (newline) or ĉ (tab).
-    WordPiece-like: without the continuation prefix. A vocabulary that marks word ends, or nothing, gives every piece as
-    a word of its own.
+    In Metaspace and SentencePiece vocabularies such a piece begins with ▁; in byte-level ones with Ġ (space), Ċ
+    (newline) or ĉ (tab); in WordPiece-like ones it lacks the continuation prefix. In a vocabulary that marks word ends,
+    or nothing, every piece is a word of its own.
     """
     for part in (*_parts(layout.get("pre_tokenizer")), *_parts(layout.get("decoder"))):
         if part.get("type") == "Metaspace":

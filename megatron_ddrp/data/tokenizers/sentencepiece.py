@@ -1,7 +1,7 @@
 """SentencePiece models (Kudo and Richardson, arXiv:1808.06226) as pre-training tokenizers.
 
-A model's own control pieces ([CLS] or <s>, [SEP] or </s>, …) take the special roles; roles that the model lacks are
-appended after its pieces, so that any model serves without training it again.
+A model's own control pieces ([CLS] or <s>, [SEP] or </s>, …) take the special roles. Pieces for missing roles are
+appended after the model's pieces, so any model can be used without retraining.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ddrp.errors import UserError
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """`SentencePiece` from a .model file."""
+    """Tokenizer of type `SentencePiece`, from a .model file."""
 
     library = "sentencepiece"
     file_name = "tokenizer.model"

@@ -1,7 +1,7 @@
 """One interface over WordPiece, SentencePiece and Hugging Face tokenizers, all from local files.
 
-Beside ids, a tokenizer knows where words start (whole-word masking for any vocabulary), which ids are special (never a
-random replacement, never produced by text), and a fingerprint that ties a dataset to it.
+Besides ids, a tokenizer knows where words start (for whole-word masking), which ids are special (never a random
+replacement, never produced by text), and a fingerprint that identifies it in a dataset's manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENIZERS = {
     "SentencePiece": "sentencepiece:SentencePieceTokenizer",
     "HuggingFace": "huggingface:HuggingFaceTokenizer",
 }
-"""Tokenizer type → the module beside this one and the class in it, imported when it is needed."""
+"""Tokenizer type → module in this folder and class in it, imported when needed."""
 TOKENIZER_TYPES = tuple(TOKENIZERS)
 SPECIAL_PIECES = {
     "cls": ("[CLS]", "<cls>", "<s>"),
@@ -35,15 +35,15 @@ SPECIAL_PIECES = {
     "mask": ("[MASK]", "<mask>"),
     "unk": ("[UNK]", "<unk>"),
 }
-"""Role → names under which vocabularies carry it, the first being BERT's."""
+"""Role → its names in vocabularies, BERT's first."""
 
 DESCRIPTION_FILE = "megatron_tokenizer.json"
 WORD_START = "\u2581"
-"""▁, which SentencePiece writes for a space."""
+"""SentencePiece's character for a space, ▁."""
 
 
 Span = tuple[int, int]
-"""First character of a piece and the one behind its last."""
+"""First character of a piece, and the position after its last character."""
 
 
 class Tokenizer(ABC):
@@ -53,14 +53,14 @@ class Tokenizer(ABC):
         tokenizer_type: one of `TOKENIZER_TYPES`.
         pieces: `vocab_size` strings, id → piece.
         cls_id, sep_id, pad_id, mask_id, unk_id: the ids of [CLS], [SEP], [PAD], [MASK], [UNK].
-        special_ids: int64 `[special]`, sorted: these five and whatever else the vocabulary marks as special.
-        word_starts: bool `[vocab_size]`, True where a piece begins a word. A text's first piece begins a word even if
-            its piece does not say so.
+        special_ids: int64 `[special]`, sorted: these five and all others that the vocabulary marks as special.
+        word_starts: bool `[vocab_size]`, True if a piece begins a word. The first piece of a text begins a word even if
+            this is False for it.
         fingerprint: SHA-256 of the type and the vocabulary's content, in hexadecimal.
     """
 
     library: str
-    """Package that tokenizes; its version belongs into a manifest."""
+    """Package that tokenizes; manifests store its version."""
     file_name: str
     """Name of the vocabulary's file in a folder written by `save`."""
 
@@ -73,7 +73,7 @@ class Tokenizer(ABC):
         content: bytes,
         more_special_ids: Iterable[int] = (),
     ):
-        """`specials` maps the five roles to ids; `content` is what the fingerprint covers and `save` writes."""
+        """Take the five roles' ids (`specials`) and the file's `content`, used for the fingerprint and by `save`."""
         self.tokenizer_type = tokenizer_type
         self.pieces = list(pieces)
         self.cls_id, self.sep_id = specials["cls"], specials["sep"]
@@ -87,7 +87,7 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids; every id is below it."""
+        """Number of ids; every id is smaller."""
         return len(self.pieces)
 
     @abstractmethod
@@ -96,20 +96,28 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return the same ids as `encode`, and the span of `text` that each piece stands for.
+        """Return the same ids as `encode`, and the span of `text` of each piece.
 
-        A span is in characters of `text` as it was given, whatever normalization makes of it. It may begin with the
-        blank before a word, and is empty for a piece that stands for no character. Of several pieces of one character
-        all have its span, or all but the last an empty one.
+        A span counts characters of `text` before normalization. It may begin with the blank before a word, and is
+        empty for a piece without characters. If one character gives several pieces, all have its span, or only the last
+        one has it and the others an empty span.
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Return a text's ids as `encode` does, but with [MASK] where the text names the vocabulary's mask piece.
+
+        The parts between the masks are encoded one by one, as transformers does.
+        """
+        first, *others = (self.encode(part) for part in text.split(self.pieces[self.mask_id]))
+        return first + [i for part in others for i in (self.mask_id, *part)]
+
     @property
     def dtype(self) -> np.dtype:
-        """Type in which a dataset stores these ids, little-endian."""
+        """Type of these ids in a dataset, little-endian."""
         return np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
@@ -121,11 +129,11 @@ class Tokenizer(ABC):
         """Return readable text of ids."""
 
     def count_impossible(self) -> int:
-        """Return the number of ordinary pieces that no text can give, since text is normalized before it is cut."""
+        """Return the number of ordinary pieces that no text can give, because text is normalized before it is split."""
         return 0
 
     def save(self, folder: AnyPath) -> None:
-        """Write the vocabulary and its description into a folder, from which `load_tokenizer` makes an equal one."""
+        """Write the vocabulary and its description into a folder for `load_tokenizer`."""
         names = {role: self.pieces[getattr(self, f"{role}_id")] for role in SPECIAL_PIECES}
         description = {
             "tokenizer_type": self.tokenizer_type,
@@ -140,7 +148,7 @@ class Tokenizer(ABC):
                 stream.write(data)
 
     def _only_text(self, ids: list[int]) -> list[int]:
-        """Return the ids with every special one that text must not produce replaced by [UNK]."""
+        """Return the ids with [UNK] in place of every special id that text must not produce."""
         if self._never_from_text.isdisjoint(ids):
             return ids
         return [self.unk_id if i in self._never_from_text else i for i in ids]
@@ -155,7 +163,7 @@ def build_tokenizer(
     """Make the tokenizer that `--tokenizer-type`, `--vocab-file` and `--tokenizer-model` name.
 
     `vocab_file` is a vocab.txt for the WordPiece types; `tokenizer_model` is a SentencePiece .model, or for HuggingFace
-    a folder with tokenizer.json (or that file), whose `specials` (role → piece) are read from it if they are not given.
+    a folder with tokenizer.json (or that file). Its `specials` (role → piece) are read from the folder if not given.
     Raises `UserError` for a missing file or an unusable vocabulary.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -188,15 +196,15 @@ def load_tokenizer(folder: AnyPath) -> Tokenizer:
 
 
 def read_bytes(path: AnyPath) -> bytes:
-    """Return a file's content. Raises `UserError` naming the file when it cannot be read."""
+    """Return a file's content. Raises `UserError` with its name if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"{os.fspath(path)}: {error.strerror}; give a local file that can be read") from None
+        raise UserError(f"{os.fspath(path)}: {error.strerror}; give a readable local file") from None
 
 
 def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Return role → id for the roles found in `ids` (piece → id): by the given names first, then by the usual."""
+    """Return role → id for the roles found in `ids` (piece → id), by the names in `named`, then by the usual ones."""
     found = {}
     for role, usual in SPECIAL_PIECES.items():
         for name in ((named or {}).get(role), *usual):
@@ -207,6 +215,6 @@ def find_specials(ids: Mapping[str, int], named: Mapping[str, str] | None = None
 
 
 def require_specials(found: Mapping[str, int], path: AnyPath, hint: str) -> None:
-    """Raise `UserError`, with a `hint` how to mend it, for a vocabulary file in which not all roles were found."""
+    """Raise `UserError`, with a `hint` on how to fix it, for a vocabulary file that lacks a role."""
     if missing := [names[0] for role, names in SPECIAL_PIECES.items() if role not in found]:
         raise UserError(f"{os.fspath(path)}: lacks {', '.join(missing)}; {hint}")

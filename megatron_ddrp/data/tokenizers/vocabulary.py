@@ -1,7 +1,7 @@
-"""Vocabularies learned from text: WordPiece (a vocab.txt) and SentencePiece unigram (a .model), the same every time.
+"""Training of vocabularies: WordPiece (vocab.txt) and SentencePiece unigram (.model), with reproducible results.
 
-The Rust WordPiece trainer numbers its alphabet in the order of a hash table, and ties between merges fall by these
-numbers, so that two runs differ. Here the words are counted first and the alphabet is handed over in a fixed order.
+The Rust WordPiece trainer numbers its alphabet in the order of a hash table and breaks ties between merges by these
+numbers, so two runs differ. This module counts the words first and passes the alphabet in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 SPECIALS = [SPECIAL_PIECES[role][0] for role in ("pad", "unk", "cls", "sep", "mask")]
 """First pieces of every vocabulary, in the order of their ids."""
 
-ALPHABET_SIZE = 1000  # characters, as BERT's trainer keeps
-ALPHABET_COVERAGE = 0.9995  # of all characters of the text: rarer ones may go where the vocabulary is small
-SENTENCE_BYTES = 1 << 16  # a longer line of text would be left out by the SentencePiece trainer, so it is cut
+ALPHABET_SIZE = 1000  # characters, as in BERT's trainer
+ALPHABET_COVERAGE = 0.9995  # share of the text's characters; a small vocabulary may drop rarer ones
+SENTENCE_BYTES = 1 << 16  # the SentencePiece trainer skips longer lines, so they are cut
 SENTENCEPIECE_THREADS = 4  # fixed, because sums over threads depend on their number
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> list[str]:
-    """Learn the pieces of a WordPiece vocabulary: the special ones, the alphabet, then merges by frequency.
+    """Learn and return the pieces of a WordPiece vocabulary: special pieces, alphabet, then merges by frequency.
 
-    At most `vocab_size` pieces, fewer only where the text has no more pairs seen twice. Raises `UserError` when there
-    is no text or `vocab_size` cannot hold the alphabet.
+    Returns at most `vocab_size` pieces, fewer only if no more pairs occur twice in the text. Raises `UserError` if
+    there is no text or `vocab_size` is too small for the alphabet.
     """
     words = _count_words(texts, lower)
     if not words:
@@ -54,9 +54,9 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int]:
-    """Learn a SentencePiece unigram model, special pieces first; return (bytes of its .model file, its size).
+    """Learn a SentencePiece unigram model, special pieces first; return (bytes of its .model file, number of pieces).
 
-    At most `vocab_size` pieces. Raises `UserError` when there is no text or `vocab_size` is too small.
+    The model has at most `vocab_size` pieces. Raises `UserError` if there is no text or `vocab_size` is too small.
     """
     import sentencepiece
 
@@ -71,7 +71,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
         yield first
         try:
             yield from lines
-        except UserError as error:  # which the trainer would turn into an error of its own
+        except UserError as error:  # the trainer would turn it into its own error
             stopped.append(error)
             raise
 
@@ -104,7 +104,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
 
 
 def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
-    """Count the words that BERT's normalization and splitting make. Each distinct word is normalized once."""
+    """Return the counts of words after BERT's normalization and splitting. Each distinct word is normalized once."""
     raw: Counter[str] = Counter()
     for text in texts:
         raw.update(WORDS.findall(text))
@@ -118,7 +118,7 @@ def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
 
 
 def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
-    """Return the one-character pieces, `x` and, where it occurs inside words, `##x`, in order of their characters."""
+    """Return the one-character pieces, `x` and, if it occurs inside words, `##x`, in order of their characters."""
     characters: Counter[str] = Counter()
     inside: set[str] = set()
     for word, count in words.items():
@@ -145,14 +145,14 @@ def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
 
 
 def _repeated(words: Counter[str], batch: int = 10_000) -> Iterator[str]:
-    """Yield text in which each word stands as often as it was counted, in pieces of bounded size."""
+    """Yield text with each word repeated by its count, in parts of bounded size."""
     for word, count in words.items():
         for start in range(0, count, batch):
             yield f"{word} " * min(batch, count - start)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of the texts that are not blank; a very long one is cut at characters."""
+    """Yield the lines of the texts that are not blank; very long ones are cut between characters."""
     width = SENTENCE_BYTES // 4  # a character has at most four bytes
     for text in texts:
         for line in text.splitlines():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 MOST_UNKNOWN = 0.01
-"""Share of unknown pieces in a text above which its vocabulary is doubted."""
+"""Share of unknown pieces in a text above which a warning is given."""
 MOST_IMPOSSIBLE = 0.01
-"""Share of impossible pieces above which a tokenizer type is doubted; bert-base-uncased has none."""
+"""Share of impossible pieces in a vocabulary above which a warning is given; bert-base-uncased has none."""
 
 
 def unknown_share(unknown: int, tokens: int) -> str:
@@ -16,7 +16,7 @@ def unknown_share(unknown: int, tokens: int) -> str:
 
 
 def warn_of_unknown(prefix: str, unknown: int, tokens: int) -> str | None:
-    """Return a warning for a dataset in which too many tokens are unknown pieces, else None."""
+    """Return a warning if too many tokens of a dataset are unknown pieces, otherwise None."""
     if unknown <= MOST_UNKNOWN * tokens:
         return None
     return (
@@ -26,11 +26,11 @@ def warn_of_unknown(prefix: str, unknown: int, tokens: int) -> str | None:
 
 
 def warn_of_impossible(tokenizer: Tokenizer) -> str | None:
-    """Return a warning for a vocabulary of which too many pieces can never occur, else None."""
+    """Return a warning if too many pieces of a vocabulary can never occur, otherwise None."""
     impossible = tokenizer.count_impossible()
     if impossible <= MOST_IMPOSSIBLE * tokenizer.vocab_size:
         return None
     return (
-        f"warning: {impossible:,} of {tokenizer.vocab_size:,} pieces can never occur: they hold capitals or accents, "
+        f"warning: {impossible:,} of {tokenizer.vocab_size:,} pieces can never occur: they have capitals or accents, "
         f"which {tokenizer.tokenizer_type} removes from text; did you mean BertWordPieceCase?"
     )

@@ -1,9 +1,9 @@
-"""BERT's WordPiece (Devlin et al., arXiv:1810.04805) over the Rust `tokenizers` library, with a cache of words.
+"""BERT's WordPiece (Devlin et al., arXiv:1810.04805) by the Rust `tokenizers` library, with a cache of words.
 
-Words repeat, so looking a word up beats tokenizing it again. The table holds the bytes that a dataset stores: a text
-costs one split, one look-up per word and one join. The split is exact for every Unicode text: space, tab,
-newline and carriage return always separate words, and ASCII punctuation and each ideograph are always words of their
-own; BERT's normalization (clean-up, accents, lower case) never looks across such a point.
+Words repeat, and looking a word up is faster than tokenizing it again. The table holds the bytes that a dataset
+stores: a text costs one split, one look-up per word and one join. The split is exact for every Unicode text: space,
+tab, newline and carriage return always separate words, ASCII punctuation marks and ideographs are always separate
+words, and BERT's normalization (clean-up, accents, lower case) never depends on characters across such a point.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from megatron_ddrp.errors import UserError
 WORDS = re.compile(r"[^ \t\n\r!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
 _IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002f800-\U0002fa1f"
 AROUND_IDEOGRAPHS = re.compile(f"[{_IDEOGRAPHS}]|[^{_IDEOGRAPHS}]+")
-CACHED_WORDS = 500_000  # about 100 MB in each process
+CACHED_WORDS = 500_000  # about 100 MB per process
 CACHED_WORD_LENGTH = 64  # characters; a longer word (a URL) hardly repeats
 
 
 class WordPieceTokenizer(Tokenizer):
-    """`BertWordPieceLowerCase` or `BertWordPieceCase` from a vocab.txt (one piece per line; ids are line numbers)."""
+    """Tokenizer of type `BertWordPieceLowerCase` or `BertWordPieceCase`, from a vocab.txt (one piece per line).
+
+    The id of a piece is its line number, from 0.
+    """
 
     library = "tokenizers"
     file_name = "vocab.txt"
@@ -78,7 +81,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 class _WordCache(dict[str, bytes]):
-    """Word as it stands in the text → ids of its pieces, as bytes."""
+    """Table of word, as written in the text → ids of its pieces, as bytes."""
 
     def __init__(self, backend: RustTokenizer, lower: bool, ids: np.ndarray):
         super().__init__()
@@ -97,7 +100,7 @@ class _WordCache(dict[str, bytes]):
             ids = b"".join([packed[i] for i in self._backend.encode(word, add_special_tokens=False).ids])
         if len(word) <= CACHED_WORD_LENGTH:
             if len(self) >= CACHED_WORDS:
-                self.clear()  # the frequent words are soon back, and those of another language have room
+                self.clear()  # frequent words soon return, and words of another language get room
             self[word] = ids
         return ids
 
@@ -105,17 +108,17 @@ class _WordCache(dict[str, bytes]):
 def read_vocab(path: AnyPath) -> list[str]:
     """Return the pieces of a vocab.txt in line order.
 
-    Raises `UserError` when it is missing, empty, not UTF-8, or holds zero bytes, or a piece twice, of which one could
-    never occur.
+    Raises `UserError` if it is missing, empty or not UTF-8, or has a zero byte or a piece twice (one of the two could
+    never occur).
     """
     data, name = read_bytes(path), os.fspath(path)
     if not data:
-        raise UserError(f"{name}: empty; expected a vocab.txt with one piece a line")
+        raise UserError(f"{name}: empty; expected a vocab.txt with one piece per line")
     try:
         lines = data.decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{name}:{line}: not UTF-8; expected a vocab.txt with one piece a line") from None
+        raise UserError(f"{name}:{line}: not UTF-8; expected a vocab.txt with one piece per line") from None
     pieces = [line.removesuffix("\r") for line in lines]
     lines_of: dict[str, int] = {}
     for number, piece in enumerate(pieces, 1):
@@ -124,7 +127,7 @@ def read_vocab(path: AnyPath) -> list[str]:
         first = lines_of.setdefault(piece, number)
         if first != number:
             raise UserError(
-                f"{name}:{number}: {piece!r} stands on line {first} already, expected each piece once; "
+                f"{name}:{number}: {piece!r} is already on line {first}, expected each piece once; "
                 f"line {first} can never occur: write another name there, such as [unused-{first}]"
             )
     return pieces

@@ -12,6 +12,7 @@ from megatron_ddrp.tasks.compare.jobs import open_store
 from megatron_ddrp.tasks.compare.plan import read_plan
 from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.compare.work import Work
+from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 from megatron_ddrp.tasks.pages import require_packages
 
 PAGE_PACKAGES = ("markdown", "matplotlib")
@@ -36,10 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runner = Runner(forecast, lambda line: print(line, flush=True))
         runner.run(work.first_jobs())
         work.update()  # the probes have given the steps of a budget in minutes
-        runner.run(work.jobs())
+        runner.run(work.jobs(), wait=not options.no_wait)
         failed = bool(runner.failed)
+        if left := len(runner.left(work.jobs())):
+            print(left_to_others(left, options.output_dir))
+            return FAILURE if failed else 0
     require_packages("compare", *PAGE_PACKAGES)
     from megatron_ddrp.tasks.compare.page import write_page  # here, because figures import torch
 
-    print(write_page(work))
+    with one_at_a_time(options.output_dir, "page"):
+        store.refresh()
+        print(write_page(work))
     return FAILURE if failed else 0

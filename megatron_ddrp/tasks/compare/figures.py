@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.figures import COLORS, pyplot, run_style, save_figure
+from megatron_ddrp.analysis.plotting import COLORS, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
@@ -35,7 +35,7 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
         "loss-seconds": (_curves(results, LOSS, over_seconds=True), "training time [s]", loss),
         "token-similarity": (_curves(results, TOKEN_SIMILARITY), STEPS, "f(S), mean cosine of tokens"),
         "head-similarity": (_curves(results, HEAD_SIMILARITY), STEPS, "f(H), mean cosine of heads"),
-        "glue-curve": (_curves(results, GLUE, factor=100.0), STEPS, "GLUE average x 100"),
+        "glue-curve": (_curves(results, GLUE, factor=100.0), STEPS, "GLUE average × 100"),
     }
     drawn = {}
     for name, (curves, x_label, y_label) in wanted.items():
@@ -145,7 +145,7 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
         axis.fill_between(x, lowest, highest, color=style["color"], alpha=0.18, linewidth=0)
     axis.set(xlabel=x_label, ylabel=y_label)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", handlelength=3)
     save_figure(plt, figure, path)
 
 
@@ -156,8 +156,10 @@ def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
         return {arm: run_style(number) for number, arm in enumerate(arms)}
     encodings = list(dict.fromkeys(encoding for encoding, _ in kinds))
     lines = {"mlm": "-", "mth": "--", "electra": ":"}
+    fills = {"mlm": "full", "mth": "none", "electra": "bottom"}
     return {
-        arm: run_style(encodings.index(arm.model.encoding)) | {"linestyle": lines.get(arm.model.objective, "-.")}
+        arm: run_style(encodings.index(arm.model.encoding))
+        | {"linestyle": lines.get(arm.model.objective, "-."), "fillstyle": fills.get(arm.model.objective, "full")}
         for arm in arms
     }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_ddrp.arguments import config_of
+from megatron_ddrp.arguments import Settings, decide_by_deepspeed
 from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.config.reading import Place, options_of, read_settings
+from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
 
 Flags = tuple[tuple[str, Any], ...]
@@ -36,7 +38,7 @@ DECIDED = {
 def read_flags(values: Any, place: Place) -> Flags:
     """Return the flags of `pretrain_bert.py` in a mapping. Raises `UserError` for a flag in `DECIDED`."""
     options = options_of(*concerns().values())
-    settings = read_settings(options, values or {}, place)
+    settings = read_settings(options, values or {}, place, HINTS)
     for name in DECIDED:
         if name in settings:
             raise place.at(name.replace("_", "-")).error(f"not allowed here: {DECIDED[name]} determines it")
@@ -45,8 +47,10 @@ def read_flags(values: Any, place: Place) -> Flags:
 
 def make_config(settings: dict[str, Any], blame: str) -> Config:
     """Return the configuration with these settings. Raises `UserError` that begins with `blame` for invalid ones."""
+    resolved = Settings(settings)
     try:
-        return config_of(settings)
+        decide_by_deepspeed(resolved, None)
+        return config_of(resolved)
     except UserError as error:
         raise UserError(f"{blame}: {error}", error.exit_code) from None
 

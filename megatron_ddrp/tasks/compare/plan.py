@@ -89,7 +89,7 @@ class CorpusPlan:
     data_path: tuple[str, ...] = option((), "prefixes of indexed datasets")
     vocab_file: str | None = option(None, "vocabulary")
     vocab_size: int | None = option(None, "number of pieces of a vocabulary to build", within="[100, 2147483648)")
-    tokenizer_type: str = option(TOKENIZER.default, "tokenizer", choices=TOKENIZER.rules["choices"])
+    tokenizer_type: str = option("BertWordPieceLowerCase", "tokenizer", choices=TOKENIZER.rules["choices"])
     workers: int = option(1, "processes of megatron-ddrp preprocess", within=COUNT)
 
     def __post_init__(self) -> None:

@@ -38,6 +38,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class _Running:
+    """Running process of a job."""
+
     job: Job
     lease: BinaryIO
     process: subprocess.Popen[bytes]
@@ -55,28 +57,35 @@ class Runner:
         self.running: list[_Running] = []
         self.failed: dict[str, str] = {}
         """Name of a failed job → the reason."""
+        self._taken: set[str] = set()
+        """Names of the jobs that other commands held at the last check."""
         self._waited: set[str] = set()
         self._told = time.monotonic()
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run the jobs; return when each is in the store, has failed, or needs a failed job."""
+    def run(self, jobs: Sequence[Job], wait: bool = True) -> None:
+        """Run the jobs; return when each is in the store, has failed, or needs a failed job.
+
+        Without `wait`, return as soon as other commands are doing all remaining jobs.
+        """
         try:
-            while self._step(jobs):
+            while self._step(jobs) and (wait or not self._taken.issuperset(job.name for job in self.left(jobs))):
                 time.sleep(WAIT)
         finally:
             self._stop()
 
-    def _left(self, jobs: Sequence[Job]) -> list[Job]:
+    def left(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that are neither in the store nor failed."""
         return [job for job in self.store.missing(jobs) if job.name not in self.failed]
 
     def _step(self, jobs: Sequence[Job]) -> bool:
         """Collect ended processes and start jobs; return whether jobs are left."""
+        self._taken.clear()
         self.store.refresh()
         for running in [r for r in self.running if r.process.poll() is not None]:
             self.running.remove(running)
             self._finish(running, jobs)
         own = {running.job.name for running in self.running}
-        left = self._left(jobs)
+        left = self.left(jobs)
         for job in left:
             if lost := next((name for name in job.needs if name in self.failed), None):
                 self.failed[job.name] = f"needs {lost}"
@@ -85,12 +94,14 @@ class Runner:
         if self.running and time.monotonic() - self._told > STATUS:
             self._told = time.monotonic()
             self.say("  " + self.forecast.status([(r.job, r.began) for r in self.running], left))
-        return bool(self._left(left))
+        return bool(self.left(left))
 
     def _start(self, job: Job) -> None:
         lease = self.store.lease(job.name)
         if lease is None:
-            if job.name not in self.store and job.name not in self._waited:
+            if job.name not in self.store:
+                self._taken.add(job.name)
+            if job.name in self._taken and job.name not in self._waited:
                 self._waited.add(job.name)
                 self.say(f"{job}: another process is doing it; waiting for that process")
             return
@@ -133,7 +144,7 @@ class Runner:
                 seconds = time.monotonic() - running.began
                 self.store.append(self._row(running, seconds))
                 done = len(jobs) - len(self.store.missing(jobs))
-                self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self._left(jobs)))
+                self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self.left(jobs)))
                 return
         log = log_file(self.folder, job)
         why = f"exit code {code}" if code else f"it made no {job.output}"
@@ -171,11 +182,9 @@ class Runner:
 
 
 def full_command(command: Sequence[str]) -> list[str]:
-    """Return a command with this Python and with full paths of the repository's scripts."""
-    words = [str(ROOT / word) if word.endswith(".py") and (ROOT / word).is_file() else word for word in command]
-    if words[0] == "python":
-        words[0] = sys.executable
-    return words
+    """Return a command with this Python and this package in place of `megatron-ddrp`."""
+    own = [sys.executable, "-m", "megatron_ddrp"]
+    return [*own, *command[1:]] if command[0] == "megatron-ddrp" else list(command)
 
 
 def last_line(log: Path) -> str:

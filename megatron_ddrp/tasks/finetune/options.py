@@ -68,6 +68,11 @@ class Machine:
     """machine"""
 
     workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
+    wait: bool = option(
+        True,
+        "wait for runs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
+        "finishes last writes the tables (for job arrays)",
+    )
     dry_run: bool = option(False, "check the files, print the plan (runs, hours) and stop; write nothing")
 
     def __post_init__(self) -> None:

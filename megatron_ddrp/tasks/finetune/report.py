@@ -10,13 +10,16 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
+from megatron_ddrp.tasks.finetune.figure import draw
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
+from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.names import with_random_weights
 from megatron_ddrp.tasks.pages import render
@@ -128,12 +131,21 @@ def write_report(
     text = table(encoders, suite, damage)
     (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "table.json").write_text(json.dumps(summary(encoders, suite), indent=2) + "\n", encoding="utf-8")
-    try:
-        from megatron_ddrp.tasks.finetune.figure import draw
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return f"\n{text}\nwritten to {folder / 'table.md'}; the figure needs matplotlib"
-    draw(encoders, task_order(encoders, suite.order), suite.title, folder / "table.png")
-    return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png"
+    tasks = task_order(encoders, suite.order)
+    draw(encoders, tasks, suite.title, folder / "table.png")
+    panels = [
+        (task, {name: _spread(cells[task]) for name, cells in encoders.items() if task in cells}) for task in tasks
+    ]
+    curves = draw_learning_curves(panels, "lowest and highest seed", folder)
+    beside = f", and {folder / curves}" if curves else ""
+    return f"\n{text}\nwritten to {folder / 'table.md'}, .json and .png{beside}"
+
+
+def _spread(cell: Cell) -> Score:
+    """Return a cell's median, lowest and highest score."""
+    return Score(cell.median, min(cell.scores), max(cell.scores))
 
 
 def summary(encoders: dict[str, Cells], suite: Suite) -> dict[str, Any]:

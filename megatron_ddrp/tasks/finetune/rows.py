@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 _ROWS_TO_SORT = 64
 """Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
@@ -76,11 +77,27 @@ class RowWriter:
         self._seconds.append(len(pieces) if second is None else second)
 
     def rows(self, targets: np.ndarray, gold: Any = None) -> Encoded:
-        """Return the rows with their targets."""
+        """Return the rows with their targets; no more rows can be added."""
         self._file.flush()
         pieces = np.memmap(self._file, dtype=np.int32, mode="r") if self._written else np.empty(0, np.int32)
+        self._file.close()  # the map stays
         ends, seconds = np.frombuffer(self._ends, np.int64), np.frombuffer(self._seconds, np.int32)
         return Encoded(pieces, ends, seconds, targets, self._pad_id, gold)
+
+
+def text_row(
+    sides: Sequence[Sequence[int]], tokenizer: Tokenizer, max_length: int, pair_separators: int
+) -> tuple[list[int], int]:
+    """Return the row of one text or of a pair, cut to `max_length` pieces, and where its segment 1 begins.
+
+    `sides` are the pieces of the texts. [CLS] and [SEP] stand around them, `pair_separators` times [SEP] between two.
+    """
+    kept = [list(side) for side in sides]
+    between = pair_separators if len(kept) > 1 else 1
+    truncate(kept, max_length - len(kept) - between)
+    first = [tokenizer.cls_id, *kept[0], *[tokenizer.sep_id] * between]
+    second = [*kept[1], tokenizer.sep_id] if len(kept) > 1 else []
+    return first + second, len(first)
 
 
 def truncate(sides: list[list[int]], budget: int) -> None:

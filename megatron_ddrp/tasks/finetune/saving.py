@@ -1,8 +1,8 @@
 """Fine-tuned model of a task's best run, kept as a Hugging Face folder.
 
-config.json has the key "finetuned" with the facts that `finetune predict` needs: the task, its columns, the
-length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with the
-highest score; among equal scores, the run whose name comes first.
+config.json has the key "finetuned" with the facts that `megatron-ddrp finetune predict` needs: the task, its columns,
+the length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with
+the highest score; among equal scores, the run whose name comes first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatron_ddrp.conversion.export_sums import CARD
 from megatron_ddrp.conversion.families import FINE_TUNED
 from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.output_folder import whole_folder
+from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.model_card import finetuned_card
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder
@@ -59,7 +62,9 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         before = kept(folder)
         if before and before["data"] == run.data and _rank(before) >= _rank(facts):
             return
-        write_model(encoder, model, data.task, facts, folder)
+        head = write_model(encoder, model, data.task, facts, folder)
+        with AtomicFile(folder / CARD) as stream:
+            stream.write(finetuned_card(folder, encoder, data.task, head, run, row).encode())
 
 
 def kept(folder: Path) -> dict[str, Any] | None:
@@ -86,24 +91,27 @@ def _rank(facts: dict[str, Any]) -> tuple[float, list[int]]:
     return facts["score"], [-ord(letter) for letter in facts["run"]]
 
 
-def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> None:
-    """Write a fine-tuned model as a Hugging Face folder. A failure leaves no partial folder.
+def write_model(encoder: Encoder, model: nn.Module, task: Task, facts: dict[str, Any], folder: Path) -> str | None:
+    """Write a fine-tuned model as a Hugging Face folder, and return the kind of its head, a key of `FINE_TUNED`.
 
-    If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head.
+    If our head is on an encoder of transformers, only the encoder is written: no class of its family has our head. The
+    kind is None then. A failure leaves no partial folder.
     """
+    kind = KINDS[task.kind].head
     if isinstance(model, FamilyModel):
-        _write_family_model(encoder, model.model, KINDS[task.kind].head, facts, folder)
-    elif isinstance(model.encoder, HuggingFaceEncoder):
+        _write_family_model(encoder, model.model, kind, facts, folder)
+        return kind
+    if isinstance(model.encoder, HuggingFaceEncoder):
         _write_family_model(encoder, model.encoder.model, None, facts, folder)
-    else:
-        assert isinstance(model.encoder, TrainedEncoder)
-        kind = KINDS[task.kind].head
-        layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
-        if kind == "sequence":
-            layers["pooler.dense"] = model.pooler
-        weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}
-        head = TaskHead(kind, weights, task.labels, PROBLEM_TYPES.get(task.kind), DROPOUT)
-        write_finetuned(model.encoder.model, encoder.tokenizer, head, folder, {FINETUNED: facts})
+        return None
+    assert isinstance(model.encoder, TrainedEncoder)
+    layers: dict[str, Any] = {"classifier" if kind != "qa" else "qa_outputs": model.output}
+    if kind == "sequence":
+        layers["pooler.dense"] = model.pooler
+    weights = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.named_parameters()}
+    head = TaskHead(kind, weights, task.labels, PROBLEM_TYPES.get(task.kind), DROPOUT)
+    write_finetuned(model.encoder.model, encoder.tokenizer, head, folder, {FINETUNED: facts})
+    return kind
 
 
 def _write_family_model(encoder: Encoder, model: Any, head: str | None, facts: dict[str, Any], folder: Path) -> None:

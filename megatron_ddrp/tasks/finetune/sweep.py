@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.tasks.encoder import Encoder, load_encoder
@@ -109,7 +109,8 @@ class Sweep:
     ) -> RunResult:
         """Fine-tune a fresh copy of the run's encoder."""
         task = self.data[run.task].task
-        return finetune(run, task, self.model(run), train, dev, self.ranks, test, self.show_bar)
+        with allocations_as_user_errors(need_less_memory(run)):
+            return finetune(run, task, self.model(run), train, dev, self.ranks, test, self.show_bar)
 
     def model(self, run: Run) -> nn.Module:
         """Return a fresh copy of a run's encoder with a new head, on the device."""
@@ -150,6 +151,13 @@ class Sweep:
             max_train_examples=options.max_train_examples,
             head=options.suite.head if encoder.family_model else "common",
         )
+
+
+def need_less_memory(run: Run) -> str:
+    """Return advice about flags that lower the memory of a run."""
+    size = run.micro_batch_size
+    smaller = f"--micro-batch-size {size // 2} instead of {size}, " if size > 1 else ""
+    return f"use {smaller}--max-seq-length below {run.max_seq_length} or fewer --workers"
 
 
 def _subset(data: TaskData, size: int | None) -> TaskData:

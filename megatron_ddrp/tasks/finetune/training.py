@@ -75,7 +75,7 @@ class FineTuning:
         self.weights = dict(self.model.named_parameters())
         if run.precision != "fp32":
             self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
-            _cast(self.model, PRECISIONS[run.precision])
+            cast_parameters(self.model, PRECISIONS[run.precision])
         self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.total = run.epochs * math.ceil(len(train) / run.batch_size)
@@ -118,7 +118,7 @@ class FineTuning:
     def to_full_precision(self) -> None:
         """Replace the model's weights by the optimizer's fp32 weights after the last step."""
         if self.run.precision != "fp32":
-            _cast(self.model, torch.float32)
+            cast_parameters(self.model, torch.float32)
             self.model.load_state_dict(self.weights, strict=False)
 
     @torch.inference_mode()
@@ -230,7 +230,7 @@ def layer_depths(names: Iterable[str], encoder: str = "encoder.") -> dict[str, i
     return {name: depth(name, match) for name, match in found.items()}
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Change the precision of a model's parameters, not of its buffers: bf16 would shift rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

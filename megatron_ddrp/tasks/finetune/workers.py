@@ -17,7 +17,7 @@ from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.sweep import Sweep
 from megatron_ddrp.tasks.jobs.queue import drain
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import device_of, share_out
 
 
@@ -33,6 +33,9 @@ def run_here(options: argparse.Namespace) -> None:
     while stage is not None:
         sweep, store = Sweep(stage, stage.suite.read(stage), device_of(0)), open_store(stage)
         _do_here(sweep, store)
+        if not stage.dry_run and (left := len(store.missing(sweep.runs))):
+            print(left_to_others(left, options.output_dir))
+            return
         lines += [] if stage.dry_run else stage.suite.finish(sweep, store)
         stage = stage.suite.next_stage(sweep)
     if not options.dry_run:
@@ -50,7 +53,7 @@ def _do_here(sweep: Sweep, store: RunStore) -> None:
     if workers > 1:
         share_out(_work, (options,), workers, sweep.runs, store, lines.tell, options.suite.program)
     else:
-        drain(sweep.runs, store, sweep.perform, lines.tell)
+        drain(sweep.runs, store, sweep.perform, lines.tell, options.wait)
 
 
 def run_on_ranks(options: argparse.Namespace) -> None:
@@ -63,11 +66,15 @@ def run_on_ranks(options: argparse.Namespace) -> None:
         while stage is not None:
             sweep, store = _open_on_ranks(stage, ranks)
             if not stage.dry_run:
-                do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell)
+                if not do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell):
+                    break
                 lines += stage.suite.finish(sweep, store)
             stage = stage.suite.next_stage(sweep)
         if not options.dry_run and ranks.rank == 0:
-            report(sweep, store, lines)
+            if left := len(store.missing(sweep.runs)):
+                print(left_to_others(left, options.output_dir))
+            else:
+                report(sweep, store, lines)
         process_group.stop()
 
 
@@ -84,20 +91,25 @@ def _open_on_ranks(options: argparse.Namespace, ranks: Ranks) -> tuple[Sweep, Ru
 
 
 def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
-    """Print `lines`, write the tables and print them."""
+    """Print `lines`, write the tables and print them. A lock lets only one command write at a time."""
     print("\n".join(lines), end="\n" * bool(lines))
-    print(write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs))
+    with one_at_a_time(sweep.options.output_dir, "report"):
+        store.refresh()
+        print(write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs))
 
 
 def _work(number: int, options: argparse.Namespace) -> None:
     sweep = Sweep(options, options.suite.read(options), device_of(number), show_bar=False)
-    drain(sweep.runs, open_store(options), sweep.perform)
+    drain(sweep.runs, open_store(options), sweep.perform, wait=options.wait)
 
 
-def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> None:
-    """Do the runs one by one on all ranks together. Rank 0 takes the leases and announces the next run."""
+def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> bool:
+    """Do the runs one by one on all ranks together. Rank 0 takes the leases and announces the next run.
+
+    Return whether the store has all runs. With `--no-wait`, other commands may still be doing some.
+    """
     numbers = {run: number for number, run in enumerate(sweep.runs)}
-    done, failed = len(numbers), len(numbers) + 1
+    done, left, failed = range(len(numbers), len(numbers) + 3)
 
     def announce(number: int) -> int:
         return int(sum_over_ranks(torch.tensor([number], device=ranks.device)).item())
@@ -111,10 +123,11 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], Non
             sweep.perform(sweep.runs[number])
         if number == failed:
             raise agreed_by_all("rank 0 has stopped")  # rank 0 prints the reason
-        return
+        return number == done
     outcome = failed
     try:
-        drain(sweep.runs, store, together, tell)
-        outcome = done
+        drain(sweep.runs, store, together, tell, sweep.options.wait)
+        outcome = left if store.missing(sweep.runs) else done
     finally:
         announce(outcome)
+    return outcome == done

@@ -12,11 +12,16 @@ WAIT = 0.5
 
 
 def drain(
-    jobs: Sequence[AnyJob], store: Store, perform: Callable[[AnyJob], Row], tell: Callable[[], None] = lambda: None
+    jobs: Sequence[AnyJob],
+    store: Store,
+    perform: Callable[[AnyJob], Row],
+    tell: Callable[[], None] = lambda: None,
+    wait: bool = True,
 ) -> None:
     """Do all `jobs` whose lease is free and wait for the others; return when the store has all of them.
 
-    `perform` does a job and returns its row. `tell` runs whenever the store may have new rows.
+    Without `wait`, return as soon as other processes hold all missing jobs; the process that appends the last row finds
+    the store complete. `perform` does a job and returns its row. `tell` runs whenever the store may have new rows.
     """
     while True:
         store.refresh()
@@ -30,4 +35,7 @@ def drain(
                     store.append(perform(job))
                 break
         else:
+            if not wait:
+                store.refresh()  # another process may have finished the last job since
+                return
             time.sleep(WAIT)

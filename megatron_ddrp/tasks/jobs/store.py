@@ -2,13 +2,14 @@
 
 A line is on the disk before a process counts its job as done. A partial line, left by a process killed while writing,
 does not count. Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier
-versions carry none. `glue` keeps its runs in such a file, `compare` its jobs. A job belongs to the process
-with its lease. That process checks the store again after it takes the lease, and stores the finished job before it
-gives the lease back, so that no job is done twice.
+versions carry none. `megatron-ddrp glue` keeps its runs in such a file, `megatron-ddrp compare` its jobs. A job belongs
+to the process with its lease. That process checks the store again after it takes the lease, and stores the finished job
+before it gives the lease back, so that no job is done twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -77,23 +78,14 @@ class Store:
 
         The lease is a locked file. Closing the file gives the lease back, unless a child process has inherited it. The
         system releases the lock when the last process with the open file ends, so a dead worker's lease is free at
-        once. Locks work between machines on a shared file system with locks (NFS 4, Lustre with `flock`).
+        once. Locks work between machines on a file system that shares them (NFS, Lustre mounted with `flock`).
 
         Raises:
             UserError: the file system has no locks.
         """
-        path = self.path.parent / "locks" / f"{name}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("ab")
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.close()
+        stream = _locked(self.path.parent, name, fcntl.LOCK_NB)
+        if stream is None:
             return None
-        except OSError as error:
-            raise UserError(
-                f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another file system"
-            ) from None
         self.refresh()  # another process may have finished the job before we took the lease
         if name in self:
             stream.close()
@@ -151,6 +143,42 @@ class Store:
         if self._on_damage is None:
             raise UserError(f"{sentence}; choose another --output-dir, or delete this line")
         self._on_damage(sentence)
+
+
+def left_to_others(count: int, folder: Path) -> str:
+    """Return the last line of a command that leaves the `count` missing jobs to other commands."""
+    jobs = "1 job is" if count == 1 else f"{count:,} jobs are"
+    return f"nothing left to do here: {jobs} being done by other commands on {folder}; the last one writes the tables"
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock `name` of an output folder; wait while another process holds it.
+
+    Raises:
+        UserError: the file system has no locks.
+    """
+    stream = _locked(folder, name)
+    assert stream is not None  # without LOCK_NB it waits for the lock
+    with stream:
+        yield
+
+
+def _locked(folder: Path, name: str, how: int = 0) -> BinaryIO | None:
+    """Lock the file of a name and return it; None if another process holds it and `how` is `LOCK_NB` (do not wait)."""
+    path = folder / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream = path.open("ab")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | how)
+    except BlockingIOError:
+        stream.close()
+        return None
+    except OSError as error:
+        raise UserError(
+            f"{path}: this file system has no locks ({error.strerror}); put --output-dir on another file system"
+        ) from None
+    return stream
 
 
 class _Changed(ValueError):

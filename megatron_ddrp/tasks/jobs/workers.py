@@ -46,12 +46,13 @@ def share_out(
     tell: Callable[[], None],
     program: str,
 ) -> None:
-    """Start `count` workers and return when the store has all `jobs`; call `tell` after each check of the store.
+    """Start `count` workers and return when all have ended; call `tell` after each check of the store.
 
-    Worker n calls `work(n, *arguments)`. If a worker is killed, the others do its jobs.
+    Worker n calls `work(n, *arguments)`. If a worker is killed, the others do its jobs. Jobs may be missing at the end
+    if the workers left them to other commands.
 
     Raises:
-        UserError: all workers have ended and jobs are missing. A failed worker has printed its own message before.
+        UserError: a worker failed and jobs are missing. The failed worker has printed its own message before.
     """
     plugins = set(PLUGINS.values())
     workers = [
@@ -73,10 +74,12 @@ def share_out(
             worker.join()
     store.refresh()
     tell()
-    if missing := len(store.missing(jobs)):
-        lost = next((worker for worker in workers if worker.exitcode), workers[0])
+    missing, lost = len(store.missing(jobs)), next((worker for worker in workers if worker.exitcode), None)
+    if missing and lost:
+        killed = lost.exitcode == -signal.SIGKILL
+        why = " (the system does this when memory runs out; fewer --workers need less)" if killed else ""
         raise UserError(
-            f"{lost.name} of {count} ended with exit code {lost.exitcode} and {missing} of {len(jobs)} jobs are "
+            f"{lost.name} of {count} ended with exit code {lost.exitcode}{why} and {missing} of {len(jobs)} jobs are "
             "missing; finished jobs are kept, run the same command to do the others"
         )
 

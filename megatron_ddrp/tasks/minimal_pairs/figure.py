@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
+from megatron_ddrp.analysis.plotting import pyplot, save_figure, short_names
 from megatron_ddrp.tasks.minimal_pairs.report import Report
 
 MOST_WITH_NUMBERS = 24
@@ -20,11 +17,12 @@ ROW, COLUMN = 0.19, 0.42
 
 def draw(report: Report, path: Path) -> None:
     """Draw the accuracies, paradigms sorted by field and term: blue is 1, white 0.5 (chance), red 0."""
+    plt = pyplot()
     own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     levels = {**own, **report.piece_counts(), **report.published}
     uids = report.in_order()
     shares = np.array([[level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
-    names = _short(list(levels))
+    names = short_names(list(levels))
     labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
     size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + max(1.6, ROW * len(uids)) + 0.8)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
@@ -47,15 +45,5 @@ def draw(report: Report, path: Path) -> None:
     axes.axvline(len(own) - 0.5, color="black", linewidth=1.2)
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
     bar.set_label("accuracy (white: chance)", fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _short(names: list[str]) -> list[str]:
-    """Return the names without the folders that all paths among them share."""
-    paths = [name for name in names if "/" in name]
-    parts = [name.split("/")[:-1] for name in paths]
-    shared = 0
-    while parts and all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
-        shared += 1
-    return ["/".join(name.split("/")[shared:]) if name in paths else name for name in names]
+    bar.ax.tick_params(labelsize=8)
+    save_figure(plt, figure, path)

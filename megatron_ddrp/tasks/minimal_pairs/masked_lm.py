@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.bert import Bert
-from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder, load_encoder
+from megatron_ddrp.tasks.encoder import Encoder, NoMaskedLM, TrainedEncoder, load_encoder
 
 SAME_LOGITS = 1e-3
 """Largest difference between two computations of the same logits."""
@@ -25,13 +24,14 @@ def load_masked_lm(folder: Path, random_init: bool = False) -> Encoder:
     """Load a training checkpoint or Hugging Face folder with its masked-LM head.
 
     Raises:
-        UserError: as in `load_encoder`, and for a run that trained a discriminator.
+        UserError: as in `load_encoder`, and for a run that trained a discriminator (`NoMaskedLM`).
     """
     encoder = load_encoder(folder, random_init, masked_lm=True)
     if isinstance(encoder.module, TrainedEncoder) and not isinstance(encoder.module.model, Bert):
-        raise UserError(
-            f"--load {folder}: minimal pairs (BLiMP) are not defined: no masked-LM head; the run trained a "
-            "discriminator, and its generator is another, narrower encoder; use a run with a masked-LM objective"
+        raise NoMaskedLM(
+            folder,
+            "the run trained a discriminator, and its generator is another, narrower encoder; use a run with a "
+            "masked-LM objective",
         )
     return encoder
 

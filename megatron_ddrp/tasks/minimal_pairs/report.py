@@ -6,10 +6,12 @@ import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
@@ -83,12 +85,26 @@ def write_report(report: Report, folder: Path) -> str:
     (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(summary(report, differences), indent=2) + "\n", encoding="utf-8")
     shown = text.split("\n## By paradigm")[0].strip()
-    try:
-        from megatron_ddrp.tasks.minimal_pairs.figure import draw
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return f"\n{shown}\n\nwritten to {folder / 'table.md'} and results.json; the heat map needs matplotlib"
+    from megatron_ddrp.tasks.minimal_pairs.figure import draw  # it shows a Report
+
     draw(report, folder / "heatmap.png")
-    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json and heatmap.png"
+    curves = draw_learning_curves(_panels(report), "standard error over pairs", folder)
+    figures = f", heatmap.png and {curves}" if curves else " and heatmap.png"
+    return f"\n{shown}\n\nwritten to {folder / 'table.md'}, results.json{figures}"
+
+
+def _panels(report: Report) -> list[tuple[str, dict[str, Score]]]:
+    """Return the panels of the learning curves: the macro average and, if there are several fields, each field."""
+    fields = report.groups("field")
+    parts = {"macro average": list(report.paradigms), **(fields if len(fields) > 1 else {})}
+    return [(title, {each.name: _score(each.only(uids)) for each in report.results}) for title, uids in parts.items()]
+
+
+def _score(result: Result) -> Score:
+    error = result.standard_error or 0.0
+    return Score(result.macro_average, result.macro_average - error, result.macro_average + error)
 
 
 def summary(report: Report, differences: list[Difference]) -> dict[str, Any]:

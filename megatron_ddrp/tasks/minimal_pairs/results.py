@@ -96,9 +96,13 @@ class Result:
         """Macro average from piece counts alone."""
         return statistics.fmean(cell.piece_counts for cell in self.cells.values())
 
+    def only(self, uids: Iterable[str]) -> Result:
+        """Return the result on the paradigms `uids`."""
+        return Result(self.name, {uid: self.cells[uid] for uid in uids})
+
     def average(self, uids: Iterable[str]) -> float:
         """Return the mean accuracy over some paradigms."""
-        return statistics.fmean(self.cells[uid].accuracy for uid in uids)
+        return self.only(uids).macro_average
 
 
 Interval = tuple[float, float]

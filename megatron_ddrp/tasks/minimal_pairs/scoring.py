@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob
 from megatron_ddrp.tasks.minimal_pairs.masked_lm import PieceLogits, load_masked_lm, piece_logits
 from megatron_ddrp.tasks.minimal_pairs.pairs import SENTENCES, Paradigm
@@ -133,7 +133,10 @@ class Scorer:
         model = self.model(job)
         begin = time.perf_counter()
         good, bad = encode_pairs(paradigm, subject.tokenizer, subject.max_length)
-        scores = score_sentences(model, subject.tokenizer, good + bad, job.score, self.budget, self.advance)
+        with allocations_as_user_errors(
+            f"use --tokens-per-batch {self.budget // 2} instead of {self.budget}, or fewer --workers"
+        ):
+            scores = score_sentences(model, subject.tokenizer, good + bad, job.score, self.budget, self.advance)
         values = [round(value, DECIMALS) if math.isfinite(value) else None for value in scores.tolist()]
         return asdict(job) | {
             "load": subject.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megatron_ddrp.data.progress import progress
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.queue import drain
+from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import SPAWN, device_of, share_out, share_threads
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm, read_pairs
@@ -121,10 +122,9 @@ def run_here(options: argparse.Namespace) -> None:
     if options.dry_run:
         return
     done = SPAWN.Value("q", 0)
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     total = sum(plan.rows[job] for job in missing)
     given = (plan.jobs, plan.subjects, plan.paradigms, options, done)
-    with tqdm(total=total, unit="row", unit_scale=True, leave=False, file=sys.stderr, **seldom) as bar:
+    with progress("row", total, scale=True) as bar:
 
         def tell() -> None:
             bar.update(done.value - bar.n)
@@ -134,9 +134,13 @@ def run_here(options: argparse.Namespace) -> None:
         else:
             work(0, *given, bar)
     store.refresh()
+    if left := len(store.missing(plan.jobs)):
+        print(left_to_others(left, options.output_dir))
+        return
     names = {key: subject.name for key, subject in plan.subjects.items()}
     report = report_of(names, plan.paradigms, plan.jobs, store, published, options.ties)
-    print(write_report(report, options.output_dir))
+    with one_at_a_time(options.output_dir, "report"):
+        print(write_report(report, options.output_dir))
 
 
 def work(
@@ -158,7 +162,7 @@ def work(
                 done.value += rows
 
     scorer = Scorer(subjects, paradigms, device_of(number), options.tokens_per_batch, advance)
-    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform)
+    drain(jobs, PairStore(options.output_dir / SCORES_FILE), scorer.perform, wait=options.wait)
 
 
 def _own_workers() -> int:

@@ -1,4 +1,4 @@
-"""What became of a damaged file: the reader's exit code, words and result held against those of the healthy file."""
+"""Judge a command on a damaged file by its exit code, messages and result, compared with those on the healthy file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.endurance.damage.kinds import Case
 from tests.endurance.damage.readers import READERS, result_of
 from tests.endurance.damage.running import Ended
 
-REFUSED, TOLD, HARMLESS = "refused", "told", "harmless"
+REFUSED, TOLD, HARMLESS = "refused", "reported", "harmless"
 SILENT, TRACEBACK, HANG, NOISE = "silent", "traceback", "hang", "not one line"
 VERDICTS = {
     REFUSED: "the command ends with exit code 1 or 2 and one line",
-    TOLD: "a line names the damage; the result is right, from what was rebuilt, left or saved before",
-    HARMLESS: "the result is the healthy one, bit for bit",
-    SILENT: "another result without a word",
+    TOLD: "one line names the damage; the result is right: rebuilt, from the intact rest, or from an older checkpoint",
+    HARMLESS: "the result equals that of the healthy file, bit for bit",
+    SILENT: "another result without any message",
     TRACEBACK: "a traceback or a crash",
-    HANG: "no end",
-    NOISE: "more or other words than one line",
+    HANG: "the command does not end",
+    NOISE: "a message of more than one line",
 }
 FAULTS = (SILENT, TRACEBACK, HANG, NOISE)
 

@@ -92,6 +92,19 @@ def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
     assert only.output.read_text() == "done\n"
 
 
+def test_a_runner_that_does_not_wait_leaves_what_others_hold(runner, folder):
+    held, free = job(folder, "held"), job(folder, "free")
+    after = job(folder, "after", needs=["free"])
+    lease = open_store(folder).lease("held")
+    done, _ = runner(1)
+    done.run([held, free, after], wait=False)
+    assert [row["job"] for row in open_store(folder)] == ["free", "after"]
+    assert done.left([held, free, after]) == [held] and not done.failed
+    lease.close()
+    done.run([held, free, after], wait=False)
+    assert done.left([held, free, after]) == []
+
+
 def test_workers_share_the_cores(runner, folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("megatron_ddrp.tasks.compare.running.os.cpu_count", lambda: 8)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_ddrp.conversion.export_sums import SUMS
+from megatron_ddrp.conversion.export_sums import CARD, SUMS
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.errors import UserError
 from tests.unit.conversion.conftest import READERS, write_checkpoint
@@ -17,9 +17,17 @@ def export(tmp_path, tokenizer, request):
     return export_checkpoint(run, tmp_path / "hf").output
 
 
-def test_every_file_but_code_has_a_sum(export):
+def test_every_file_but_code_and_card_has_a_sum(export):
     files = json.loads((export / SUMS).read_text(encoding="utf-8"))["files"]
-    assert {*files, SUMS} == {path.name for path in export.iterdir() if path.suffix != ".py"}
+    assert {*files, SUMS, CARD} == {path.name for path in export.iterdir() if path.suffix != ".py"}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_edited_card_is_no_damage(export, reader):
+    (export / CARD).write_text("Trained by us.\n", encoding="utf-8")
+    READERS[reader](export)
+    (export / CARD).unlink()
+    READERS[reader](export)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "vocab.txt", "tokenizer.json"])

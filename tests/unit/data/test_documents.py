@@ -82,11 +82,11 @@ def test_json_lines_keys_blank_lines_and_byte_order_mark(tmp_path):
 
 BAD = [
     (b'{"text": "a"', "not JSON"),
-    (b"[1]", "a JSON list, expected one object a line"),
+    (b"[1]", "a JSON list, expected one object per line"),
     (b'{"body": "a"}', "no key 'text', it has body"),
     (b'{"text": 3}', "key 'text' holds int, expected a string"),
     (b'{"text": "\xff"}', r"not UTF-8 \(byte 0xff\)"),
-    (b'{"text": "\\ud800"}', "key 'text' holds half a surrogate pair"),
+    (b'{"text": "\\ud800"}', "key 'text' has half a surrogate pair"),
     (b"[" * 100_000, "not JSON"),
 ]
 

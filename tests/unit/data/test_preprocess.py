@@ -83,6 +83,7 @@ def test_one_document_one_sequence_without_specials(folder):
         "skipped": 0,
         "dtype": "uint16",
         "tokenizer": {"type": "BertWordPieceLowerCase", "fingerprint": tokenizer.fingerprint, "vocab_size": len(VOCAB)},
+        "tokenizer_path": "../vocab.txt",
         "json_key": "text",
         "append_eod": False,
         "sentence_splitter": None,

@@ -389,7 +389,7 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     assert "file:2: a piece with a zero byte" in complaint("BertWordPieceCase", b"a\n\0\0b\n", vocab_file=file)
     assert "empty" in complaint("BertWordPieceCase", b"", vocab_file=file)
     twice = complaint("BertWordPieceCase", b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", vocab_file=file)
-    assert f"{file}:5: 'the' stands on line 3 already" in twice and "[unused-3]" in twice
+    assert f"{file}:5: 'the' is already on line 3" in twice and "[unused-3]" in twice
     assert "No such file" in complaint("BertWordPieceCase", vocab_file=tmp_path / "none")
     assert "needs --vocab-file" in complaint("BertWordPieceCase", tokenizer_model=vocab_file)
     assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)

@@ -121,7 +121,7 @@ def test_a_stopped_run_keeps_what_is_done(job, tmp_path, whole, stop):
         if process.returncode != 0:  # else the run ended before the signal came, as on a busy machine it may
             break
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop], printed.decode()
-    assert "the same command goes on from there" in printed.decode() and "Traceback" not in printed.decode()
+    assert "the same command resumes from there" in printed.decode() and "Traceback" not in printed.decode()
     assert chunks_done(folder) >= 5
     done = subprocess.run(job(folder.name), check=True, timeout=60, capture_output=True)
     assert files_in(folder) == whole and "afresh" not in done.stderr.decode()
@@ -270,7 +270,7 @@ def test_a_bad_record_keeps_what_is_done_for_on_error_skip(config, tmp_path, mon
     preprocess(config(on_error="skip", overwrite=True))
     assert files_in(tmp_path / "out") == once
     interrupt(monkeypatch, config(on_error="skip", overwrite=True), after=result.chunks - 1)
-    with pytest.raises(UserError, match="has skipped records; go on with --on-error skip"):
+    with pytest.raises(UserError, match="has skipped records; add --on-error skip"):
         preprocess(config(overwrite=True))
 
 

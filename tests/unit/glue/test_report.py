@@ -3,10 +3,12 @@
 import json
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.tasks.finetune.cells import best_cells
+from megatron_ddrp.tasks.finetune import figure
+from megatron_ddrp.tasks.finetune.cells import best_cells, task_order
 from megatron_ddrp.tasks.finetune.report import differences, gains, summary, write_report
 from megatron_ddrp.tasks.finetune.report import table as table_of
 from megatron_ddrp.tasks.finetune.runs import Run
@@ -238,6 +240,48 @@ def test_the_report_is_text_numbers_and_a_figure(tmp_path):
     assert data["encoders"]["base"]["tasks"]["STS-B"]["scores"] == [0.1, 0.1]
     assert data["paper"]["DDRP (MTH) 1M steps"]["average of 8"] == 85.0
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(rows, monkeypatch, title="GLUE"):
+    """Return the figure of some rows."""
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(figure, "save_figure", lambda plt, drawn, path: kept.append(drawn))
+    cells = best_cells(rows, GLUE.order)
+    figure.draw(cells, task_order(cells, GLUE.order), title, Path("table.png"))
+    return kept[0]
+
+
+def test_an_undefined_score_is_a_cross_at_the_edge_and_not_a_dot_at_0(monkeypatch):
+    rows = [row(score=score, seed=seed) for seed, score in enumerate((None, 0.8, 0.9))]
+    (axes,) = drawn(rows, monkeypatch).axes
+    dots, cross = axes.lines
+    assert list(dots.get_ydata()) == [80, 90]
+    assert cross.get_marker() == "x" and list(cross.get_ydata()) == [figure.BOTTOM]
+    assert cross.get_transform() == axes.get_xaxis_transform()
+    assert 60 < axes.get_ylim()[0] < 80
+
+
+def test_every_mark_is_inside_the_axes(monkeypatch):
+    names = [f"runs/model-{number}/export" for number in range(9)]
+    rows = [
+        row(task, score, load=name, encoder=name) for name in names for task, score in (("RTE", 1.0), ("CoLA", -0.1))
+    ]
+    (axes,) = drawn(rows, monkeypatch).axes
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    bars = [point for bar in axes.collections for path in bar.get_paths() for point in path.vertices]
+    points = [*bars, *(point for line in axes.lines for point in line.get_xydata())]
+    assert len(points) == 9 * 2 * 3 and low < -10 and high > 100
+    assert all(left < x < right and low < y < high for x, y in points)
+
+
+def test_the_figure_has_its_whole_title_and_short_names(monkeypatch):
+    title = "Development scores of a task with a name that is far longer than any figure of one task is wide"
+    rows = [row(load=f"/work/runs/{name}/export", encoder=name) for name in ("ddrp", "bert")]
+    picture = drawn(rows, monkeypatch, title)
+    (axes,), (legend,) = picture.axes, picture.legends
+    assert axes.get_title().replace("\n", " ") == title and "\n" in axes.get_title()
+    assert [text.get_text() for text in legend.get_texts()] == ["ddrp", "bert", "seed", "median"]
 
 
 def test_runs_that_were_asked_for_decide_the_conditions_of_a_cell():

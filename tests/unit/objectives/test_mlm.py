@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.model import build_model
 from megatron_ddrp.model.heads import masked_lm_sum
+from megatron_ddrp.objectives.contract import losses_of
 from tests.reference import losses
+from tests.unit.model.tiny import encode, named_sums, some_draws, tiny_batch, tiny_config
 
 
 def test_sum_equals_the_twin_in_values_and_gradients():
@@ -39,3 +43,22 @@ def test_half_precision_is_summed_in_fp32(dtype):
     loss = masked_lm_sum(logits, labels)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), masked_lm_sum(logits.double(), labels), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_accuracy_counts_the_predicted_tokens_whose_likeliest_piece_is_the_label(right):
+    torch.manual_seed(0)
+    batch = tiny_batch()
+    model = build_model(tiny_config(), objective=ObjectiveConfig(objective="mlm"))
+    places = (batch.labels != IGNORED_LABEL).nonzero().tolist()
+    assert len(places) > 3
+    for number, (row, column) in enumerate(places):
+        best = int(model.head.logits(encode(model, batch)[row, column]).argmax())
+        batch.labels[row, column] = best if number < right else (best + 1) % model.head.vocab_size
+    sums = named_sums(model, batch, some_draws(batch))
+    assert sums["lm_correct"] == right
+    row = losses_of(
+        {**{name: x.item() for name, x in sums.items()}, "predicted": len(places), "sequences": 1, "tokens": 9},
+        model.head.objective,
+    )
+    assert row["lm_accuracy"] == pytest.approx(right / len(places))

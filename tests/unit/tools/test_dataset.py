@@ -1,6 +1,7 @@
 """tools/dataset.py as its users meet it: what it prints, what it exits with."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands import dataset as tool
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import run_command
@@ -46,7 +48,24 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
         assert count == sum(low <= length <= high for length in lengths)
     assert sum(count for _, _, count in counts["histogram"]) == counts["documents"] == 600
     ids = " ".join(map(str, dataset[0][:3]))
-    assert f": {ids} …" in command("inspect", f"{tiny_corpus.prefix}.idx", "--tokens", 3)[1]
+    moved = tmp_path / tiny_corpus.prefix.name
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(f"{tiny_corpus.prefix}{suffix}", f"{moved}{suffix}")
+    out = command("inspect", f"{moved}.idx", "--tokens", 3)[1]
+    assert f": {ids} …" in out, "the vocabulary is not where the manifest says"
+    assert "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --save DIR" in out
+
+
+def test_inspect_finds_the_tokenizer_and_says_how_to_train(tiny_corpus, command):
+    with_flags, without = (
+        command("inspect", tiny_corpus.prefix, *flags)[1] for flags in (("--vocab-file", tiny_corpus.vocab_file), ())
+    )
+    assert without == with_flags
+    words = shlex.split(without.splitlines()[-1].removeprefix("train on it: "))
+    assert words[:2] == ["megatron-ddrp", "pretrain"]
+    parsed = parse_arguments(words[2:]).config.data
+    assert parsed.data_path == (str(tiny_corpus.prefix),) and parsed.vocab_file == str(tiny_corpus.vocab_file)
+    assert parsed.tokenizer_type == "BertWordPieceLowerCase"
 
 
 def test_inspect_refuses_another_vocabulary(tiny_corpus, command, tmp_path):

@@ -106,7 +106,7 @@ def test_takes_a_corpus_and_notices_that_it_changed(quickstart, tmp_path):
 def test_a_missing_corpus_is_one_line(quickstart):
     code, output, calls = quickstart(CORPUS="no-such-file.jsonl")
     assert code == 1
-    assert output == "quickstart: error: CORPUS=no-such-file.jsonl is not a file that can be read\n"
+    assert output == "quickstart: error: CORPUS=no-such-file.jsonl is not a readable file\n"
     assert calls == []
 
 

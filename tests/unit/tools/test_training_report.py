@@ -2,20 +2,18 @@
 
 import json
 import math
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ddrp.commands.report import (
-    draw_losses,
-    main,
-    panels,
-    read_metrics,
-    read_text,
-    report,
-    series,
-    unigram_level,
-)
+from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_text, unigram_level
+from megatron_ddrp.config import Config, save_config
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.report import figures
+from megatron_ddrp.report.curves import LEARNING, Panel, logged, loss_panel, running_mean, series
+from megatron_ddrp.report.facts import facts, training_seconds
+from megatron_ddrp.report.page import Extras, page
 from tests.datasets import write_dataset
 
 ROWS = [
@@ -37,40 +35,115 @@ ELECTRA = [
 ]
 
 
+def text_of(rows, beside=None, extras=None):
+    """Return the page of one run, or of a run and others beside it."""
+    runs = {"runs/own": rows, **(beside or {})}
+    return page(
+        runs,
+        {name: facts(Path("nowhere"), rows) for name, rows in runs.items()},
+        {"Curves": "l.png"},
+        extras or Extras(),
+    )
+
+
 def test_series_hold_what_was_logged():
     assert series(ROWS, "valid_lm_loss") == [(100, 7.0), (200, 6.0)]
     assert series(ROWS, "rtd_loss") == []
+    assert Panel("", "lm_loss", factor=100).trained(ROWS) == [(1, 900.0), (100, 650.0)]
+
+
+def test_a_running_mean_stands_at_the_middle_step():
+    values = [(10, 1.0), (20, 2.0), (30, 6.0), (40, 1.0)]
+    assert running_mean(values, 3) == [(20, 3.0), (30, 3.0)]
+    assert running_mean(values[:2], 3) == []
 
 
 def test_the_report_says_where_the_loss_ended():
-    text = report(
-        ROWS, {"runs/bert": ROWS[:2]}, 6.5, "# GLUE development scores\n\n| encoder |\n", "Mind this.", "one\ntwo\n"
-    )
-    assert "| masked LM, validation | 7.000 | 6.000 | 200 |" in text
-    assert "| masked LM, validation of runs/bert | 7.000 | 7.000 | 100 |" in text
-    assert "unigram level of this corpus is 6.500 nats; the last validation loss lies 0.500 nats below it" in text
-    assert "Median time of a step: 0.300 s." in text
+    extras = Extras(6.5, "# GLUE development scores\n\n| encoder |\n", "Mind this.", "one\ntwo\n")
+    text = text_of(ROWS, extras=extras)
+    assert "| masked-LM loss (nats), training | 9.000 | 6.500 | 100 |" in text
+    assert "| masked-LM loss (nats), validation | 7.000 | 6.000 | 200 |" in text
+    assert "| perplexity, validation | 1,097 | 403 | 200 |" in text
+    assert "| HCD: mean cosine of heads, training | 0.100 | 0.000 | 100 |" in text
+    assert "unigram level of this corpus is 6.500 nats; the last validation loss is 0.500 nats below it" in text
     assert "\n## Fine-tuning\n\nMind this.\n\n### GLUE development scores\n\n| encoder |\n\n## Commands" in text
     assert "```\none\ntwo\n```" in text
     assert "| torch |" in text
 
 
+def test_each_run_has_its_lines():
+    text = text_of(ROWS, {"runs/bert": ROWS[:2]})
+    assert "| masked-LM loss (nats), training of runs/own | 9.000 | 6.500 | 100 |" in text
+    assert "| masked-LM loss (nats), training of runs/bert | 9.000 | 9.000 | 1 |" in text
+    assert "| masked-LM loss (nats), validation of runs/bert | 7.000 | 7.000 | 100 |" in text
+
+
 def test_names_and_commands_are_shown_as_they_stand():
-    text = report(ROWS, {"<script>|x": ROWS[:2]}, None, None, None, "echo '```' '<b>'\n")
-    assert r"| masked LM, validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
+    text = text_of(ROWS, {"<script>|x": ROWS[:2]}, Extras(commands="echo '```' '<b>'\n"))
+    assert r"| masked-LM loss (nats), validation of &lt;script&gt;\|x | 7.000 | 7.000 | 100 |" in text
     assert "\n````\necho '```' '<b>'\n````\n" in text
 
 
 def test_a_run_that_did_not_learn_is_told_so():
-    assert "1.000 nats above it" in report(ROWS, {}, 5.0, None, None, None)
+    assert "1.000 nats above it" in text_of(ROWS, extras=Extras(5.0))
 
 
 def test_an_electra_run_is_measured_by_the_majority():
-    text = report(ELECTRA, {}, None, None, None, None)
-    assert "| RTD accuracy, validation | 0.910 | 0.910 | 100 |" in text
-    assert "| majority: every token an original | 0.875 | 0.875 | 100 |" in text
-    assert list(panels(ELECTRA)) == ["RTD accuracy", "recall"]
-    assert list(panels(ROWS)) == ["mean cosine"]
+    text = text_of(ELECTRA)
+    assert "| RTD accuracy (%), validation | 91.000 | 91.000 | 100 |" in text
+    assert "| majority: every token an original (%) | 87.500 | 87.500 | 100 |" in text
+    assert [panel.validation for panel in logged(LEARNING, {"": ELECTRA})] == [
+        *("valid_rtd_loss", "valid_rtd_accuracy", "valid_rtd_recall")
+    ]
+    assert [panel.training for panel in logged(LEARNING, {"": ROWS})] == ["tcd_loss", "hcd_loss"]
+    assert loss_panel({"a": ROWS, "b": ELECTRA}).label == "generator's loss [nats]"
+
+
+def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):
+    rows = [
+        {"iteration": 1, "lm_loss": 9.0, "step_time": 2.0, "consumed_tokens": 90, "peak_memory_gib": 0.5},
+        {"iteration": 10, "lm_loss": 8.0, "step_time": 1.0, "consumed_tokens": 1100, "peak_memory_gib": 0.75},
+    ]
+    assert training_seconds(rows) == 2.0 + 9 * 1.0
+    assert dict(facts(tmp_path, rows)) == {
+        "steps": "10",
+        "tokens seen, without padding": "1,100",
+        "throughput": "100 tokens per second",
+        "time per step": "1.500 s (median)",
+        "time of all steps": "11s",
+        "peak memory of a rank": "0.75 GiB",
+    }
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 100}
+    config = Config().replace(model=sizes | {"relative_distance": 4}, training={"global_batch_size": 32})
+    save_config(config, tmp_path)
+    found = dict(facts(tmp_path, rows))
+    assert found["model"] == "ddrp + mth" and found["steps"] == "10 of 1,000,000"
+    assert found["size"] == "1 layer x 8, 2 heads, 100 pieces"
+    assert found["batch"] == "32 sequences x 16 tokens = up to 512 per step"
+    assert int(found["parameters"].split(" ")[0].replace(",", "")) > 100 * 8
+    (tmp_path / "config.json").write_text("{")
+    assert dict(facts(tmp_path, rows))["model"].startswith("unknown: ")
+
+
+class Axes:
+    """Axes that note the number of points of each curve."""
+
+    def __init__(self):
+        self.curves = []
+
+    def plot(self, x, y, **style):
+        self.curves.append((style.get("color"), len(x)))
+
+    def __getattr__(self, name):
+        return MagicMock()
+
+
+def test_runs_beside_have_training_and_validation_curves():
+    axes, runs = Axes(), {"runs/own": ROWS, "runs/bert": ROWS[:2], "runs/tnf": ROWS}
+    figures._draw_panel(axes, loss_panel(runs), runs, figures._looks(runs))
+    own, bert, tnf = (look.color for look in figures._looks(runs))
+    assert axes.curves == [(own, 2), (own, 2), (bert, 1), (bert, 1), (tnf, 2), (tnf, 2)]
+    assert len({own, bert, tnf}) == 3
 
 
 @pytest.mark.parametrize(
@@ -78,8 +151,33 @@ def test_an_electra_run_is_measured_by_the_majority():
 )
 def test_the_figure_is_a_png(tmp_path, rows):
     pytest.importorskip("matplotlib")
-    draw_losses(rows, {"another": ROWS, "of one step": ROWS[:1]}, 6.5, tmp_path / "losses.png")
+    figures.draw_losses({"own": rows, "another": ROWS, "of one step": ROWS[:1]}, 6.5, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_speed_is_drawn_where_it_was_logged(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert not figures.draw_speed({"own": ELECTRA}, tmp_path / "speed.png") and not list(tmp_path.iterdir())
+    rows = [{"iteration": step, "lr": 1e-3, "grad_norm": 1.0} for step in (1, 2)]
+    assert figures.draw_speed({"own": rows}, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def write_metrics(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_no_run_is_dropped_in_silence(tmp_path, capsys):
+    own, other, odd = (write_metrics(tmp_path / name, ROWS) for name in ("own", "other", "odd"))
+    write_metrics(odd, [{"iteration": 1, "lr": 0.1}])
+    assert list(read_runs(own, [other, odd, tmp_path / "x" / ".." / "own"])) == [own, other, odd]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("own: left out, it is in the report already")
+    assert second == f"{odd / 'metrics.jsonl'}: no losses in it; the figure has no curve of this run"
+    with pytest.raises(UserError, match="--beside takes the --save folder"):
+        read_runs(own, [tmp_path / "nothing"])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
@@ -92,7 +190,7 @@ def test_the_unigram_level_is_the_entropy_of_the_pieces(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("flag", ["--scores-dir", "--glue-dir"])
 def test_scores_come_from_a_folder_of_fine_tuning_or_glue(tmp_path, monkeypatch, flag):
     pytest.importorskip("matplotlib")
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_metrics(tmp_path, ROWS)
     (tmp_path / "table.md").write_text("# Fine-tuning scores\n")
     words = ["--load", str(tmp_path), flag, str(tmp_path), "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["training_report.py", *words])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, truncate
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, text_row
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
@@ -50,12 +50,7 @@ class SequenceKind(Kind):
         for some in _chunks(examples):
             texts = zip(*(example.texts for example in some), strict=True)
             for row in zip(*(tokenizer.encode_batch(side) for side in texts), strict=True):
-                sides = [list(side) for side in row]
-                between = pair_separators if len(sides) > 1 else 1
-                truncate(sides, max_length - len(sides) - between)
-                first = [tokenizer.cls_id, *sides[0], *[tokenizer.sep_id] * between]
-                second = [*sides[1], tokenizer.sep_id] if len(sides) > 1 else []
-                writer.add(first + second, len(first))
+                writer.add(*text_row(row, tokenizer, max_length, pair_separators))
             labels += [example.label for example in some]
         return writer.rows(self.as_targets(np.array(labels, dtype=np.float64)))
 

@@ -1,0 +1,89 @@
+"""The look of all figures: labelled axes that stay readable at half size, and runs told apart without colour alone."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.errors import UserError
+
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":")
+GREY = "#555555"
+FONT_SIZE = 13
+CHARACTERS_PER_INCH = 9
+"""Characters of text at `FONT_SIZE` that fit into an inch."""
+LEGEND_LINE = 0.27
+"""Height in inches of a line of a legend."""
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, set up to draw into files. Raises `UserError` if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("a figure needs matplotlib: pip install 'megatron-ddrp[plots]', or name a .json") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    matplotlib.pyplot.rcParams.update({"font.size": FONT_SIZE})
+    return matplotlib.pyplot
+
+
+def save_figure(plt: Any, figure: Any, path: Path) -> None:
+    """Write a figure as PNG and close it. A failure leaves no partial file."""
+    with AtomicFile(path) as stream:
+        figure.savefig(stream.stream, format="png", dpi=150)
+    plt.close(figure)
+
+
+def run_style(number: int) -> dict[str, Any]:
+    """Return the look of run `number`, counted from 0. No two of 49 runs share both colour and marker."""
+    return {
+        "color": COLORS[number % len(COLORS)],
+        "marker": MARKERS[(number + number // len(COLORS)) % len(MARKERS)],
+        "linestyle": LINES[number % len(LINES)],
+        "linewidth": 2,
+        "markersize": 7,
+    }
+
+
+def legend_below(figure: Any, handles: Mapping[str, Any]) -> None:
+    """Put a legend, label → line, below all panels, and make the figure higher by as much."""
+    width, height = figure.get_size_inches()
+    longest = max(map(len, handles)) + 8  # the line before the label
+    columns = min(len(handles), max(1, int(width * CHARACTERS_PER_INCH / longest)))
+    rows = -(-len(handles) // columns)
+    figure.set_size_inches(width, height + LEGEND_LINE * rows + 0.2)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+
+
+def wrapped(title: str, inches: float) -> str:
+    """Return a title broken into lines that fit into a width."""
+    return textwrap.fill(title, max(10, int(inches * CHARACTERS_PER_INCH)))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return folders without the parts that all of them begin or end with; names without a `/` stay.
+
+    A single folder keeps its last two parts: the last one alone, such as `checkpoint`, may say nothing.
+    """
+    folders = {name: name.rstrip("/").split("/") for name in names if "/" in name}
+    first, end = -2, 0
+    if len(folders) > 1:
+        first = min(len(os.path.commonprefix(list(folders.values()))), min(map(len, folders.values())) - 1)
+        end = len(os.path.commonprefix([parts[:first:-1] for parts in folders.values()]))
+    short = {name: "/".join(parts[first : len(parts) - end]) for name, parts in folders.items()}
+    found = [short.get(name, name) for name in names]
+    return found if len(set(found)) == len(set(names)) else list(names)
+
+
+def thousands(value: float) -> str:
+    """Return a number on an axis: 65,000, 312, 5.75, −0.003."""
+    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")

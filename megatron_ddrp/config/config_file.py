@@ -1,0 +1,102 @@
+"""The file of `--config`: flat YAML, YAML nested by concern, or the config.json that a run wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ddrp.config.older import OLDER
+from megatron_ddrp.config.option import flag
+from megatron_ddrp.config.reading import Place, load_yaml, options_of, read_settings
+from megatron_ddrp.config.run import Config, concerns
+from megatron_ddrp.config.translation import HINTS
+from megatron_ddrp.errors import UserError
+
+OF_THE_RUN = ("save", "load", "tensorboard_dir")
+"""Settings of a run's config.json that belong to that run: another one has folders of its own."""
+
+
+class FromFile(NamedTuple):
+    """What a file of `--config` gives."""
+
+    values: dict[str, Any]
+    """Setting → checked value."""
+    remark: str = ""
+    """A line for the user, if any."""
+
+
+def read_config(path: str) -> FromFile:
+    """Return the settings of a file. Raises `UserError` for what cannot be read, by file and key."""
+    place = Place(f"--config {path}")
+    content = _load(Path(path), place)
+    if not _is_nested(content):
+        return FromFile(read_settings(options_of(*concerns().values()), content, place, HINTS))
+    model = content.get("model")
+    is_of_a_run = isinstance(model, Mapping) and "vocab_size" in model  # no flag sets it, and a run stores it
+    values: dict[str, Any] = {}
+    for concern, given in content.items():
+        if concern not in concerns():
+            raise place.error(f"unknown section {concern!r}; expected {', '.join(concerns())}")
+        values |= _read_concern(concern, given or {}, place.at(concern), is_of_a_run)
+    if not is_of_a_run:
+        return FromFile(values)
+    left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
+    remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
+    return FromFile(without_derived(values), remark)
+
+
+def _load(path: Path, place: Place) -> Any:
+    """Return the content of a file; JSON by its name, since YAML reads 1e-06 as text."""
+    if path.suffix != ".json":
+        return load_yaml(path, place) or {}
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise place.error(f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise place.error(f"cannot be read: {error}") from None
+
+
+def _is_nested(content: Any) -> bool:
+    """Return whether a file has its settings by concern."""
+    return isinstance(content, Mapping) and any(isinstance(value, Mapping) for value in content.values())
+
+
+def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> dict[str, Any]:
+    """Return the settings of one section; those without a flag are left out."""
+    section = concerns()[concern]
+    options = options_of(section)
+    if is_of_a_run and isinstance(given, Mapping):
+        given = OLDER.get(concern, dict)(dict(given))
+        without_flag = {f.name for f in dataclasses.fields(section)} - set(options)
+        given = {name: value for name, value in given.items() if name not in without_flag}
+        given = {name: value for name, value in given.items() if value is not None}
+    return read_settings(options, given, place, HINTS)
+
+
+def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide all of `values`: those equal to what the others leave as default go.
+
+    A run stores every setting resolved. Stored defaults that follow from another setting, such as the weights of the
+    objective, must follow again where a flag changes that one.
+    """
+    whole, left = config_of(values), dict(values)
+    for name in values:
+        rest = {other: value for other, value in left.items() if other != name}
+        with contextlib.suppress(UserError):  # the others do not stand without it
+            left = rest if config_of(rest) == whole else left
+    return left
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """Return the configuration with these settings, by name; the others have their defaults."""
+    return Config(
+        **{
+            concern: section(**{f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values})
+            for concern, section in concerns().items()
+        }
+    )

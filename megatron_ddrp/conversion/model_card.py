@@ -1,0 +1,169 @@
+"""README.md of an exported folder: a model card with the metadata that the Hugging Face hub reads.
+
+Everything comes from the checkpoint, the run's metrics.jsonl and the manifests of its datasets. Of a path only the last
+part is written: a card names no folder, host or user.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron_ddrp import checkpoint
+from megatron_ddrp.config import Config
+from megatron_ddrp.conversion.export_sums import CARD
+from megatron_ddrp.conversion.families import Family
+from megatron_ddrp.conversion.training_record import (
+    command,
+    data_table,
+    datasets_of,
+    facts_table,
+    losses,
+    progress,
+    settings,
+)
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
+from megatron_ddrp.tasks.machine import versions
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.pages import render
+
+EXAMPLE = "Paris is the {} of France."
+
+
+class Publishing(NamedTuple):
+    """What only the publisher knows."""
+
+    license: str | None = None
+    """Identifier of the hub, such as apache-2.0."""
+    languages: tuple[str, ...] = ()
+    """Codes such as en."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """The export that a card is about."""
+
+    name: str
+    source: Path
+    """The checkpoint, DIR/iter_N."""
+    config: Config
+    tokenizer: Tokenizer
+    family: Family
+    head: str
+    """Key of `HEADS`."""
+    parameters: int
+
+    @property
+    def fills_masks(self) -> bool:
+        return self.head == "masked-lm"
+
+
+def write_card(folder: Path, described: Described, publishing: Publishing) -> None:
+    """Write README.md into a folder."""
+    (folder / CARD).write_text(_card(described, publishing), encoding="utf-8")
+
+
+def _card(described: Described, publishing: Publishing) -> str:
+    config, tokenizer = described.config, described.tokenizer
+    state = checkpoint.read_state(described.source)
+    datasets = list(datasets_of(config.data))
+    return render(
+        "model_card.md.jinja",
+        metadata=_metadata(described, publishing),
+        name=described.name,
+        kind=_kind(described),
+        license=publishing.license,
+        usage=_usage(described),
+        trust=described.family.has_code,
+        model=facts_table(_model_facts(described)),
+        data=data_table(datasets),
+        unknown_data=[dataset.name for dataset in datasets if dataset.manifest is None],
+        tokenizer=f"Tokenizer: {tokenizer.tokenizer_type} of {tokenizer.vocab_size:,} pieces, fingerprint "
+        f"`{tokenizer.fingerprint[:12]}`.",
+        trained=not state.get(checkpoint.WEIGHTS_ONLY),
+        progress=progress(config, state),
+        losses=losses(described.source.resolve().parent, state["iteration"]),
+        settings=facts_table(settings(config, state)),
+        command=command(config),
+        limits=_limits(described),
+        versions=Table(["package", "version"], list(versions().items()), wordy=(1,)),
+    )
+
+
+def _metadata(described: Described, publishing: Publishing) -> str:
+    """Return the YAML between the card's dashes."""
+    config = described.config
+    values: dict[str, Any] = {
+        "license": publishing.license,
+        "language": list(publishing.languages),
+        "library_name": "transformers",
+        "pipeline_tag": "fill-mask" if described.fills_masks else "feature-extraction",
+        "tags": ["megatron-ddrp", config.model.position_encoding, config.objective.objective],
+    }
+    if described.fills_masks:
+        mask = described.tokenizer.pieces[described.tokenizer.mask_id]
+        values["mask_token"] = mask
+        if not publishing.languages or "en" in publishing.languages:
+            values["widget"] = [{"text": EXAMPLE.format(mask)}]
+    known = {key: value for key, value in values.items() if value}
+    text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True)
+    return text.strip() if publishing.license else f"# license: unknown; set it before publishing\n{text.strip()}"
+
+
+def _kind(described: Described) -> str:
+    model = described.config.model
+    head = "with its masked-LM head" if described.fills_masks else "trained as a discriminator of replaced tokens"
+    return (
+        f"A BERT-class encoder, {head}: {model.position_encoding} positions, {model.num_layers} layers of "
+        f"{model.hidden_size}, {described.parameters:,} parameters, pre-trained under the objective "
+        f"{described.config.objective.objective} with megatron_ddrp."
+    )
+
+
+def _usage(described: Described) -> list[str]:
+    """Return lines of Python that load the folder from the hub and use it."""
+    name = json.dumps(f"USER/{described.name}", ensure_ascii=False)
+    trust = ", trust_remote_code=True" if described.family.has_code else ""
+    if described.fills_masks:
+        text = json.dumps(EXAMPLE.format(described.tokenizer.pieces[described.tokenizer.mask_id]), ensure_ascii=False)
+        return [
+            "from transformers import pipeline",
+            "",
+            f'fill = pipeline("fill-mask", model={name}{trust})',
+            f"print(fill({text}))",
+        ]
+    return [
+        "from transformers import AutoModel, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({name}{trust})",
+        f"model = AutoModel.from_pretrained({name}{trust})",
+        'states = model(**tokenizer("A sentence.", return_tensors="pt")).last_hidden_state  # [1, tokens, hidden]',
+    ]
+
+
+def _model_facts(described: Described) -> dict[str, Any]:
+    model = described.config.model
+    return {
+        "class": described.family.classes(described.head)[0],
+        "position encoding": model.position_encoding,
+        "layers, hidden size, heads": f"{model.num_layers}, {model.hidden_size}, {model.num_attention_heads}",
+        "feed-forward size": f"{model.ffn_size:,}, {model.ffn}",
+        "LayerNorm": {"post": "after each block", "pre": "before each block"}[model.layernorm_position],
+        "longest text": f"{model.seq_length:,} pieces",
+        "vocabulary": f"{model.vocab_size:,} pieces",
+        "parameters in this folder": f"{described.parameters:,}, fp32",
+    }
+
+
+def _limits(described: Described) -> str:
+    model = described.config.model
+    return (
+        "The model was pre-trained and nothing more: it is the start of fine-tuning, not an answer to questions. Its "
+        "losses are those of its own corpus and vocabulary, and compare only with runs on the same. No benchmark was "
+        "run for this card. Whatever the corpus holds of errors, prejudice and private facts may show in its "
+        f"predictions. It has not seen texts of more than {model.seq_length:,} pieces."
+    )

@@ -1,0 +1,35 @@
+"""A run's settings as the words of a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
+
+
+def model_flags(config: ModelConfig) -> list[str]:
+    """Return the flags by which `pretrain_bert.py` builds this model: those that differ from their defaults."""
+    default = ModelConfig(position_encoding=config.position_encoding)
+    usual = ModelConfig().position_encoding == config.position_encoding
+    named = [] if usual else [flag("position_encoding"), config.position_encoding]
+    return [*named, *changed_flags(config, default)]
+
+
+def objective_flags(config: ObjectiveConfig) -> list[str]:
+    """Return `--objective`, always, and the objective's flags that differ from its defaults."""
+    return [flag("objective"), config.objective, *changed_flags(config, ObjectiveConfig(config.objective))]
+
+
+def changed_flags(section: Any, default: Any) -> list[str]:
+    """Return the flags of a concern's settings that differ from those of another one."""
+    flags = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if "help" not in field.metadata or value is None or value == getattr(default, field.name):
+            continue
+        if isinstance(value, bool):
+            flags.append(flag(field.name) if value else flag("no_" + field.name))
+        else:
+            flags += [flag(field.name), *map(str, value if isinstance(value, tuple) else (value,))]
+    return flags

@@ -1,0 +1,156 @@
+"""Data, progress, losses, settings and command of a run, for its model card: tables and words without any path."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ddrp.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ddrp.conversion.run_flags import changed_flags, model_flags, objective_flags
+from megatron_ddrp.data.batches.blend import read_blend
+from megatron_ddrp.data.dataset.manifest import read_manifest
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.run.metrics import Row, read_rows
+from megatron_ddrp.tasks.markdown import Table
+
+MEASURES = ("loss", "accuracy", "perplexity")
+"""Ends of the names of the metrics that the card shows."""
+LINE = 100
+"""Characters per line of the command."""
+MOST_FILES = 5
+"""Source files that the card names per dataset."""
+
+
+class Dataset(NamedTuple):
+    """A dataset that the run was trained on."""
+
+    name: str
+    weight: str
+    """Share in the blend, "whole" without weights."""
+    manifest: dict[str, Any] | None
+    """None where no manifest is found."""
+
+
+def datasets_of(data: DataConfig) -> Iterable[Dataset]:
+    """Yield the datasets of training. Manifests are looked for where the run found its data."""
+    words = data.data_path or data.train_data_path
+    if not words:
+        return
+    prefixes, weights = read_blend(words, "--data-path")
+    total = sum(weights) if weights else 1
+    for number, prefix in enumerate(prefixes):
+        try:
+            manifest = read_manifest(prefix)
+        except (UserError, OSError):
+            manifest = None
+        yield Dataset(_last(prefix), f"{float(weights[number] / total):.1%}" if weights else "whole", manifest)
+
+
+def data_table(datasets: Iterable[Dataset]) -> Table | None:
+    """Return the counts of the datasets that have a manifest, None where none has."""
+    rows = []
+    for name, weight, manifest in datasets:
+        if manifest is None:
+            continue
+        counts = [f"{manifest[key]:,}" if key in manifest else "" for key in ("documents", "tokens")]
+        names = [_last(str(file.get("name"))) for file in manifest.get("inputs") or [] if isinstance(file, dict)]
+        more = f" and {len(names) - MOST_FILES} more" if len(names) > MOST_FILES else ""
+        rows.append([name, *counts, weight, ", ".join(names[:MOST_FILES]) + more])
+    return Table(["dataset", "documents", "tokens", "share", "made from"], rows, wordy=(4,)) if rows else None
+
+
+def progress(config: Config, state: dict[str, Any]) -> str:
+    """Return sentences about how far training went and what it started from."""
+    tokens, samples = state.get("consumed_tokens"), state.get("consumed_samples")
+    seen = f", on {samples:,} sequences with {tokens:,} tokens" if tokens and samples else ""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    start = f" Training started from {_last(load)}." if load and load != save else ""
+    return f"The run made {state['iteration']:,} of {config.training.train_iters:,} steps{seen}.{start}"
+
+
+def losses(run: Path, iteration: int) -> Table | None:
+    """Return the last logged values of training and validation up to a step, as metrics.jsonl has them."""
+    rows = [row for row in read_rows(run, tell=lambda _: None) if row["iteration"] <= iteration]
+    columns = []
+    for label, prefix in (("training", ""), ("validation", "valid_")):
+        logged = [(row["iteration"], _measures(row, prefix)) for row in rows]
+        columns += [(f"{label}, step {step:,}", found) for step, found in logged if found][-1:]
+    if not columns:
+        return None
+    names = dict.fromkeys(name for _, found in columns for name in found)
+    table = [[name, *(_number(found.get(name)) for _, found in columns)] for name in names]
+    return Table(["metric", *(label for label, _ in columns)], table)
+
+
+def _measures(row: Row, prefix: str) -> dict[str, float | None]:
+    """Return the losses and accuracies of a row of metrics.jsonl whose names begin with `prefix`, without it."""
+    own = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+    return {key: value for key, value in own.items() if key.endswith(MEASURES) and not key.startswith("valid_")}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def settings(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what decided the training, in words."""
+    training, optimizer, objective = config.training, config.optimizer, config.objective
+    laid_out = state.get("layout", {})
+    warmup = optimizer.lr_warmup_iters
+    warmup_words = f"{warmup:,} steps" if warmup is not None else f"{optimizer.lr_warmup_fraction:g} of the steps"
+    return {
+        "objective": " ".join(objective_flags(objective)),
+        "masked": f"{objective.mask_prob} of the tokens, {objective.masking}",
+        "sequences per step": f"{training.global_batch_size:,}, of up to {config.model.seq_length:,} tokens",
+        "optimizer": f"{optimizer.optimizer}, beta {optimizer.adam_beta1:g} and {optimizer.adam_beta2:g}, eps "
+        f"{optimizer.adam_eps:g}, weight decay {optimizer.weight_decay:g}",
+        "gradients": f"clipped at a norm of {optimizer.clip_grad:g}" if optimizer.clip_grad else "not clipped",
+        "learning rate": f"{optimizer.lr:g}, warm-up {warmup_words}, {optimizer.lr_decay_style} decay to "
+        f"{optimizer.min_lr:g}",
+        "dropout": f"{config.model.hidden_dropout:g}, of attention {config.model.attention_dropout:g}",
+        "precision": training.precision,
+        "seed": training.seed,
+        "ranks": laid_out.get("ranks", "unknown"),
+        "data split": config.data.split or "training and validation data apart",
+    }
+
+
+def command(config: Config) -> list[str]:
+    """Return the run's command line, without paths, outputs and the launcher's own settings."""
+    words = ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
+    words += changed_flags(replace(config.data, index_cache_dir=None), DataConfig())
+    words += objective_flags(config.objective) + model_flags(config.model)
+    for section, default in (
+        (config.training, TrainingConfig()),
+        (config.optimizer, OptimizerConfig()),
+        (config.parallel, ParallelConfig()),
+    ):
+        words += changed_flags(section, default)
+    words += ["--save", config.checkpoint.save or "run"]
+    return _wrapped([_last(word) for word in words])
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """Return a command as lines of at most `LINE` characters, broken before flags."""
+    lines: list[list[str]] = [[]]
+    for place, word in enumerate(words):
+        with_values = itertools.takewhile(lambda later: not later.startswith("--"), words[place + 1 :])
+        if word.startswith("--") and len(shlex.join([*lines[-1], word, *with_values])) > LINE:
+            lines.append([])
+        lines[-1].append(word)
+    return " \\\n    ".join(map(shlex.join, lines)).split("\n")
+
+
+def facts_table(facts: dict[str, Any]) -> Table:
+    """Return a table with one row per setting."""
+    return Table(["setting", "value"], [[key, str(value)] for key, value in facts.items()], wordy=(1,))
+
+
+def _last(path: str) -> str:
+    """Return the last part of a path, other words unchanged."""
+    return os.path.basename(path.rstrip("/")) if "/" in path else path

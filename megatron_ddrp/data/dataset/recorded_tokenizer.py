@@ -1,0 +1,93 @@
+"""The tokenizer of a dataset as flags, from its manifest: `--tokenizer-type`, and the vocabulary where it still lies.
+
+A manifest records the vocabulary's path relative to the dataset's folder, so that a tree of both can be moved or copied
+as a whole, and equal runs give equal manifests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_ddrp.data.atomic import AnyPath
+from megatron_ddrp.data.dataset.dataset_index import dataset_path
+from megatron_ddrp.data.dataset.manifest import entry, read_manifest
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+PATH = "tokenizer_path"
+"""Manifest entry of the vocabulary's path."""
+
+
+class TokenizerFlags(NamedTuple):
+    """Values of the three flags that name a tokenizer; None for a flag that is not given."""
+
+    tokenizer_type: str | None = None
+    vocab_file: str | None = None
+    tokenizer_model: str | None = None
+
+    @property
+    def path_name(self) -> str:
+        """Name of the flag that gives the vocabulary of this type."""
+        is_wordpiece = (self.tokenizer_type or TOKENIZER_TYPES[0]).startswith("BertWordPiece")
+        return "vocab_file" if is_wordpiece else "tokenizer_model"
+
+    @property
+    def path(self) -> str | None:
+        """Vocabulary of this type."""
+        return getattr(self, self.path_name)
+
+    def with_path(self, path: str | None) -> TokenizerFlags:
+        """Return the same type with another vocabulary."""
+        return self._replace(**{self.path_name: path})
+
+    def words(self) -> list[str]:
+        """Return the flags as the words that one types."""
+        return [word for name, value in self._asdict().items() if value for word in (_flag(name), value)]
+
+
+def relative_path(path: AnyPath, prefix: AnyPath) -> str:
+    """Return a vocabulary's path as the manifest of `prefix` records it."""
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(dataset_path(prefix, ".json").parent))
+
+
+def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
+    """Return the flags that the manifest of a dataset names, whether the vocabulary is still there or not.
+
+    Without a manifest, or with one of another writer, all are None.
+    """
+    manifest = read_manifest(prefix) or {}
+    kind, recorded = entry(manifest, "tokenizer").get("type"), manifest.get(PATH)
+    if kind not in TOKENIZER_TYPES:
+        return TokenizerFlags()
+    if not isinstance(recorded, str):
+        return TokenizerFlags(kind)
+    path = os.path.realpath(dataset_path(prefix, ".json").parent / recorded)
+    here = os.path.relpath(path)
+    return TokenizerFlags(kind).with_path(path if here.startswith(os.pardir) else here)
+
+
+def completed(given: TokenizerFlags, prefixes: Iterable[AnyPath]) -> TokenizerFlags:
+    """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
+
+    A type that contradicts the manifest stays as given; opening the dataset refuses it.
+    Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError` where the vocabulary is not given, and
+    does not lie where the manifest says.
+    """
+    for prefix in prefixes:
+        recorded = recorded_flags(prefix)
+        if recorded.tokenizer_type is None:
+            continue
+        chosen = given._replace(tokenizer_type=given.tokenizer_type or recorded.tokenizer_type)
+        if chosen.path or recorded.path is None or chosen.path_name != recorded.path_name:
+            return chosen
+        if not os.path.exists(recorded.path):
+            made_with = f"{os.fspath(prefix)} was made with {recorded.path}, which is not there any more"
+            raise UserError(f"{made_with}; give {_flag(recorded.path_name)} (a local path)", WRONG_ARGUMENTS)
+        return chosen.with_path(recorded.path)
+    return given._replace(tokenizer_type=given.tokenizer_type or TOKENIZER_TYPES[0])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,95 @@
+"""The curves of runs: which numbers of metrics.jsonl stand in which panel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_ddrp.run.metrics import Row
+
+Rows = list[Row]
+"""Rows of one run's metrics.jsonl."""
+
+Series = list[tuple[int, float]]
+"""(iteration, value) pairs."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One axis of a figure and the numbers on it."""
+
+    label: str
+    training: str | None
+    """Key of the numbers that training logs."""
+    validation: str | None = None
+    """Key of the numbers that validations log."""
+    factor: float = 1.0
+    is_noisy: bool = False
+    """Whether a step's own value says little, so that a running mean goes over the training curve."""
+
+    def trained(self, rows: Rows) -> Series:
+        """Return the training curve; empty where nothing was logged."""
+        return self._scaled(rows, self.training)
+
+    def validated(self, rows: Rows) -> Series:
+        """Return the validation curve; empty where nothing was logged."""
+        return self._scaled(rows, self.validation)
+
+    def _scaled(self, rows: Rows, key: str | None) -> Series:
+        return [(step, self.factor * value) for step, value in series(rows, key)] if key else []
+
+
+LOSS = Panel("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
+GENERATOR_LOSS = Panel("generator's loss [nats]", "lm_loss", "valid_lm_loss")
+RTD_ACCURACY = Panel("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
+LEARNING = (
+    Panel("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
+    Panel("TCD: mean cosine of tokens", "tcd_loss", "token_similarity"),
+    Panel("HCD: mean cosine of heads", "hcd_loss", "head_similarity", is_noisy=True),
+    Panel("RTD loss [nats]", "rtd_loss", "valid_rtd_loss"),
+    RTD_ACCURACY,
+    Panel("replaced tokens found [%]", "rtd_recall", "valid_rtd_recall", 100),
+    Panel("generator's accuracy [%]", "generator_accuracy", "valid_generator_accuracy", 100),
+)
+"""Panels below the loss, where a run logged their numbers."""
+SPEED = (
+    Panel("learning rate", "lr"),
+    Panel("gradient norm", "grad_norm"),
+    Panel("tokens per second", "tokens_per_second"),
+    Panel("peak memory [GiB]", "peak_memory_gib"),
+)
+
+
+def series(rows: Rows, key: str) -> Series:
+    """Return the values of one metric, where it was logged and finite."""
+    return [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def running_mean(values: Series, window: int) -> Series:
+    """Return the means of `window` neighbouring values, each at the middle one's step; `window` is odd."""
+    middle = window // 2
+    return [
+        (values[number][0], sum(value for _, value in values[number - middle : number + middle + 1]) / window)
+        for number in range(middle, len(values) - middle)
+    ]
+
+
+def logged(panels: Iterable[Panel], runs: Mapping[str, Rows]) -> list[Panel]:
+    """Return the panels that any run logged numbers of."""
+    return [panel for panel in panels if any(panel.trained(r) or panel.validated(r) for r in runs.values())]
+
+
+def loss_panel(runs: Mapping[str, Rows]) -> Panel:
+    """Return the panel of the masked-LM losses; of runs with a detector they are the generator's."""
+    return GENERATOR_LOSS if logged([RTD_ACCURACY], runs) else LOSS
+
+
+def majority(rows: Rows) -> Series:
+    """Return the accuracy in percent of calling every token an original, in each validation."""
+    return [(step, 100 * (1 - share)) for step, share in series(rows, "valid_replaced_share")]
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss): pieces that the model is as unsure between as between equally likely ones."""
+    return math.exp(loss) if loss < 700 else math.inf

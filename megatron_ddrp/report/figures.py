@@ -1,0 +1,154 @@
+"""The figures of a report: what the runs learnt, and how they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.analysis.plotting import (
+    COLORS,
+    GREY,
+    legend_below,
+    pyplot,
+    run_style,
+    save_figure,
+    short_names,
+    thousands,
+)
+from megatron_ddrp.report.curves import (
+    LEARNING,
+    RTD_ACCURACY,
+    SPEED,
+    Panel,
+    Rows,
+    Series,
+    logged,
+    loss_panel,
+    majority,
+    running_mean,
+)
+
+WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
+"""Inches of a figure, of the panel of the loss, and of a row of panels below it."""
+WINDOW = 9
+"""Rows of metrics.jsonl in a running mean."""
+
+
+def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> None:
+    """Draw the losses of runs by name, with the perplexity at the right, and below them what else they learnt."""
+    plt = pyplot()
+    lower = logged(LEARNING, runs)
+    columns = _columns(len(lower))
+    lines = -(-len(lower) // columns)
+    figure = plt.figure(figsize=(WIDTH, TOP + LOWER * lines), layout="constrained")
+    grid = figure.add_gridspec(1 + lines, columns, height_ratios=[TOP] + [LOWER] * lines)
+    top, looks = figure.add_subplot(grid[0, :]), _looks(runs)
+    _draw_panel(top, loss_panel(runs), runs, looks)
+    handles = _handles(plt, looks)
+    if unigram is not None:
+        handles[f"unigram level ({unigram:.2f})"] = top.axhline(unigram, color=GREY, linestyle=":", linewidth=2)
+    _add_perplexity(plt, top)
+    for number, panel in enumerate(lower):
+        axis = figure.add_subplot(grid[1 + number // columns, number % columns])
+        _draw_panel(axis, panel, runs, looks)
+        if panel.is_noisy and any(len(panel.trained(rows)) > WINDOW for rows in runs.values()):
+            handles[f"HCD, mean of {WINDOW} rows"] = plt.Line2D([], [], color=GREY, linewidth=2.5)
+        if panel == RTD_ACCURACY:
+            for level in filter(None, map(majority, runs.values())):
+                (line,) = axis.plot(*zip(*level, strict=True), color=GREY, linestyle=":", linewidth=2)
+                handles["majority: every token an original"] = line
+    legend_below(figure, handles)
+    save_figure(plt, figure, path)
+
+
+def draw_speed(runs: Mapping[str, Rows], path: Path) -> bool:
+    """Draw learning rate, gradient norm, speed and memory; return whether any of them was logged."""
+    panels = logged(SPEED, runs)
+    if not panels:
+        return False
+    plt, looks = pyplot(), _looks(runs)
+    columns = _columns(len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=(WIDTH, LOWER * lines), layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw_panel(axis, panel, runs, looks)
+    if len(runs) > 1:
+        legend_below(figure, {look.name: plt.Line2D([], [], color=look.color, linewidth=2) for look in looks})
+    save_figure(plt, figure, path)
+    return True
+
+
+def _columns(panels: int) -> int:
+    """Return the columns that leave the fewest holes: 2 for 2 or 4 panels, else 3 at most."""
+    return 2 if panels in (2, 4) else min(3, max(1, panels))
+
+
+class _Look:
+    """Colours and marker of one run. A run alone has a colour for training and one for validation."""
+
+    def __init__(self, name: str, number: int, is_alone: bool) -> None:
+        style = run_style(number)
+        self.name, self.color, self.marker = name, style["color"], style["marker"]
+        self.validation_color = COLORS[1] if is_alone else self.color
+
+
+def _looks(runs: Mapping[str, Rows]) -> list[_Look]:
+    return [_Look(name, number, len(runs) == 1) for number, name in enumerate(short_names(list(runs)))]
+
+
+def _handles(plt: Any, looks: Sequence[_Look]) -> dict[str, Any]:
+    """Return label → line: training and validation of one run, or each run's colour and the two kinds of lines."""
+    if len(looks) == 1:
+        (look,) = looks
+        return {
+            "training": plt.Line2D([], [], color=look.color, linewidth=1.4),
+            "validation": plt.Line2D([], [], color=look.validation_color, marker=look.marker, linewidth=2),
+        }
+    by_run = {look.name: plt.Line2D([], [], color=look.color, marker=look.marker, linewidth=2) for look in looks}
+    kinds = {
+        "training": plt.Line2D([], [], color=GREY, linewidth=1.2, alpha=0.6),
+        "validation": plt.Line2D([], [], color=GREY, marker="o", linewidth=2),
+    }
+    return by_run | kinds
+
+
+def _draw_panel(axis: Any, panel: Panel, runs: Mapping[str, Rows], looks: Sequence[_Look]) -> None:
+    """Draw the curves of a panel: training thin, validation with markers."""
+    for rows, look in zip(runs.values(), looks, strict=True):
+        trained = panel.trained(rows)
+        smooth = running_mean(trained, WINDOW) if panel.is_noisy else []
+        alpha = 0.35 if smooth else 1.0 if len(looks) == 1 else 0.6
+        _plot(axis, trained, color=look.color, linewidth=1.4, alpha=alpha)
+        _plot(axis, smooth, color=look.color, linewidth=2.5)
+        _plot(axis, panel.validated(rows), color=look.validation_color, linewidth=2, marker=look.marker, markersize=5)
+    axis.set(xlabel="step", ylabel=panel.label)
+    axis.grid(alpha=0.3)
+    axis.yaxis.set_major_formatter(lambda value, _: thousands(value))
+    axis.locator_params(axis="x", nbins=5)
+    axis.xaxis.set_major_formatter(lambda value, _: thousands(value))
+
+
+def _plot(axis: Any, values: Series, **style: Any) -> None:
+    if values:
+        marker = {"marker": "."} if len(values) == 1 else {}  # a line through one point is invisible
+        axis.plot(*zip(*values, strict=True), **(marker | style))
+
+
+def _add_perplexity(plt: Any, axis: Any) -> None:
+    """Give the axis of a loss in nats a second scale at the right: exp(loss)."""
+    right = axis.secondary_yaxis("right", functions=(np.exp, lambda x: np.log(np.clip(x, 1e-300, None))))
+    lowest, highest = np.exp(axis.get_ylim())
+    decades = 10.0 ** np.arange(np.floor(np.log10(lowest)), np.ceil(np.log10(highest)) + 1)
+    ticks = next(
+        found
+        for steps in ((1,), (1, 2, 5), range(1, 10), np.arange(10, 100) / 10)
+        if len(found := [d * s for d in decades for s in steps if lowest <= d * s <= highest]) >= 3 or len(steps) > 9
+    )
+    right.set_yticks(ticks, [thousands(tick) for tick in ticks])
+    right.minorticks_off()
+    right.set_ylabel("perplexity")

@@ -1,0 +1,261 @@
+"""Scripts of Megatron-LM: what is taken, under which of our names, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ddrp.arguments import Arguments, build_parser, parse_arguments
+from megatron_ddrp.config import Config
+from megatron_ddrp.config.huggingface_flags import HINTS as HUGGING_FACE
+from megatron_ddrp.config.megatron_flags import ASKS_SETTINGS, BY_VALUE, REFUSED, RENAMED, THEIR_DEFAULTS
+from megatron_ddrp.config.reading import Place
+from megatron_ddrp.config.translation import KINDS, RULES, translate
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.flags import make_config, read_flags
+
+SCRIPT = """
+--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096 --kv-channels 64 --seq-length 512
+--max-position-embeddings 512 --attention-backend flash --init-method-std 0.02 --hidden-dropout 0.1
+--attention-dropout 0.1 --normalization LayerNorm --norm-epsilon 1e-5 --position-embedding-type learned_absolute
+--micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --lr 0.0001 --lr-decay-iters 990000
+--lr-decay-style linear --min-lr 1.0e-5 --lr-warmup-fraction .01 --weight-decay 1e-2 --clip-grad 1.0
+--optimizer adam --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-8 --seed 1234 --bf16
+--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 65536
+--no-query-key-layer-scaling --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel
+--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --distributed-backend nccl
+--distributed-timeout-minutes 60 --DDP-impl local --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --use-flash-attn --transformer-impl local --no-masked-softmax-fusion
+--no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce --data-path 0.3 wiki 0.7 books
+--vocab-file vocab.txt --tokenizer-type BertWordPieceLowerCase --vocab-extra-ids 0
+--make-vocab-size-divisible-by 128 --split 949,50,1 --data-impl mmap --mmap-warmup --num-workers 2
+--dataloader-type single --data-cache-path cache --short-seq-prob 0.1 --mask-prob 0.15 --eod-mask-loss
+--bert-no-binary-head --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save run
+--load run --ckpt-format torch_dist --tensorboard-dir tb --log-params-norm --log-num-zeros-in-grad
+--log-timers-to-tensorboard --wandb-exp-name base --exit-duration-in-mins 230
+"""
+"""The example of the 340M model (examples/bert/train_bert_340m_distributed.sh, several years' versions) with what its
+users add: 79 flags."""
+
+
+def refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that refuses a command line."""
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(shlex.split(words))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    return error
+
+
+def read(words: str) -> Arguments:
+    return parse_arguments(shlex.split(words))
+
+
+def test_a_script_of_79_flags_is_refused_for_one_of_them_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = re.findall(r"--[\w-]+", SCRIPT)
+    assert len(flags) == len(set(flags)) == 79
+    error = refusal(SCRIPT, capsys)
+    refused = re.findall(r"--[\w-]+", error.partition(";")[0])
+    assert refused == ["--short-seq-prob"] and "no sequence is cut short at random" in error
+    arguments = read(SCRIPT.replace("--short-seq-prob 0.1", ""))
+    without, renamed, defaults = arguments.remarks
+    assert without.startswith("taken from Megatron-LM and without effect here: --attention-softmax-in-fp32, --no-query")
+    assert all(words in without for words in ("--DDP-impl local", "--max-position-embeddings 512", "--kv-channels 64"))
+    assert renamed == (
+        "taken from Megatron-LM: --attention-backend flash as --attention-backend auto, --normalization LayerNorm as "
+        "--norm layernorm, --norm-epsilon 1e-5 as --layernorm-epsilon 1e-5, --position-embedding-type learned_absolute "
+        "as --position-encoding absolute, --optimizer adam as --optimizer adamw, --recompute-granularity full as "
+        "--checkpoint-activations, --data-cache-path cache as --index-cache-dir cache, --bert-no-binary-head as "
+        "--num-segments 0"
+    )
+    assert defaults == (
+        "defaults here that are not Megatron-LM's: --objective mth (there mlm, and next-sentence prediction unless "
+        "--bert-no-binary-head), --masking whole-word (there ngram), --layernorm-position post (there pre)"
+    )
+    config = arguments.config
+    assert (config.model.position_encoding, config.model.num_segments, config.model.layernorm_epsilon) == (
+        "absolute",
+        0,
+        1e-5,
+    )
+    assert config.parallel.checkpoint_activations and config.data.data_path == ("0.3", "wiki", "0.7", "books")
+    assert config.optimizer.lr_decay_iters == 990_000 and config.optimizer.warmup_steps(1_000_000) == 9_900
+
+
+def test_the_example_of_the_340m_model_is_taken_whole() -> None:
+    words = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+        --max-position-embeddings 512 --attention-backend auto --micro-batch-size 4 --global-batch-size 32
+        --train-iters 1000000 --weight-decay 1e-2
+        --clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5
+        --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --tensor-model-parallel-size 8
+        --pipeline-model-parallel-size 16 --data-path corpus --vocab-file vocab.txt --split 949,50,1 --log-interval 100
+        --save-interval 10000 --eval-interval 1000 --save run --load run --eval-iters 10 --tensorboard-dir tb"""
+    assert read(words).remarks[0] == "taken from Megatron-LM and without effect here: --max-position-embeddings 512"
+
+
+def test_megatron_deepspeeds_example_is_taken_whole() -> None:
+    words = """--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.999 --init-method-std 0.02
+        --tensor-model-parallel-size 1 --lr-decay-iters 100 --lr-warmup-iters 10 --micro-batch-size 4
+        --global-batch-size 32 --seq-length 512 --max-position-embeddings 512 --train-iters 100 --lr 1e-4 --min-lr 1e-5
+        --lr-decay-style linear --split 949,50,1 --num-workers 0 --fp16 --load run --save run --data-impl mmap
+        --tensorboard-queue-size 1 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
+        --log-validation-ppl-to-tensorboard --tensorboard-dir tb --checkpoint-activations
+        --log-optimizer-states-to-tensorboard --deepspeed --zero-stage 1 --pipeline-model-parallel-size 1
+        --no-pipeline-parallel --deepspeed-activation-checkpointing"""
+    assert "--no-pipeline-parallel as --pipeline-model-parallel-size 1" in read(words).remarks[1]
+
+
+def test_our_own_flags_say_nothing_more() -> None:
+    assert read("--lr-warmup-iters 5 --train-iters 10 --log-interval 1 --adam-beta1 0.9").remarks == ()
+
+
+def test_a_number_of_samples_becomes_steps() -> None:
+    arguments = read("--global-batch-size 256 --train-samples 25700 --lr-decay-samples 25600 --lr-warmup-samples 1000")
+    optimizer = arguments.config.optimizer
+    assert (arguments.config.training.train_iters, optimizer.lr_decay_iters, optimizer.lr_warmup_iters) == (100, 100, 4)
+    assert arguments.remarks[0] == (
+        "taken from Megatron-LM: --train-samples 25700 as --train-iters 100, --lr-decay-samples 25600 as "
+        "--lr-decay-iters 100, --lr-warmup-samples 1000 as --lr-warmup-iters 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "setting", "value"),
+    [
+        ("--batch-size 3", "training", "micro_batch_size", 3),
+        ("--apply-residual-connection-post-layernorm", "model", "layernorm_position", "post"),
+        ("--warmup .5", "optimizer", "lr_warmup_fraction", 0.5),
+        ("--encoder-seq-length=64", "model", "seq_length", 64),
+        ("--max-position-embeddings 64", "model", "seq_length", 64),
+        ("--cpu_optimizer", "parallel", "offload_optimizer", "cpu"),
+        ("--use-rotary-position-embeddings", "model", "position_encoding", "rope"),
+        ("--save-retain-interval 20", "checkpoint", "milestone_interval", 20),
+        ("--tokenizer-type HFTokenizer", "data", "tokenizer_type", "HuggingFace"),
+    ],
+)
+def test_a_renamed_flag_reaches_its_field(words: str, section: str, setting: str, value: object) -> None:
+    arguments = read(words)
+    assert getattr(getattr(arguments.config, section), setting) == value
+    assert arguments.remarks[0].startswith(f"taken from Megatron-LM: {words} as --")
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED) + sorted(BY_VALUE))
+def test_every_translation_is_a_command_line_of_ours(name: str) -> None:
+    values = list(BY_VALUE[name].words.values()) if name in BY_VALUE else [RENAMED[name].replace("{}", "1")]
+    for words in values:
+        build_parser().parse_args(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data-impl cached", "--data-impl cached; only the memory-mapped format is read"),
+        ("--vocab-extra-ids 100", "no piece is added to the tokenizer's"),
+        ("--max-position-embeddings 64 --seq-length 128", "--max-position-embeddings 64; it is below --seq-length 128"),
+        ("--kv-channels 32", "a head has --hidden-size / --num-attention-heads = 64 channels"),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", "under --fp16 gradients add up in fp16"),
+        (
+            "--bf16 --accumulate-allreduce-grads-in-fp32 --cpu-optimizer --pipeline-model-parallel-size 2",
+            "an offloaded pipeline",
+        ),
+        ("--fp16 --loss-scale 1024", "set fp16.loss_scale in --deepspeed-config"),
+        ("--fp16 --hysteresis 3", "set fp16.hysteresis in --deepspeed-config; it is 2 here"),
+        ("--train-samples many", "--train-samples many; expected a whole number"),
+        (
+            "--micro-batch-size 2 --batch-size 4",
+            "--batch-size 4 is --micro-batch-size 4 here, but --micro-batch-size is 2",
+        ),
+        (
+            "--train-iters 5 --train-samples 2560",
+            "--train-samples 2560 is --train-iters 10 here, but --train-iters is 5",
+        ),
+        ("--num-workers", "unrecognized arguments: --num-workers; "),
+        ("--tensor-model-parallel 8", "did you mean --tensor-model-parallel-size?"),
+        ("--max-position-embedding 8", "did you mean --max-position-embeddings?"),
+        ("--finetune --no-load-optim", "--finetune (to begin from weights alone"),
+        ("--optimizer sgd", "invalid choice: 'sgd'"),
+        ("--fp16 True", "unrecognized arguments: True; a switch takes no value"),
+        ("--deepspeed ds.json", "it takes no value; give --deepspeed_config FILE"),
+    ],
+)
+def test_what_means_something_else_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(words, capsys)
+
+
+def test_all_refused_flags_are_in_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal("--rampup-batch-size 16 8 300 --kv-channels 3 --swiglu --learning-rate 1 --numlayers 3", capsys)
+    assert error.partition(": ")[2].startswith(
+        "error: unrecognized arguments: --rampup-batch-size 16 8 300 (the batch size is constant: "
+        "give --global-batch-size alone), --swiglu (the gated block here is --ffn geglu), --learning-rate 1 (use "
+        "--lr), --numlayers 3 (did you mean --num-layers?), --kv-channels 3 (a head has"
+    )
+
+
+def test_loss_scaling_without_fp16_has_no_effect() -> None:
+    words = "--bf16 --initial-loss-scale 4096 --min-loss-scale 2 --hysteresis 5 --loss-scale 7 --loss-scale-window 3"
+    assert read(words).config.training == Config().replace(training={"bf16": True}).training
+
+
+def test_words_after_two_dashes_and_values_with_equals_are_kept_apart() -> None:
+    taken = translate(["--num-workers=3", "--recompute-modules", "a", "b", "--", "--num-workers", "4"])
+    assert taken.words == ["--", "--num-workers", "4"]
+    assert taken.without_effect == ["--num-workers=3", "--recompute-modules a b"]
+
+
+def test_the_tables_hold_each_flag_once_and_none_of_ours() -> None:
+    own = {name[2:] for action in build_parser()._actions for name in action.option_strings}
+    read_by_value = {name.rstrip("=*") for name, by_value in BY_VALUE.items() if by_value.otherwise is None}
+    assert set(KINDS) & own == read_by_value
+    assert not set(HUGGING_FACE) & (own | set(KINDS))
+    assert set(RULES) == {name.rstrip("=*") for name in ASKS_SETTINGS}
+    names = [*RENAMED, *BY_VALUE, *ASKS_SETTINGS, *REFUSED]
+    assert len({name.rstrip("=*") for name in names}) == len(names)
+    resolved = {name for concern in Config().to_dict().values() for name in concern}
+    assert set(THEIR_DEFAULTS) <= resolved
+
+
+@pytest.mark.parametrize("name", sorted(HUGGING_FACE))
+def test_habits_from_hugging_face_get_the_flag_of_ours(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(f"--{name.replace('-', '_')} 1", capsys)
+    assert f"--{name.replace('-', '_')} 1; {HUGGING_FACE[name]}" in error
+    own = {flag for action in build_parser()._actions for flag in action.option_strings} | {"--from-hf", "--x"}
+    assert set(re.findall(r"--[a-z][\w-]*", HUGGING_FACE[name])) <= own
+
+
+def test_help_names_none_of_them() -> None:
+    text = build_parser().format_help()
+    assert "--num-workers" not in text and "docs/megatron.md" in text
+
+
+def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for text, hint in (
+        ("num-workers: 2", "unknown setting 'num-workers'; it is Megatron-LM's and without effect here: leave it out"),
+        ("learning_rate: 1", "unknown setting 'learning_rate'; use --lr"),
+        ("train-samples: 1", "unknown setting 'train-samples'; use --train-iters"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=re.escape(hint)):
+            read(f"--config {path}")
+    with pytest.raises(UserError, match="plan.yaml: unknown setting 'learning_rate'; use --lr"):
+        read_flags({"learning_rate": 1}, Place("plan.yaml"))
+
+
+def test_renamed_flags_win_over_yaml_as_ours_do(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train-iters: 7\nmicro-batch-size: 7\nglobal-batch-size: 14\n", encoding="utf-8")
+    training = read(f"--config {path} --train-samples 42 --batch-size 2").config.training
+    assert (training.train_iters, training.micro_batch_size, training.global_batch_size) == (3, 2, 14)
+
+
+def test_a_deepspeed_file_of_a_plan_decides_as_for_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 64}', encoding="utf-8")
+    settings = {"deepspeed_config": str(path)}
+    assert make_config(settings, "plan").training.global_batch_size == 64
+    path.write_text('{"gradient_accumulation_steps": 2}', encoding="utf-8")
+    with pytest.raises(UserError, match="plan: --deepspeed-config .* depend on the number of ranks"):
+        make_config(settings, "plan")

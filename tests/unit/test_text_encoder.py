@@ -1,0 +1,238 @@
+"""`load_encoder` for Python users: equal to transformers with the export, and to its fill-mask pipeline."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ddrp import load_encoder
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
+from tests.unit.conversion.conftest import SEQ_LENGTH, WORDS, write_checkpoint
+from tests.unit.conversion.test_tokenizer_kinds import FAIRSEQ, byte_level, settings
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ["the cat sings.", "red", "blue dogs run, birds sing.", ("the bird", "green cats run")]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def in_folder(folder, name, **settings):
+    """Write a model of transformers with random weights and the words' vocabulary; return its folder."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    size = {"vocab_size": len(SPECIAL + WORDS), "max_position_embeddings": SEQ_LENGTH, "initializer_range": 0.5}
+    cls(cls.config_class(**SIZES, **size, **settings)).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]) + "\n")
+    return write_checkpoint(folder / "run", build_tokenizer("BertWordPieceLowerCase", folder / "vocab.txt"))
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    """Its export, the export's masked LM and tokenizer as transformers loads them."""
+    from megatron_ddrp.conversion.export_check import exported_class
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+
+    folder = run.parent / "hf"
+    export_checkpoint(run, folder)
+    model = exported_class(folder, "DdrpForMaskedLM").from_pretrained(folder).eval()
+    return folder, model, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of_run(run):
+    return build_tokenizer("BertWordPieceLowerCase", run.parent / "vocab.txt")
+
+
+@pytest.fixture(scope="module")
+def encoder(run):
+    return load_encoder(run, device="cpu")
+
+
+@torch.no_grad()
+def states_of(model, tokenizer, text):
+    """Hidden states of all layers, `[layers, pieces, hidden]`, by transformers alone."""
+    given = tokenizer(*(text if isinstance(text, tuple) else (text,)), return_tensors="pt")
+    return torch.stack(model(**given, output_hidden_states=True).hidden_states)[:, 0].numpy()
+
+
+def test_states_are_those_of_the_export_in_every_layer(run, exported, encoder):
+    folder, model, tokenizer = exported
+    expected = [states_of(model, tokenizer, text) for text in TEXTS]
+    for path in (run, run / "iter_0000003", folder):
+        loaded = load_encoder(str(path), device="cpu")
+        for states, every, one, truth in zip(
+            loaded.encode(TEXTS, batch_size=2),
+            loaded.encode(TEXTS, layers="all", batch_size=3),
+            loaded.encode(TEXTS, layers=1),
+            expected,
+            strict=True,
+        ):
+            assert states.shape == truth.shape[1:] and states.dtype == np.float32
+            np.testing.assert_allclose(every, truth, atol=2e-5)
+            np.testing.assert_allclose(states, truth[-1], atol=2e-5)
+            np.testing.assert_allclose(one, truth[1], atol=2e-5)
+    np.testing.assert_allclose(encoder.encode(TEXTS[3], layers=[-1, 0]), expected[3][[-1, 0]], atol=2e-5)
+    assert not np.allclose(expected[0][-1], expected[0][1], atol=0.1)
+
+
+def test_pieces_stand_beside_their_states(encoder):
+    assert encoder.tokenize("the Cats sing") == ["[CLS]", "the", "cat", "##s", "sing", "[SEP]"]
+    assert encoder.tokenize(("the", "cat")) == ["[CLS]", "the", "[SEP]", "cat", "[SEP]"]
+    for pieces, states in zip(encoder.tokenize(TEXTS), encoder.encode(TEXTS), strict=True):
+        assert len(pieces) == len(states)
+
+
+def test_pooling_by_loops(encoder):
+    states = encoder.encode(TEXTS)
+    by_loops = {
+        "mean": [[sum(column) / len(column) for column in rows.T] for rows in states],
+        "cls": [rows[0] for rows in states],
+        "max": [[max(column) for column in rows.T] for rows in states],
+    }
+    for how, expected in by_loops.items():
+        found = encoder.pool(TEXTS, how, batch_size=3)
+        assert found.shape == (len(TEXTS), encoder.hidden_size) and found.dtype == np.float32
+        np.testing.assert_allclose(found, np.array(expected), atol=1e-5)
+    np.testing.assert_allclose(encoder.pool("red"), by_loops["mean"][1], atol=1e-5)
+    first = [rows.mean(0) for rows in encoder.encode(TEXTS, layers=0)]
+    np.testing.assert_allclose(encoder.pool(TEXTS, layer=0), first, atol=1e-5)
+    assert encoder.pool([]).shape == (0, encoder.hidden_size) and encoder.encode([]) == []
+
+
+def assert_as_the_pipeline(encoder, model, tokenizer, text, top_k=4):
+    pipeline = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, device="cpu")
+    expected = pipeline(text, top_k=top_k)
+    expected = expected if isinstance(expected[0], list) else [expected]
+    found = encoder.fill_mask(text, top_k)
+    assert [[each.id for each in of_mask] for of_mask in found] == [[e["token"] for e in row] for row in expected]
+    scores = [[e["score"] for e in row] for row in expected]
+    np.testing.assert_allclose([[each.probability for each in of_mask] for of_mask in found], scores, rtol=1e-4)
+    assert all(each.piece == encoder.tokenizer.pieces[each.id] for of_mask in found for each in of_mask)
+
+
+@pytest.mark.parametrize("text", ["The [MASK] sings.", "[MASK]", "a[MASK]s, the red [MASK] [MASK]"])
+def test_masks_are_filled_as_by_the_pipeline_with_the_export(exported, run, text):
+    folder, model, tokenizer = exported
+    for path in (run, folder):
+        assert_as_the_pipeline(load_encoder(path, device="cpu"), model, tokenizer, text)
+
+
+def test_masks_are_filled_as_by_the_pipeline_with_a_bert(tmp_path):
+    folder = in_folder(tmp_path, "BertForMaskedLM")
+    encoder = load_encoder(folder, device="cpu")
+    before = encoder.encode("the cat")
+    model, tokenizer = (
+        transformers.BertForMaskedLM.from_pretrained(folder),
+        transformers.BertTokenizer(str(folder / "vocab.txt")),
+    )
+    assert_as_the_pipeline(encoder, model, tokenizer, "the [MASK] sings, [MASK].")
+    np.testing.assert_array_equal(encoder.encode("the cat"), before)
+    np.testing.assert_allclose(before, states_of(model, tokenizer, "the cat")[-1], atol=1e-5)
+
+
+def test_masks_are_filled_as_by_the_pipeline_with_a_roberta(tmp_path):
+    """Whose mask takes the space before it along, in a vocabulary where spaces belong to the next piece."""
+    byte_level(tmp_path, FAIRSEQ, template=True)
+    settings(tmp_path, FAIRSEQ)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"mask_token": transformers.AddedToken("<mask>", lstrip=True, special=True)})
+    tokenizer.save_pretrained(tmp_path)
+    config = transformers.RobertaConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=1)
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    encoder = load_encoder(tmp_path, device="cpu")
+    assert encoder.mask_token == "<mask>"
+    model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path)
+    assert_as_the_pipeline(encoder, model, tokenizer, "the <mask> cats are <mask>, singing")
+
+
+def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
+    with pytest.warns(
+        UserWarning, match=r"1 of 2 texts had more than 24 pieces and were cut \(the longest has 42\)"
+    ) as told:
+        states = encoder.encode(["red", "cat " * 40])
+    assert [len(rows) for rows in states] == [3, SEQ_LENGTH]
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="1 of 1 texts had more than 6 pieces"):
+        assert encoder.encode(("the red cat", "dog"), max_length=6).shape[0] == 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder.pool(["cat " * 22])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.fill_mask("the cat"), r"no \[MASK\] in 'the cat': write \[MASK\] where a piece is missing"),
+        (lambda e: e.fill_mask("[MASK] " * 30), "the text has 32 pieces, and the encoder knows 24"),
+        (lambda e: e.encode(["red", None]), r"texts\[1\] is None: expected a string, or a tuple of two"),
+        (lambda e: e.encode(("a", "b", "c")), "expected a string, or a tuple of two strings for a pair"),
+        (lambda e: e.encode("red", layers=3), "layers=3: expected numbers from 0 to 2"),
+        (lambda e: e.encode("red", layers="last"), 'or "all"'),
+        (lambda e: e.encode("red", max_length=25), "max_length=25: expected 5 to 24"),
+        (lambda e: e.pool("red", "sum"), "how='sum': expected one of mean, cls, max"),
+    ],
+)
+def test_a_wrong_call_is_one_line(encoder, call, message):
+    with pytest.raises(UserError, match=message) as refused:
+        call(encoder)
+    assert "\n" not in str(refused.value)
+
+
+def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer_of_run):
+    with pytest.raises(UserError, match="^/.*nowhere: neither a training checkpoint nor a Hugging Face folder"):
+        load_encoder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="dtype='half a float': expected float32, bfloat16 or float16"):
+        load_encoder(tmp_path, dtype="half a float")
+    headless = load_encoder(in_folder(tmp_path / "bert", "BertModel"), device="cpu")
+    assert headless.encode("red").shape == (3, 16)
+    with pytest.raises(UserError, match="bert: fill_mask needs a masked-LM head; the folder lacks"):
+        headless.fill_mask("[MASK]")
+    discriminator = load_encoder(write_checkpoint(tmp_path / "run", tokenizer_of_run, "electra"), device="cpu")
+    with pytest.raises(UserError, match="run: fill_mask needs a masked-LM head; the run trained a discriminator"):
+        discriminator.fill_mask("[MASK]")
+
+
+def test_half_precision_gives_float32_arrays_close_to_the_full_ones(run, exported, encoder):
+    for folder in (run, exported[0]):
+        half = load_encoder(folder, device="cpu", dtype="bfloat16")
+        states = half.encode(TEXTS[0])
+        assert states.dtype == np.float32 and half.model.embeddings.token.weight.dtype == torch.bfloat16
+        exact = encoder.encode(TEXTS[0])
+        assert 0 < np.abs(states - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_an_encoder_says_what_it_is(run, exported, encoder):
+    assert repr(encoder) == (
+        f"<TextEncoder {run}: ddrp positions, 2 layers x 32, {encoder.num_parameters:,} parameters, 20 pieces, rows of "
+        "up to 24, float32 on cpu>"
+    )
+    of_export = load_encoder(exported[0], device="cpu")
+    head = sum(p.numel() for n, p in encoder.model.named_parameters() if n.startswith("head.")) - 108
+    assert encoder.num_parameters - of_export.num_parameters == head
+
+
+@pytest.mark.parametrize("section", ["Hidden states", "Sentence vectors", "Filled masks", "An untrained model"])
+def test_the_documentation_runs(encoder, section, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    code = page.split(f"## {section}\n")[1].split("```python\n")[1].split("```")[0]
+    names = {"encoder": encoder, "texts": TEXTS}
+    exec(code, names)
+    if section == "An untrained model":
+        assert names["states"].shape == (2, 16, 256)
+    assert ("%" in capsys.readouterr().out) == (section == "Filled masks")
