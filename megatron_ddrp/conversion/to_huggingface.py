@@ -85,9 +85,9 @@ def export_checkpoint(
 ) -> Export:
     """Write the newest checkpoint of `load` (or the one it names) as the Hugging Face folder `output`.
 
-    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the model
-    card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding cannot be
-    exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
+    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the
+    model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
+    cannot be exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
     source = checkpoint.choose_checkpoint(load)
