@@ -73,7 +73,10 @@ def load_encoder(
     """
     for file in plugins:
         load_plugin(Path(file))
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    has_gpu = torch.cuda.is_available()
+    chosen = torch.device(device or ("cuda" if has_gpu else "cpu"))
+    if chosen.type == "cuda" and not has_gpu:
+        raise UserError(f"device={device!r}: torch sees no GPU here; leave it out, or give cpu")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
