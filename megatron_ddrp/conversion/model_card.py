@@ -35,7 +35,7 @@ EXAMPLE = "Paris is the {} of France."
 
 
 class Publishing(NamedTuple):
-    """What only the publisher knows."""
+    """Facts of a model card that only the publisher knows."""
 
     license: str | None = None
     """Identifier of the hub, such as apache-2.0."""

@@ -276,7 +276,7 @@ class TextEncoder:
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield row numbers and their states `[layers, rows, seq, hidden]` in float32, the longest rows first."""
         with tqdm(
-            total=len(rows), unit="text", leave=False, delay=BAR_AFTER, dynamic_ncols=True, disable=not progress
+            total=len(rows), unit="text", leave=False, delay=BAR_AFTER, mininterval=0.5, disable=not progress
         ) as bar:
             for which in reversed(dev_order(rows, batch_size)):
                 batch = pad_batch(rows, which).map(lambda field: torch.from_numpy(field).to(self.device))
