@@ -35,7 +35,7 @@ EXAMPLE = "Paris is the {} of France."
 
 
 class Publishing(NamedTuple):
-    """Facts for the card that only the publisher knows."""
+    """Facts of a model card that only the publisher knows."""
 
     license: str | None = None
     """Licence, as the hub's identifier, such as apache-2.0."""

@@ -213,9 +213,7 @@ def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(part
     assert corpus.tokenizer.fingerprint == given.tokenizer.fingerprint
     resolved = corpus.config.data
     assert (resolved.tokenizer_type, resolved.vocab_file) == ("BertWordPieceLowerCase", str(tiny_corpus.vocab_file))
-    with pytest.raises(
-        UserError, match="the dataset was made by tokenizer BertWordPieceLowerCase .*BertWordPieceCase"
-    ):
+    with pytest.raises(UserError, match="the dataset was made by tokenizer BertWordPieceLowerCase .*BertWordPieceCase"):
         Corpus.open(Config().replace(data={"data_path": parts["a"], "tokenizer_type": "BertWordPieceCase"}))
 
 

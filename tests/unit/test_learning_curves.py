@@ -33,7 +33,7 @@ def test_a_panel_shows_each_run_with_its_error_bars(tmp_path: Path, monkeypatch:
         drawn.append(figure)
         save(plt, figure, path)
 
-    monkeypatch.setattr(figures, "save_figure", keep)
+    monkeypatch.setattr(learning_curves, "save_figure", keep)
     scores = {"a/iter_0000001": LOW, "a/iter_0000002": HIGH, "b/iter_0000001": HIGH, "b/iter_0000003": LOW}
     without_b = {name: score for name, score in scores.items() if name[0] == "a"}
     panels = [("CoLA", scores), ("RTE", without_b), ("QQP", {}), ("MNLI", scores), ("WNLI", scores)]

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.config import ENCODINGS, ModelConfig, flag
 from megatron_ddrp.conversion import hub
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.dry_run import dry_run
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
 from tests.unit.conversion.conftest import ours, padded_pair_batch, write_checkpoint
