@@ -69,7 +69,7 @@ def load_encoder(
         plugins: files that the run was given as `--plugin`. Their code is run.
 
     Raises:
-        UserError: one line that says what is wrong with the folder.
+        UserError: one line that names the folder's fault.
     """
     for file in plugins:
         load_plugin(Path(file))
