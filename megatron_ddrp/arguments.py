@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
 from megatron_ddrp.config import Config, concerns, flag
-from megatron_ddrp.config.config_file import Settings as FileSettings
-from megatron_ddrp.config.config_file import config_of, read_config
+from megatron_ddrp.config.config_file import FromFile, config_of, read_config
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import options_of
@@ -34,7 +33,7 @@ example:
       --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 \\
       --train-iters 5000 --lr 1e-3
 
-The same command with --load run resumes where it stopped. --dry-run shows what a run would be and touches nothing.
+The same command with --load run resumes where it stopped. --dry-run prints what a run would do and writes nothing.
 Flags of Megatron-LM's BERT scripts are understood too: docs/megatron.md."""
 
 
@@ -45,15 +44,15 @@ class Arguments:
     config: Config
     dry_run: bool
     world_size: int | None = None
-    """Number of ranks that a dry run assumes; None = as many as a launcher announced."""
+    """Number of ranks that a dry run assumes; None = the number that the launcher announced."""
     device_memory: float | None = None
-    """GiB of a device that a dry run must fit into."""
+    """Memory in GiB of a device, which a dry run must not exceed."""
     remarks: tuple[str, ...] = ()
-    """What the command line does not show: how flags were read and what a file decided, one line each."""
+    """Lines for the user about translated flags and about settings that a file decided."""
 
 
 class Settings(dict[str, Any]):
-    """The settings that were given, by name; `settings[name]` is the default of one that was not."""
+    """Given settings by name; `settings[name]` is the default for a setting that was not given."""
 
     def __missing__(self, name: str) -> Any:
         return options_of(*concerns().values())[name].default
@@ -68,12 +67,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     refused = [(typed, parser.hint_for(typed)) for typed in flags_of(unknown)]
     if (file := given.pop("deepspeed", None)) is not None:
         refused.append((f"--deepspeed {file}", "it takes no value; give --deepspeed_config FILE"))
-    from_file = read_config(given.pop("config")) if "config" in given else FileSettings({})
+    from_file = read_config(given.pop("config")) if "config" in given else FromFile({})
     dry_run = given.pop("dry_run", False)
     assumed = {name: given.pop(name) for name in ("world_size", "device_memory") if name in given}
     for name, value in assumed.items():
         if not dry_run:
-            parser.error(f"{flag(name)} goes with --dry-run: a run takes its ranks from the launcher")
+            parser.error(f"{flag(name)} needs --dry-run: a run takes its ranks from the launcher")
         check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
     for done_with in ("local_rank", "plugin"):
         given.pop(done_with, None)
@@ -85,14 +84,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     if refused or not_settled:
         parser.refuse(refused + not_settled)
     for found, text in settled:
-        add_renamed(parser, settings, found, text.split())
+        add_renamed(parser, given, found, text.split())
+    settings |= given
     config = config_of(settings)
     remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
 
 
 def add_renamed(parser: ArgumentParser, given: dict[str, Any], found: Found, ours: Sequence[str]) -> None:
-    """Add our words for a flag of Megatron-LM's to the settings; refuse what contradicts them."""
+    """Add the settings that Megatron-LM's flags stand for; refuse a contradiction."""
     for name, value in vars(parser.parse_args(ours)).items():
         if name in given and given[name] != value:
             parser.error(
@@ -101,10 +101,11 @@ def add_renamed(parser: ArgumentParser, given: dict[str, Any], found: Found, our
         given[name] = value
 
 
-def decide_by_deepspeed(settings: Settings, world_size: int) -> str:
-    """Add what a file of `--deepspeed_config` decides to the settings; return a line that names it.
+def decide_by_deepspeed(settings: Settings, world_size: int | None) -> str:
+    """Add the settings that a `--deepspeed_config` file decides; return a line that lists them.
 
-    Raises `UserError` where the file contradicts a setting that was given.
+    `world_size` is the number of ranks; None if it is unknown. Raises `UserError` if the file contradicts a given
+    setting.
     """
     path = settings.get("deepspeed_config")
     if not path:
@@ -114,7 +115,7 @@ def decide_by_deepspeed(settings: Settings, world_size: int) -> str:
     check_against(path, decided, settings)
     new = {name: decision.value for name, decision in decided.items() if name not in settings}
     settings.update(new)
-    new |= {name: decision.value for name, decision in global_batch_of(content, settings, world_size).items()}
+    new |= {name: decision.value for name, decision in global_batch_of(path, content, settings, world_size).items()}
     settings.update(new)
     if not new:
         return ""
@@ -125,7 +126,7 @@ def decide_by_deepspeed(settings: Settings, world_size: int) -> str:
 def remarks_on(
     theirs: Translated, settled: Sequence[tuple[Found, str]], settings: Settings, config: Config
 ) -> list[str]:
-    """Return how Megatron-LM's flags were read: those without effect, those renamed, and defaults that differ."""
+    """Return lines about Megatron-LM's flags: those without effect, renamed ones, and defaults that differ."""
     without = [*theirs.without_effect, *(found.typed for found, ours in settled if not ours)]
     renamed = [*((found, " ".join(ours)) for found, ours in theirs.renamed), *(pair for pair in settled if pair[1])]
     lines = []
@@ -157,19 +158,19 @@ def build_parser() -> ArgumentParser:
     run.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration, parameters, memory by ZeRO stage and steps; touch nothing",
+        help="print the resolved configuration, parameters, memory by ZeRO stage and steps; write nothing",
     )
     run.add_argument(
         "--world-size",
         type=int,
         metavar="N",
-        help="with --dry-run: as if N ranks were started (default: as many as the launcher or WORLD_SIZE says, else 1)",
+        help="with --dry-run: assume N ranks (default: the number from the launcher or WORLD_SIZE, else 1)",
     )
     run.add_argument(
         "--device-memory",
         type=float,
         metavar="GIB",
-        help="with --dry-run: refuse a layout of which a rank needs more than so many GiB",
+        help="with --dry-run: refuse a layout in which a rank needs more than this many GiB",
     )
     add_plugin_flag(run)
     for name in ("--local-rank", "--deepspeed"):  # the launchers' own; DeepSpeed is always on

@@ -1,6 +1,6 @@
-"""The argument parser of every command: underscores count as dashes; wrong arguments end with one line and code 2.
+"""The argument parser of every command: underscores count as dashes; wrong arguments give one line and exit code 2.
 
-Recipes written for Megatron and DeepSpeed mix `--deepspeed_config` and `--vocab-file`; both spellings work here.
+Recipes for Megatron and DeepSpeed mix `--deepspeed_config` and `--vocab-file`; both spellings work here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Section = TypeVar("Section")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the description's line breaks and shows each default that says something."""
+    """Formatter of `--help` that keeps the description's line breaks and shows informative defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or isinstance(action.default, bool) or action.default == argparse.SUPPRESS
@@ -51,7 +51,7 @@ class ArgumentParser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         words = [self._spelling(word) for word in words[:end]] + words[end:]
-        if "--plugin" in self._option_string_actions:  # its names are choices of other flags
+        if "--plugin" in self._option_string_actions:  # plug-ins add choices to other flags
             scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
             scout.add_argument("--plugin", action="extend", nargs="*", type=Path, default=[])
             for path in scout.parse_known_args(words)[0].plugin:
@@ -65,18 +65,17 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def hint_for(self, words: str) -> str:
-        """Return what to write instead of an unknown flag, with its values or without; "" where nothing is near."""
+        """Return the remedy for an unknown flag, with or without its values; "" if no known flag is similar."""
         name = words.partition(" ")[0].partition("=")[0]
         if words.lower() in ("true", "false"):
             return "a switch takes no value: --x turns it on, --no-x off"
         if hint := self.hints.get(name[2:].replace("_", "-")):
             return hint
         known = [*self._option_string_actions, *(f"--{other}" for other in self.hints)]
-        close = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-        return f"did you mean {close[0]}?" if close else ""
+        return did_you_mean(name.replace("_", "-"), known)
 
     def refuse(self, unknown: Sequence[tuple[str, str]]) -> NoReturn:
-        """End the command for its unknown arguments, each with its hint, all in one line."""
+        """End the command with one line about its unknown arguments, each with its hint."""
         if len(unknown) == 1:
             listed = "; ".join(filter(None, unknown[0]))
         else:
@@ -87,8 +86,8 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            close = difflib.get_close_matches(str(value), list(map(str, action.choices or ())), n=1)
-            error.message += f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
+            error.message += f"; {hint}" if hint else ""
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -120,6 +119,12 @@ def flags_of(words: Sequence[str]) -> list[str]:
     return flags
 
 
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return a question that names the known word nearest to `word`; "" if none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
 def add_plugin_flag(parser: Any) -> None:
     """Add `--plugin` to a parser or a group of its arguments; `parse_args` loads the files."""
     parser.add_argument(
@@ -128,7 +133,7 @@ def add_plugin_flag(parser: Any) -> None:
         nargs="+",
         metavar="FILE.py",
         default=argparse.SUPPRESS,
-        help="a Python file with position encodings or objectives of your own (ENCODINGS = {name: class}, OBJECTIVES = "
+        help="Python file with your own position encodings or objectives (ENCODINGS = {name: class}, OBJECTIVES = "
         "{name: class}); its code is run",
     )
 
@@ -136,7 +141,7 @@ def add_plugin_flag(parser: Any) -> None:
 def add_flags(parser: argparse.ArgumentParser, *sections: Any) -> None:
     """Add a group per dataclass, named by its docstring, with a flag for each of its options.
 
-    A flag that is not given leaves nothing in the namespace.
+    The namespace has no entry for a flag that is not given.
     """
     for section in sections:
         group = parser.add_argument_group(section.__doc__)
@@ -166,7 +171,7 @@ def _add_flag(group: Any, name: str, option: Option) -> None:
 
 
 def given_options(section: type[Section], parsed: argparse.Namespace) -> Section:
-    """Return a dataclass from the flags that were given; the others have their defaults."""
+    """Return a dataclass from the given flags; the other fields have their defaults."""
     return section(**{name: getattr(parsed, name) for name in options_of(section) if hasattr(parsed, name)})
 
 
@@ -176,9 +181,9 @@ def parse_sections(
     arguments: Sequence[str] | None,
     check: Callable[[argparse.Namespace], None] = lambda options: None,
 ) -> argparse.Namespace:
-    """Return the options of a command line, whose flags are those of some dataclasses and `--plugin`.
+    """Return the options of a command line with the flags of some dataclasses and `--plugin`.
 
-    What a dataclass or `check` refuses ends the command as a wrong argument.
+    If a dataclass or `check` refuses a value, the command ends as for a wrong argument.
     """
     add_flags(parser, *sections)
     add_plugin_flag(parser)

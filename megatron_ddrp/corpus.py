@@ -1,4 +1,4 @@
-"""From the data flags to loaders: the one place where a configuration meets the data package."""
+"""Corpus and loaders for a configuration: the one module that connects configuration and data package."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Source(NamedTuple):
 
     dataset: IndexedDataset
     totals: dict[int, NDArray[np.int64]]
-    """Row length → totals of the index of its samples."""
+    """Row length → totals of the sample index for this length."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenizer and the documents it cut up, by split."""
+    """A tokenizer and its documents, by split."""
 
     tokenizer: Tokenizer
     config: Config
     """Configuration of the run, with the tokenizer of the datasets where the flags leave it out."""
     sources: dict[str, Source]
-    """By prefix, each opened once."""
+    """Datasets by prefix, each opened once."""
     remarks: tuple[str, ...]
-    """Lines for the user about the opening."""
+    """Lines for the user about opening the data."""
     keep_indices: bool = True
     """True if sample indices and word counts are kept on disk."""
 
@@ -58,8 +58,8 @@ class Corpus:
     def open(cls, config: Config, keep_indices: bool = True) -> Corpus:
         """Open the datasets and the tokenizer that the flags name, and check that they belong together.
 
-        `keep_indices` keeps the sample indices on disk (see `index_cache`), and under `--notes` the rare words; without
-        it nothing is written.
+        With `keep_indices` the sample indices (see `index_cache`) and, under `--notes`, the rare words are kept on
+        disk; without it nothing is written.
         """
         data, lengths = config.data, [phase.seq_length for phase in config.phases]
         if data.data_path is data.train_data_path is data.valid_data_path is None:
@@ -81,9 +81,9 @@ class Corpus:
         return cls(tokenizer, config, sources, tuple(dict.fromkeys(filter(None, remarks))), keep_indices)
 
     def samples(self, split: str, seq_length: int | None = None) -> Blend:
-        """Return the sequences of `train`, `valid` or `test`; the last is a part of `--data-path` only.
+        """Return the samples of `train`, `valid` or `test`; only `--data-path` has a test split.
 
-        `seq_length` is that of a phase, by default `--seq-length`.
+        `seq_length` is the row length of a phase, by default `--seq-length`.
         """
         prefixes, weights = blend_words(self.config, split)
         seq_length = seq_length or self.config.model.seq_length
@@ -108,7 +108,7 @@ class Corpus:
         return ", or ".join(remedies)
 
     def _documents(self, prefix: str, split: str) -> tuple[int, int]:
-        """Return the range of a dataset's documents that make its part of a split."""
+        """Return the range of a dataset's documents that belong to a split."""
         num_documents = self.sources[prefix].dataset.num_documents
         if self.config.data.split is None:
             return 0, num_documents
@@ -117,7 +117,7 @@ class Corpus:
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank.
 
-        `--mask-prob` and `--seq-length-phases` are for the training split alone; the others are masked at
+        `--mask-prob` and `--seq-length-phases` apply only to the training split; the others are masked at
         `--eval-mask-prob`, in rows of `--seq-length`.
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
@@ -150,9 +150,9 @@ class Corpus:
         return open_rare_words(parts, self.tokenizer, bounds, self.config.data.index_cache_dir, self.keep_indices)
 
     def epochs(self, consumed: int) -> list[float]:
-        """Return how often `consumed` samples go through each corpus of a blend; one number without weights.
+        """Return the epochs of each corpus of a blend in `consumed` samples; one number without weights.
 
-        Each length phase goes through samples of its own length.
+        Each length phase has samples of its own length.
         """
         training, totals, begin = self.config.training, np.zeros(1), 0
         for phase in self.config.phases:
@@ -163,9 +163,9 @@ class Corpus:
         return totals.tolist()
 
     def summary(self, samples: Blend, consumed: int) -> str:
-        """Return documents, sequences and epochs of a run over `consumed` samples.
+        """Return lines about the documents, sequences and epochs of a run over `consumed` samples.
 
-        One line per corpus of a blend, and one for the phases of a run that has several.
+        A blend adds one line per corpus, and length phases one line per phase.
         """
         documents, epochs = sum(part.num_documents for part in samples.parts), self.epochs(consumed)
         line = f"{documents:,} documents, {len(samples):,} training sequences"
@@ -192,7 +192,7 @@ def with_tokenizer(config: Config, prefixes: Sequence[str]) -> Config:
 
 
 def has_split(config: Config, split: str) -> bool:
-    """Tell whether the flags name data for `train` or `valid`."""
+    """Return whether the flags name data for `train` or `valid`."""
     return config.data.data_path is not None or getattr(config.data, f"{split}_data_path") is not None
 
 
@@ -205,10 +205,10 @@ def dataset_prefixes(config: Config) -> list[str]:
 def verify_data(
     config: Config, here: bool = True, agreed: Callable[[Callable[[], None]], None] = lambda check: check()
 ) -> tuple[str, ...]:
-    """Compare every dataset with its manifest's sums where `--verify-data` asks for it; return a line for the log.
+    """Compare every dataset with its manifest's SHA-256 under `--verify-data`; return a line for the log.
 
-    Several ranks call this together: `here` is true on those that read the files, and `agreed` raises the error of one
-    rank on all of them, dataset by dataset. Raises `UserError` for the first file that differs.
+    All ranks call this together: `here` is true on ranks that read the files, and `agreed` raises the error of one rank
+    on all of them, dataset by dataset. Raises `UserError` for the first file that differs.
     """
     if not config.data.verify_data:
         return ()
@@ -221,7 +221,7 @@ def verify_data(
 
 
 def blend_words(config: Config, split: str) -> BlendWords:
-    """Return the datasets that make a split, and their weights."""
+    """Return the datasets of a split and their weights."""
     if config.data.data_path is not None:
         return read_blend(config.data.data_path, "--data-path")
     words = getattr(config.data, f"{split}_data_path", None)
@@ -232,7 +232,7 @@ def blend_words(config: Config, split: str) -> BlendWords:
 
 
 def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """Open a dataset. Raises `UserError` where its manifest, or else one of its ids, is of another tokenizer."""
+    """Open a dataset. Raises `UserError` if its manifest, or without one an id, belongs to another tokenizer."""
     check_tokenizer(prefix, tokenizer)
     dataset = IndexedDataset(prefix)
     if dataset.manifest is None:
@@ -241,9 +241,9 @@ def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
 
 
 def check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Refuse a dataset with ids outside the vocabulary, before a run rather than in its midst.
+    """Refuse a dataset with ids outside the vocabulary, before a run instead of during it.
 
-    Only needed where no manifest ties the dataset to its tokenizer, such as beside Megatron's own files.
+    Only needed without a manifest that names the tokenizer, as with Megatron's own files.
     """
     lowest, highest = dataset.id_range()
     if lowest < 0 or highest >= vocab_size:

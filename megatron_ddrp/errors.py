@@ -1,4 +1,4 @@
-"""Errors: a user's mistake is one line, a bug keeps its traceback. This module alone tells them apart.
+"""Errors: a user's mistake is one line, a bug keeps its traceback. Only this module distinguishes the two.
 
 Library code raises `UserError`; command-line entry points end in `run_command(main)`, which turns it into
 `program: error: <line>` on stderr and an exit code.
@@ -18,7 +18,7 @@ FAILURE, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
 ASKED_TO_STOP = 75
 """Exit code of a run that was stopped before its last step and can resume (EX_TEMPFAIL of sysexits.h: "try again")."""
 
-# What the operating system refuses is the user's to mend (disk full, no permission), not a bug of ours.
+# Refusals of the operating system (disk full, no permission) are for the user to fix; they are not bugs of ours.
 _REFUSALS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -36,10 +36,10 @@ _REFUSALS = {
 
 
 class UserError(Exception):
-    """A user's mistake in one line: what was got, what is allowed, how to fix it.
+    """A user's mistake in one line: the value given, the values allowed, the remedy.
 
-    `exit_code` is 1 for a failure and 2 for wrong arguments. `agreed` says that every rank of a run raises this same
-    error, so that one of them may speak for all; wrong arguments are read alike everywhere.
+    `exit_code` is 1 for a failure and 2 for wrong arguments. `agreed` is True if every rank of a run raises this same
+    error, so that one rank prints it for all; this always holds for wrong arguments.
     """
 
     def __init__(self, message: str, exit_code: int = FAILURE):
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
-    """Return an error that every rank raises alike."""
+    """Return an error that every rank raises."""
     error = UserError(message, exit_code)
     error.agreed = True
     return error
@@ -94,7 +94,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def _short_reason(error: BaseException) -> str:
-    """Return what was asked for and what is there, without torch's internals and general advice."""
+    """Return the requested and the available memory, without torch's internals and general advice."""
     line = (str(error).splitlines() or ["the system has no more"])[0]
     line = re.sub(
         r"^\[.*?\] err == 0\. |^CUDA out of memory\. |\.? Of the allocated memory .*|\. Error code .*", "", line
@@ -105,7 +105,7 @@ def _short_reason(error: BaseException) -> str:
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:
     """Run a command's `main` and exit: with its integer result (None counts as 0), or with one line for a mistake.
 
-    `program` is the name in front of the line; by default that of the running script.
+    `program` is the name at the begin of the line, by default that of the running script.
     """
     try:
         with allocations_as_user_errors():
@@ -118,7 +118,7 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
         print_error("interrupted", program)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output left (`… | head`): say nothing, and keep Python's own last flush quiet.
+        # The reader of our output is gone (`… | head`): print nothing, and silence Python's own last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILURE)
     except OSError as error:
@@ -130,7 +130,7 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
 
 
 def print_error(line: str, program: str | None = None) -> None:
-    """Write `program: error: line` to stderr, after what stdout's buffer still holds."""
+    """Write `program: error: line` to stderr, after flushing stdout."""
     sys.stdout.flush()
     name = program or os.path.basename(sys.argv[0]) or "python"
     print(f"{name}: error: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""JSON objects: read from files that somebody else may have written, and summed up so that a change shows."""
+"""JSON objects: reading of files that other programs may have written, and checksums that reveal a change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_ddrp.errors import UserError
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises `UserError` where the file cannot be read, is not UTF-8 or not JSON, is nested too deeply, or holds another
-    value than an object.
+    Raises `UserError` if the file cannot be read, is not UTF-8, is not JSON, is nested too deeply, or holds a value
+    other than an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
+        raise UserError(f"{path}: {error.strerror}; give a readable file") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); copy the file again") from None
     except RecursionError:
@@ -31,6 +31,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def object_sum(value: Mapping[str, Any]) -> str:
-    """Return the CRC-32 of a JSON object, written with sorted keys and without spaces, as eight hexadecimal digits."""
+    """Return the CRC-32 of a JSON object with sorted keys and without spaces, as eight hexadecimal digits."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"

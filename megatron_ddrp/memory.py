@@ -1,14 +1,14 @@
-"""How many bytes a rank of a layout needs, from the model's shapes alone; `--dry-run` prints it.
+"""Memory that a rank of a layout needs, computed from the model's shapes; `--dry-run` prints it.
 
-Weights, gradients and optimizer state are counted as DeepSpeed lays them out (Rajbhandari et al., arXiv:1910.02054):
+Weights, gradients and optimizer state are counted as DeepSpeed stores them (Rajbhandari et al., arXiv:1910.02054):
 
     ZeRO 0   all of them on every data-parallel rank
-    ZeRO 1   the optimizer's fp32 copy of the weights and Adam's two moments are cut, in fp32 training too
-    ZeRO 2   and the gradients; added up in their own type, a parameter that lies across a cut keeps its whole
+    ZeRO 1   the optimizer's fp32 copy of the weights and Adam's two moments are sharded, in fp32 training too
+    ZeRO 2   the gradients too; if they are added up in their own type, a parameter across a cut keeps its whole
              gradient on both sides
-    ZeRO 3   and the weights, but for small ones (`param_persistence_threshold`), which stay whole beside their parts
+    ZeRO 3   the weights too; small ones (`param_persistence_threshold`) also stay whole on every rank
 
-Under bf16 gradients are added up in fp32: 4 bytes per parameter where 16-bit sums would take 2.
+Under bf16 gradients are added up in fp32: 4 bytes per parameter instead of 2.
 
 Activations are an estimate: they depend on the attention backend, on padding and on torch.
 """
@@ -37,7 +37,7 @@ ADAM_MOMENTS = 2
 
 PERSISTENT = 100_000
 PREFETCHED = 50_000_000
-"""DeepSpeed's defaults, in elements: parameters that ZeRO 3 leaves whole; those it gathers ahead."""
+"""DeepSpeed's defaults, in elements: size of parameters that ZeRO 3 leaves whole; number that it gathers ahead."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    """The optimizer's moments, two per parameter or one of Muon's, and, with ZeRO, the fp32 copy of the weights."""
+    """Bytes of the optimizer's moments (two per parameter, one for Muon) and, with ZeRO, of the fp32 weights."""
     activations_estimate: int
     buffers: int
-    """Space that DeepSpeed sets aside to reduce gradients and, at ZeRO 3, to gather weights."""
+    """Bytes of DeepSpeed's buffers to reduce gradients and, at ZeRO 3, to gather weights."""
     on_host: int = 0
-    """Optimizer state and ZeRO 3's weights in host memory (`offload_optimizer` and `offload_param` in
-    `--deepspeed_config`), and the notes, of which every rank has all; not in `total`."""
+    """Bytes in host memory, not in `total`: offloaded optimizer state and ZeRO 3's offloaded weights
+    (`offload_optimizer` and `offload_param` in `--deepspeed_config`), and the notes, whole on every rank."""
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Bytes on the device."""
         return sum(getattr(self, f.name) for f in fields(self)) - self.on_host
 
 
@@ -66,14 +66,14 @@ class Part:
     """A rank's share of the model under tensor and pipeline parallelism."""
 
     groups: tuple[tuple[int, ...], tuple[int, ...]]
-    """Sizes of its parameters, in order: those that decay, those that do not, as the optimizer has them."""
+    """Sizes of its parameters, in the optimizer's order: those with weight decay, those without."""
     layer_widths: tuple[int, ...]
-    """Hidden size of each of its layers."""
+    """Hidden sizes of its layers."""
     has_head: bool
     muon: int
-    """Elements of the matrices that `--optimizer muon` takes."""
+    """Number of elements of the matrices that Muon updates."""
     in_flight: int
-    """Micro-batches whose activations it holds at once."""
+    """Number of micro-batches whose activations it holds at once."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Part:
 def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
     """Return the parts of a model, which may be on the meta device, in the order of the pipeline.
 
-    Every tensor-parallel rank of a part holds as much.
+    All tensor-parallel ranks of a part hold the same amount.
     """
     name_parameters(model)
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
@@ -115,7 +115,7 @@ def memory_of_rank(
 ) -> Memory:
     """Return the memory of data-parallel rank `data_rank` of the `data_size` ranks that hold `part`.
 
-    `settings` are DeepSpeed's, whose stage is not looked at; `notes` are the bytes of the dictionary.
+    `settings` are DeepSpeed's; their stage is ignored. `notes` is the size of the dictionary in bytes.
     """
     zero = settings["zero_optimization"]
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
@@ -151,7 +151,7 @@ def memory_of_rank(
 
 
 def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
-    """Return the elements of those parameters, laid one after the other, that reach into block `rank` of `length`."""
+    """Return the total size of the concatenated parameters that overlap block `rank` of `length` elements."""
     begin, end, place, total = rank * length, (rank + 1) * length, 0, 0
     for size in sizes:
         total += size if place < end and place + size > begin else 0
@@ -160,13 +160,13 @@ def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
 
 
 def activation_bytes(part: Part, config: Config, width: int) -> int:
-    """Estimate the bytes that micro-batches keep for the backward pass.
+    """Return an estimate of the bytes that micro-batches keep for the backward pass.
 
-    A layer keeps about 10 tensors of hidden size, of which sequence parallelism shares out 6; 6 more and two of the
-    feed-forward width, or four in GEGLU, which tensor parallelism shares out; and attention logits where the encoding
-    adds to them. HCD keeps those of its heads in fp32, three times (on CPUs it needs no more than what stays anyway).
-    Under `--attention-backend triton` no logits stay. An objective may keep maps of attention besides. The head keeps
-    the predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs stay, and one layer's rest.
+    A layer keeps about 10 tensors of hidden size, of which sequence parallelism divides 6; 6 more and two of the
+    feed-forward width (four in GEGLU), which tensor parallelism divides; and attention logits if the encoding adds to
+    them. HCD keeps the logits of its heads in fp32, three times (on CPUs it needs no additional memory). Under
+    `--attention-backend triton` no logits are kept. An objective may also keep attention maps. The head keeps the
+    predicted tokens' logits in fp32, twice. With recomputation only the layers' inputs and one layer's tensors stay.
     """
     model, objective, tensor = config.model, config.objective, config.parallel.tensor_model_parallel_size
     parts = tensor if config.parallel.cuts_sequence else 1
@@ -194,8 +194,8 @@ def by_zero_stage(
 ) -> dict[int, list[Memory]]:
     """Return every rank's memory at each ZeRO stage that the other settings allow; `notes` as in `memory_of_rank`.
 
-    In the order of ranks, but once for all tensor-parallel neighbours, which need the same. `device_type` decides the
-    size of buckets.
+    The lists are in the order of ranks, with one entry for all tensor-parallel neighbours, which need the same.
+    `device_type` decides the size of buckets.
     """
     has_pipeline = config.parallel.pipeline_model_parallel_size > 1
     last = 0 if config.optimizer.optimizer == "muon" else 1 if has_pipeline else 3

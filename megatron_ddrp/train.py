@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Set-up of a training run: data, model, engine, checkpoint, logs; then the loop (`run/loop.py`)."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def train(config: Config) -> int:
 
 
 def remarks_of_ranks(own: Sequence[str]) -> list[str]:
-    """Return what any rank has to say, each line once; a collective call."""
+    """Return the remarks of all ranks, each line once; a collective call."""
     return list(dict.fromkeys(remark for remarks in gather_objects(own) for remark in remarks))
 
 
 def with_stored_layout(config: Config, load: Path | None) -> Config:
-    """Return `config` with the layout that a checkpoint's generator was trained with, for which there is no flag."""
+    """Return `config` with the layout of a checkpoint's generator, for which there is no flag."""
     path = newest(load) if load and config.objective.generates else None
     if path is None:
         return config
@@ -111,10 +111,10 @@ def with_stored_layout(config: Config, load: Path | None) -> Config:
 
 
 def allocate_model(config: Config) -> Encoder:
-    """Return the whole model, initialised. Raises `UserError` where memory does not hold it."""
+    """Return the whole model, initialised. Raises `UserError` if the memory is too small."""
     with allocations_as_user_errors(
         "every rank first builds the whole model in host memory: use a smaller --hidden-size or fewer --num-layers; "
-        "--dry-run says what a rank needs"
+        "--dry-run prints the memory that a rank needs"
     ):
         return build_model(config.model, config.parallel.checkpoint_activations, config.objective)
 
@@ -137,15 +137,15 @@ def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:
 
 
 def about(notes: NoteDictionary | None, corpus: Corpus) -> list[str]:
-    """Return a line about the dictionary of notes, or none without one."""
+    """Return a line about the dictionary of notes; no line without one."""
     if notes is None:
         return []
     size = notes.size_bytes / 2**20
-    return [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory a rank"]
+    return [f"notes: {corpus.rare_words[1]}; dictionary {size:,.1f} MiB of host memory per rank"]
 
 
 def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoader, sizes: tuple[int, int]) -> str:
-    """Return three lines about the run, and one more per corpus of a blend; `sizes` as of `count_parameters`."""
+    """Return three lines about the run, and one more per corpus of a blend; `sizes` comes from `count_parameters`."""
     parameters, position_parameters = sizes
     data = corpus.summary(loader.samples, config.training.train_iters * config.training.global_batch_size)
     return (
@@ -155,7 +155,7 @@ def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoad
         f"layout: {ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type} = "
         f"{ranks.tensor_size} tensor x {ranks.pipeline_size} pipeline x {ranks.data_size} data, "
         f"ZeRO {config.parallel.zero_stage}, {loader.num_micro_batches} x {config.training.micro_batch_size} sequences "
-        f"a rank and step{config.parallel.sequence_note}"
+        f"per rank and step{config.parallel.sequence_note}"
     )
 
 

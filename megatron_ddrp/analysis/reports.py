@@ -1,4 +1,4 @@
-"""Subcommands of `analyze`. Each measures, prints one line per model, and writes the JSON and the figure."""
+"""Subcommands of `megatron-ddrp analyze`. Each measures, prints a line per model, and writes a JSON and a figure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from megatron_ddrp.analysis import figures, space_figure
 from megatron_ddrp.analysis.attention_maps import measure_maps
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
-from megatron_ddrp.analysis.session import SHORTEST, Output, Session, check_least, find_device, progress
+from megatron_ddrp.analysis.session import SHORTEST, Output, Session, check_least, find_device
 from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
 from megatron_ddrp.analysis.triangle import measure_triangles
+from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks import machine
 
@@ -129,8 +130,7 @@ def report_throughput(arguments: argparse.Namespace) -> None:
     tokens = arguments.tokens or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
     setting = Setting(device, tokens, arguments.rounds, arguments.bf16, arguments.seed)
     snapshots = find_snapshots(arguments.load, every=False)
-    with progress("pass") as bar:
-        bar.total = len(snapshots) * len(lengths) * (setting.rounds + 1)
+    with progress("pass", len(snapshots) * len(lengths) * (setting.rounds + 1)) as bar:
         measured = measure_throughput(snapshots, lengths, setting, bar.update)
     rows = [_throughput_row(timed) for timed in measured]
     for row in rows:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from megatron_ddrp.analysis import figures
 from megatron_ddrp.analysis.models import Loaded, Snapshot, find_snapshots, with_random_weights
@@ -21,6 +19,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import read_blend
+from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SHORTEST = 3
@@ -143,12 +142,6 @@ class Output:
         if self.draws:
             draw(self.path)
         print(f"{self.path} and {written} written" if self.draws else f"{written} written")
-
-
-def progress(unit: str) -> tqdm:
-    """Return a progress bar on standard error; outside a terminal it updates every 10 seconds."""
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-    return tqdm(unit=unit, dynamic_ncols=True, leave=False, file=sys.stderr, **seldom)
 
 
 def check_least(name: str, value: int | None, least: int) -> None:

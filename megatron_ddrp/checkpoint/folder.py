@@ -90,18 +90,20 @@ def last_name(folder: Path) -> str:
 def _named_by_latest(pointer: Path) -> tuple[str, str | None]:
     """Return the checkpoint's name in `latest`, and the fault of the file, or None."""
     if pointer.exists() and not pointer.is_file():
-        raise UserError(f"{pointer} is no file: remove it, or write the name of a checkpoint such as {tag(1000)} there")
+        raise UserError(
+            f"{pointer} is not a file: remove it, or write the name of a checkpoint such as {tag(1000)} there"
+        )
     try:
         with pointer.open("rb") as stream:
             raw = stream.read(_LONGEST_LATEST)
     except FileNotFoundError:
-        return "", "is a link to nothing"
+        return "", "is a broken link"
     except OSError as error:
         raise UserError(f"{pointer} cannot be read: {error.strerror}") from None
     name = raw.decode(errors="replace").strip()
     if not name:
         return "", "is blank"
-    return name, None if _NAME.fullmatch(name) else f"holds {name[:20]!r}, which is no checkpoint's name"
+    return name, None if _NAME.fullmatch(name) else f"holds {name[:20]!r}, which is not a checkpoint's name"
 
 
 def mark_latest(folder: Path, name: str) -> None:

@@ -7,8 +7,8 @@
     megatron-ddrp analyze throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
     megatron-ddrp analyze notes --load run --data-path corpus_text_document
 
-Each command also writes the figure's numbers as JSON. `analyze.py COMMAND --help` explains a command. "The paper" is
-Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
+Each command also writes the figure's numbers as JSON. `megatron-ddrp analyze COMMAND --help` explains a command.
+"The paper" is Zhang et al., "Better Pre-Training by Reducing Representation Confusion".
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
     given = parser.add_argument_group("input and output")
     folder = "folder that pretrain_bert.py --save wrote, one DIR/iter_N in it, or any Hugging Face encoder's folder"
     given.add_argument("--load", type=Path, nargs="+", required=True, metavar="DIR", help=folder)
-    figure = "FILE.png with FILE.json beside it, or FILE.json alone"
+    figure = "FILE.png (also writes FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     measure = parser.add_argument_group("measure")
     lengths = "tokens per row; a length beyond an encoder's positions is left out"
@@ -212,7 +212,7 @@ def _add_common(
     )
     if not any_encoder:
         _add_data_path(given, required=True)
-    figure = "FILE.png with FILE.json beside it, or FILE.json alone"
+    figure = "FILE.png (also writes FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
     looked_at = parser.add_argument_group("sentences")
     looked_at.add_argument("--sentences", type=int, default=sentences, metavar="N", help="largest number of sentences")

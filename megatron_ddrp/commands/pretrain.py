@@ -13,7 +13,7 @@ def main() -> int:
         for line in arguments.remarks:
             print(line, flush=True)
     if arguments.dry_run:
-        from megatron_ddrp.dry_run import dry_run
+        from megatron_ddrp.commands.dry_run import dry_run
 
         with allocations_as_user_errors():
             dry_run(arguments.config, arguments.world_size, arguments.device_memory)

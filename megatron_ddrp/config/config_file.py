@@ -20,8 +20,8 @@ OF_THE_RUN = ("save", "load", "tensorboard_dir")
 """Settings of a run's config.json that belong to that run: another one has folders of its own."""
 
 
-class Settings(NamedTuple):
-    """What a file of `--config` gives."""
+class FromFile(NamedTuple):
+    """Settings of a `--config` file."""
 
     values: dict[str, Any]
     """Setting → checked value."""
@@ -29,12 +29,12 @@ class Settings(NamedTuple):
     """A line for the user, if any."""
 
 
-def read_config(path: str) -> Settings:
+def read_config(path: str) -> FromFile:
     """Return the settings of a file. Raises `UserError` for what cannot be read, by file and key."""
     place = Place(f"--config {path}")
     content = _load(Path(path), place)
     if not _is_nested(content):
-        return Settings(read_settings(options_of(*concerns().values()), content, place, HINTS))
+        return FromFile(read_settings(options_of(*concerns().values()), content, place, HINTS))
     model = content.get("model")
     is_of_a_run = isinstance(model, Mapping) and "vocab_size" in model  # no flag sets it, and a run stores it
     values: dict[str, Any] = {}
@@ -43,10 +43,10 @@ def read_config(path: str) -> Settings:
             raise place.error(f"unknown section {concern!r}; expected {', '.join(concerns())}")
         values |= _read_concern(concern, given or {}, place.at(concern), is_of_a_run)
     if not is_of_a_run:
-        return Settings(values)
+        return FromFile(values)
     left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
     remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
-    return Settings(without_derived(values), remark)
+    return FromFile(without_derived(values), remark)
 
 
 def _load(path: Path, place: Place) -> Any:

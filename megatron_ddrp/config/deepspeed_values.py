@@ -65,14 +65,19 @@ def decisions(path: str, content: Mapping[str, Any], options: Mapping[str, Optio
     return found
 
 
-def global_batch_of(content: Mapping[str, Any], settings: Mapping[str, Any], world_size: int) -> dict[str, Decision]:
+def global_batch_of(
+    path: str, content: Mapping[str, Any], settings: Mapping[str, Any], world_size: int | None
+) -> dict[str, Decision]:
     """Return the global batch size as the file's `gradient_accumulation_steps` has it on `world_size` ranks.
 
-    Nothing where the steps are absent, or `settings` (by name, resolved) holds a global batch size.
+    Nothing where the steps are absent, or `settings` (by name, resolved) holds a global batch size. Raises `UserError`
+    where it is needed and the number of ranks is not known.
     """
     steps = content.get("gradient_accumulation_steps", "auto")
     if not isinstance(steps, int) or "global_batch_size" in settings:
         return {}
+    if world_size is None:
+        refuse_file(path, "gradient_accumulation_steps depend on the number of ranks: set train_batch_size as well")
     ranks = world_size // (settings["tensor_model_parallel_size"] * settings["pipeline_model_parallel_size"])
     size = settings["micro_batch_size"] * steps * ranks
     return {"global_batch_size": Decision(size, "gradient_accumulation_steps")}

@@ -41,7 +41,9 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     except ImportError:
         if ENCODINGS[config.position_encoding] not in PLUGINS:
             return "not checked: transformers is not installed"
-        raise UserError("a plug-in's encoding is exported with a check: pip install 'megatron-ddrp[hf]'") from None
+        raise UserError(
+            "the export of a plug-in's encoding is checked with transformers: pip install 'megatron-ddrp[hf]'"
+        ) from None
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     seq, place = min(config.seq_length, LONGEST), torch.arange(min(config.seq_length, LONGEST))
@@ -70,8 +72,8 @@ def check_export(folder: Path, class_name: str, model: Encoder, tokenizer: Token
     for what, gap in gaps.items():
         if not gap <= TOLERANCE:
             raise UserError(
-                f"the exported model computes other {what} than the checkpoint's, by {gap:.1e} of the largest: an "
-                "encoding may depend on nothing but its settings, its weights and the positions"
+                f"the exported model's {what} differ from the checkpoint's by {gap:.1e} of the largest: an encoding "
+                "may depend only on its settings, its weights and the positions"
             )
     found = " and ".join(f"its {what} differ by {gap:.1e}" for what, gap in gaps.items())
     return f"loaded by {class_name}; {found} of the largest"

@@ -30,7 +30,7 @@ def check_sums(folder: Path) -> None:
         return
     files = read_object(folder / SUMS).get("files")
     if not isinstance(files, dict) or not files or not all(map(_are_facts, files.values())):
-        raise UserError(f"{folder / SUMS}: no sums in it; export the checkpoint again")
+        raise UserError(f"{folder / SUMS}: it holds no sums; export the checkpoint again")
     for name, written in files.items():
         if reason := damage(folder / name, written):
             raise UserError(

@@ -113,7 +113,7 @@ def write_finetuned(
     class_name = f"{family.class_name}For{class_end}"
     weights = _weights(model, family, head, tokenizer)
     if strange := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise UserError(f"{output} is not written: {strange[0]} is not finite, training diverged; lower --lr")
+        raise UserError(f"{output} is not written: {strange[0]} is not finite because training diverged; lower --lr")
     with whole_folder(output) as folder:
         checkpoint.save_weights(weights, folder)
         settings = {

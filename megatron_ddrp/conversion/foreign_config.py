@@ -125,7 +125,7 @@ def one_of(path: Path, values: dict[str, Any], key: str, allowed: tuple[Any, ...
     """Return a setting of config.json. Raise `UserError` if it is not in `allowed`."""
     value = values.get(key)
     if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-        others = ", or a name that --plugin FILE.py brings" if key == "position_encoding" else ""
+        others = ", or a name from --plugin FILE.py" if key == "position_encoding" else ""
         raise UserError(f"{path}: {key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}{others}")
     return value
 

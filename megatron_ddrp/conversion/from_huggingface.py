@@ -82,7 +82,7 @@ def import_folder(source: Path, output: Path, overwrite: bool = False, generator
     `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
     is missing or does not fit, or if `output` exists and may not be replaced.
     """
-    refuse_output(output, overwrite, _is_import, "untrained import")
+    refuse_output(output, overwrite, _is_import, "an untrained import")
     read = read_folder(local_folder(source), None if generator is None else local_folder(generator))
     with whole_folder(output) as folder:
         whole = Config(model=read.config, objective=read.objective)

@@ -11,7 +11,7 @@ from megatron_ddrp.config import ModelConfig, ObjectiveConfig
 from megatron_ddrp.conversion.huggingface_weights import EMBEDDING_DIFFERENCE, TOKEN_EMBEDDING, Weights
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
-ADVICE = "leave --generator out, and a new one is drawn"
+ADVICE = "leave --generator out to draw a new one"
 COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "seq_length", "layernorm_epsilon")
 PROJECTION = "generator.embeddings.projection."
 
@@ -26,15 +26,15 @@ def generator_objective(objective: ObjectiveConfig, config: ModelConfig, generat
         expected = candidate.generator_config(config)
         if expected is None:
             raise UserError(
-                "--generator goes with the folder of a discriminator, and the one given as --from-hf is a masked LM: "
-                "give the discriminator's there, or leave --generator out",
+                "--generator needs a discriminator's folder as --from-hf, but that folder holds a masked LM: give the "
+                "discriminator's folder, or leave --generator out",
                 WRONG_ARGUMENTS,
             )
         wrong = [name for name in COMPARED if getattr(generator, name) != getattr(expected, name)]
         if not wrong:
             return candidate
     there, here = getattr(generator, wrong[0]), getattr(expected, wrong[0])
-    raise UserError(f"--generator: its {wrong[0]} is {there}, beside this discriminator {here} is needed; {ADVICE}")
+    raise UserError(f"--generator: its {wrong[0]} is {there}, but this discriminator needs {here}; {ADVICE}")
 
 
 def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) -> None:
@@ -49,7 +49,7 @@ def join_generator(weights: Weights, other: Weights, wanted: Collection[str]) ->
             weights.ours.update({EMBEDDING_DIFFERENCE: weights.ours[name] - tensor, name: tensor})
         elif not torch.equal(tensor, weights.ours[name]):
             raise UserError(
-                f"--generator: {name} is not the discriminator's, and here the two share their embeddings; {ADVICE}"
+                f"--generator: {name} differs from the discriminator's, but both must share embeddings; {ADVICE}"
             )
     if PROJECTION + "weight" in wanted and PROJECTION + "weight" not in weights.ours:  # both widths are equal
         width = len(weights.ours["generator.layers.0.attention.query.weight"])

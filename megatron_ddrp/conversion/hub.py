@@ -38,6 +38,6 @@ def local_folder(given: Path) -> Path:
 
 def _advice(name: Path, reason: str) -> UserError:
     return UserError(
-        f"no folder {name} here, and as a name on the hub it cannot be downloaded ({reason}): on a machine with a "
-        f"network run `hf download {name} --local-dir DIR`, then give DIR"
+        f"there is no folder {name}, and no model of that name can be downloaded from the hub ({reason}): run "
+        f"`hf download {name} --local-dir DIR` on a machine with a network, then give DIR"
     )

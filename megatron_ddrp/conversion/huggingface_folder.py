@@ -102,8 +102,8 @@ def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
         raise UserError(f"{folder} has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
     if read.embedded_pieces - read.tokenizer.vocab_size > PADDED_ROWS:
         raise UserError(
-            f"{folder}: its tokenizer has {read.tokenizer.vocab_size} pieces and its model embeds "
-            f"{read.embedded_pieces}; put the vocabulary there that the model was trained with"
+            f"{folder}: its tokenizer has {read.tokenizer.vocab_size} pieces but its model embeds "
+            f"{read.embedded_pieces}; put the vocabulary of the model's training into the folder"
         )
     return read.model.eval(), read.tokenizer, read.config
 

@@ -72,7 +72,7 @@ def _convert(folder: Path, vocabulary: str) -> Tokenizer:
     except Exception as error:  # with a damaged file the library may raise any error
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise UserError(
-            f"{folder} has {vocabulary} and no tokenizer.json, and it could not be converted ({reason}): where "
-            f'transformers and sentencepiece are installed run python -c "from transformers import AutoTokenizer as T; '
+            f"{folder} has {vocabulary} and no tokenizer.json, and it could not be converted ({reason}): run, "
+            f'with transformers and sentencepiece installed, python -c "from transformers import AutoTokenizer as T; '
             f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
         ) from None

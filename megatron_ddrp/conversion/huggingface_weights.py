@@ -56,7 +56,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     safe, pickled = folder / SAFE_WEIGHTS, folder / PICKLED_WEIGHTS
     path = safe if safe.is_file() else pickled
     if not path.is_file():
-        raise UserError(f"{folder}: neither {safe.name} nor {pickled.name} in it; save the model as one of them")
+        raise UserError(f"{folder}: it holds neither {safe.name} nor {pickled.name}; save the model as one of them")
     try:
         loaded = load_file(str(safe)) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise any error
@@ -120,8 +120,7 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
             value, target = value[:vocab_size], target[:vocab_size]
         if value.shape != target.shape:
             raise UserError(
-                f"{source}: the weight for {name} is {list(value.shape)}, by config.json it should be "
-                f"{list(target.shape)}"
+                f"{source}: the weight for {name} is {list(value.shape)}, but config.json requires {list(target.shape)}"
             )
         target.copy_(value)
 
@@ -137,4 +136,6 @@ def _complete(parameters: Mapping[str, Tensor], weights: Weights, source: Path) 
             begins = "0" if part == DIFFERENCE else "drawn anew"
             weights.initialised.append(f"{kind * (part == 'head')}{part} ({begins}; the folder has none)")
     if missing:
-        raise UserError(f"{source}: no weight for {min(missing)}, and {len(missing) - 1} more; the folder is not whole")
+        raise UserError(
+            f"{source}: the weight for {min(missing)} is missing, and {len(missing) - 1} more; the folder is incomplete"
+        )

@@ -93,6 +93,6 @@ def _refuse(source: Path, modules: Iterable[str], allowed: tuple[str, ...]) -> N
         inside = any(f"{module}.".startswith(f"{place}.") for place in allowed)
         if f"{module}.".startswith(OURS) and not inside:
             raise UserError(
-                f"{source} imports {module}, so its encoding cannot be exported: of megatron_ddrp it may import only "
-                "by `from megatron_ddrp.model.positions… import …`"
+                f"{source} imports {module}, so its encoding cannot be exported: from megatron_ddrp it may import only "
+                "with `from megatron_ddrp.model.positions… import …`"
             )

@@ -24,7 +24,7 @@ def refuse_output(output: Path, overwrite: bool, replaceable: Callable[[Path], b
         raise UserError(f"--output {output} exists: choose another name, or give --overwrite", WRONG_ARGUMENTS)
     if not replaceable(output):
         raise UserError(
-            f"--output {output} is no {kind}, and --overwrite replaces nothing else: choose another name",
+            f"--output {output} is not {kind}, and --overwrite replaces nothing else: choose another name",
             WRONG_ARGUMENTS,
         )
 

@@ -85,18 +85,18 @@ def export_checkpoint(
 ) -> Export:
     """Write the newest checkpoint of `load` (or the one it names) as the Hugging Face folder `output`.
 
-    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the model
-    card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding cannot be
-    exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
+    `family_name` is a key of `FAMILIES`; by default the model and its tokenizer decide. `publishing` goes into the
+    model card. `output` is written whole or not at all. Raise `UserError` if there is no checkpoint, if its encoding
+    cannot be exported, if the model does not belong to the family, or if `output` exists and may not be replaced.
     """
-    refuse_output(output, overwrite, _is_hugging_face, "Hugging Face folder")
+    refuse_output(output, overwrite, _is_hugging_face, "a Hugging Face folder")
     source = checkpoint.choose_checkpoint(load)
     run = checkpoint.read_config(source)
     encoding = run.model.position_encoding
     if encoding not in ENCODINGS:
         raise UserError(
-            f"{source} has {encoding!r} positions, which are not known: expected one of {', '.join(ENCODINGS)}, or a "
-            "name that --plugin FILE.py brings"
+            f"{source} has {encoding!r} positions, which are unknown: expected one of {', '.join(ENCODINGS)}, or a "
+            "name from --plugin FILE.py"
         )
     model, tokenizer, whole = checkpoint.read_model(source)
     objective = objective_class(whole.objective.objective)

@@ -1,15 +1,17 @@
-"""The progress bar of every command that reads files."""
+"""The progress bar of every command."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from megatron_ddrp.data.atomic import AnyPath
+
+T = TypeVar("T")
 
 Advance = Callable[[int], object]
 """Function called with the number of bytes (or tokens) read since the last call, such as a progress bar's `update`."""
@@ -19,17 +21,33 @@ def silent(count: int) -> None:
     """Show no progress."""
 
 
-def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
-    """Return a progress bar on stderr over the bytes of the files as they lie on the disk, with the time left.
+def progress(
+    unit: str, total: int | None = None, doing: str | None = None, show: bool = True, scale: bool = False
+) -> tqdm:
+    """Return a progress bar on stderr, with the time left where `total` is known.
 
-    `doing` stands in front of it; without `show` it is silent.
+    In a log file it appears for long runs only, and updates every 10 seconds. `doing` stands in front of it; without
+    `show` it is silent; with `scale` large numbers are shortened.
     """
+    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
+    how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "disable": not show, **seldom}
+    return tqdm(desc=doing, total=total, dynamic_ncols=True, leave=False, file=sys.stderr, **how)
+
+
+def reading_progress(paths: Sequence[AnyPath], doing: str | None = None, show: bool = True) -> tqdm:
+    """Return a progress bar over the bytes of the files on disk."""
     total = sum(map(os.path.getsize, paths)) if all(map(os.path.isfile, paths)) else None  # unknown for pipes
     return byte_progress(total, doing, show)
 
 
 def byte_progress(total: int | None, doing: str | None = None, show: bool = True) -> tqdm:
-    """Return a progress bar on stderr over `total` bytes. In a log file it appears for long runs only, and seldom."""
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
-    unit: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True}
-    return tqdm(desc=doing, **unit, dynamic_ncols=True, leave=False, file=sys.stderr, disable=not show, **seldom)
+    """Return a progress bar over `total` bytes."""
+    return progress("B", total, doing, show, scale=True)
+
+
+def tracked(items: Sequence[T], unit: str, doing: str | None = None) -> Iterator[T]:
+    """Yield the items under a progress bar."""
+    with progress(unit, len(items), doing) as bar:
+        for item in items:
+            yield item
+            bar.update()

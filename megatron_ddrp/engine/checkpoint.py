@@ -259,8 +259,8 @@ def _check_optimizer(path: Path, state: dict[str, Any], config: Config) -> None:
     theirs, ours = Config.from_dict(state["config"]).optimizer.optimizer, config.optimizer.optimizer
     if theirs != ours:
         raise UserError(
-            f"--load {path}: its optimizer state is of --optimizer {theirs}, this is {ours}: give the same, or export "
-            "the weights alone by megatron-ddrp convert and start from them"
+            f"--load {path}: its optimizer state comes from --optimizer {theirs}, this run has {ours}: give the same, "
+            "or export only the weights with megatron-ddrp convert and start from them"
         )
 
 

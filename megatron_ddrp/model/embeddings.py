@@ -18,8 +18,8 @@ def check_length(length: int, longest: int) -> None:
     """Raise `UserError` for rows longer than the model's positions."""
     if length > longest:
         raise UserError(
-            f"rows of {length} tokens: this model has positions for --seq-length {longest} only; cut them, or train an "
-            "encoding that is relative"
+            f"rows of {length} tokens: this model has positions for --seq-length {longest} only; shorten them, or "
+            "train a relative encoding"
         )
 
 

@@ -1,18 +1,19 @@
-"""Estimate the time of a training step on a layout of GPUs that are not at hand; `--dry-run` prints it.
+"""Estimates of the time of a training step on a layout of GPUs that need not be present; `--dry-run` prints them.
 
     step = (micro-batches + stages − 1) · micro-batch + exposed gradients + weights + update
     micro-batch = matrix products + attention + memory traffic + tensor parallelism + stage to stage
 
-Matrix products and attention are FLOP (`megatron_ddrp/run/flops.py`) ÷ the rates that a device sustains; the traffic of
-everything else was counted on a fake GPU (`benchmarks/gpu_cost.py`). Communication is its volume ÷ a link's rate:
+The time of matrix products and attention is their FLOP (`megatron_ddrp/run/flops.py`) ÷ the rates that a device
+sustains. The memory traffic of all other operations was counted on a fake GPU (`benchmarks/gpu_cost.py`). Communication
+takes its volume ÷ a link's rate:
 
     tensor      4 all-reduces of the hidden states per layer and micro-batch, inside a host
     pipeline    hidden states and their gradients, once per stage and micro-batch
-    data        gradients are reduced and scattered once a step (at ZeRO 2 and 3 once a micro-batch), weights gathered
-                once a step (at ZeRO 3 twice a micro-batch)
+    data        gradients are reduced and scattered once per step (at ZeRO 2 and 3 once per micro-batch), weights
+                gathered once per step (at ZeRO 3 twice per micro-batch)
 
-Gradients are reduced while the last micro-batch's backward pass runs; only what takes longer counts. Ranks lie as in
-`parallel/process_group.py`: tensor neighbours side by side, then data, then pipeline. Everything here is an estimate.
+Gradients are reduced during the last micro-batch's backward pass; only the time beyond it counts. Ranks are ordered as
+in `parallel/process_group.py`: tensor first, then data, then pipeline. Everything here is an estimate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.run.flops import flop_per_token, peak_tflops
 
 LAUNCH_SECONDS = 2e-6
-"""The least that a kernel takes on any device, an assumption."""
+"""Assumed minimum time of a kernel on any device."""
 
 HOST = 8
 """GPUs per host."""
@@ -36,26 +37,26 @@ class Device:
     """A GPU and its links."""
 
     name: str
-    """As `torch.cuda.get_device_name` gives it."""
+    """Name, as in `torch.cuda.get_device_name`."""
     half: float
     """TFLOP/s of bf16 or fp16 matrix products."""
     single: float
-    """TFLOP/s of fp32 ones without TF32."""
+    """TFLOP/s of fp32 matrix products without TF32."""
     bandwidth: float
     """TB/s of device memory."""
     memory: float
-    """GiB."""
+    """GiB of device memory."""
     inside: float
     """GB/s that a GPU sends to the others of its host."""
     between: float
-    """GB/s that a host sends to the other hosts, over all its network cards."""
+    """GB/s that a host sends to the other hosts over all its network cards."""
     processors: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     is_recent: bool = True
-    """Whether it has compute capability 8.0: bf16, attention in Triton and torch's flash kernel."""
+    """True for compute capability 8.0 and higher: bf16, attention in Triton and torch's flash kernel."""
 
     def products(self, precision: str) -> float:
-        """Return the TFLOP/s of a run's matrix products: fp32 runs use TF32 where the device has it, half as fast."""
+        """Return the TFLOP/s of a run's matrix products: fp32 runs use TF32 if the device has it, half as fast."""
         if precision != "fp32":
             return self.half
         return self.half / 2 if self.is_recent else self.single
@@ -65,7 +66,7 @@ class Device:
         return self.half * ATTENTION_SHARES[kernel if self.is_recent else "sdpa"][is_backward]
 
     def seconds(self, num_bytes: float, flop: float = 0, tflops: float = 1) -> float:
-        """Return the time of one launch: of its memory traffic or its arithmetic, whichever is longer."""
+        """Return the time of one launch: that of its memory traffic or of its arithmetic, whichever is longer."""
         return max(num_bytes / (self.bandwidth * 1e12), flop / (tflops * 1e12), LAUNCH_SECONDS)
 
 
@@ -79,14 +80,14 @@ dropout. `sdpa` is torch's memory-efficient kernel with a dense bias. Assumption
 to 335 TFLOP/s there (arXiv:2307.08691), for long rows."""
 
 ATTENTION_PRODUCTS = {"sdpa": (2, 5), "triton": (2, 7), "flash": (2, 5)}
-"""Attention kernel → its products of `[seq, head_dim]` and `[head_dim, seq]`, forward and backward. In Triton the two
-backward kernels compute Q·Kᵀ and dO·Vᵀ each."""
+"""Attention kernel → number of products of `[seq, head_dim]` and `[head_dim, seq]`, forward and backward. In Triton the
+two backward kernels compute Q·Kᵀ and dO·Vᵀ each."""
 
 
 def sustained(peak: Device) -> Device:
-    """Return a device of published peaks with the rates that it is assumed to sustain.
+    """Return a device with the rates that it is assumed to sustain, from its published peaks.
 
-    On an H100 650 of 989 TFLOP/s, 45 of 67 in fp32, 2.8 of 3.35 TB/s; elsewhere the same shares; of links 80 %.
+    An H100 sustains 650 of 989 TFLOP/s, 45 of 67 in fp32, 2.8 of 3.35 TB/s; others the same shares; links 80 %.
     """
     return dataclasses.replace(
         peak,
@@ -117,10 +118,10 @@ BIAS_TRAFFIC, HCD_TRAFFIC = 16, 51
 """Passes over a dense bias `[batch, heads, seq, seq]`, and over HCD's fp32 logits of its heads, both without Triton."""
 
 TILE = 128
-"""Rows and columns of a product's tile; one multiprocessor works on one tile."""
+"""Rows and columns of a product's tile; each multiprocessor works on one tile."""
 
 LAUNCHES = 50
-"""Launches per layer, forward and backward; those of small micro-batches take no less than `LAUNCH_SECONDS` each."""
+"""Launches per layer, forward and backward; each takes at least `LAUNCH_SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +129,15 @@ class Estimate:
     """Estimated seconds of a step, by part."""
 
     compute: float
-    """Micro-batches: FLOP, memory traffic, recomputation."""
+    """Computation on micro-batches: FLOP, memory traffic, recomputation."""
     tensor: float
     """All-reduces between tensor-parallel ranks."""
     pipeline: float
-    """Waiting of stages for each other, and hidden states from stage to stage."""
+    """Idle time of stages, and hidden states from stage to stage."""
     data: float
-    """Gradients and weights between data-parallel ranks, as far as no computation hides them."""
+    """Gradients and weights between data-parallel ranks, without the part that overlaps with computation."""
     update: float
-    """The optimizer."""
+    """Update by the optimizer."""
 
     @property
     def seconds(self) -> float:
@@ -145,19 +146,19 @@ class Estimate:
 
 
 def why_not(config: Config, device: Device) -> str | None:
-    """Say why a device cannot serve; None where it can."""
+    """Return why a device cannot run a configuration; None if it can."""
     return "it has no bf16" if config.training.precision == "bf16" and not device.is_recent else None
 
 
 def attention_kernel(config: Config, device: Device) -> str:
-    """Return which attention kernel `auto` is assumed to take."""
+    """Return the attention kernel that `auto` is assumed to choose."""
     if not encoding_class(config.model.position_encoding).in_logits:
         return "flash"
     return "triton" if device.is_recent else "sdpa"
 
 
 def as_resolved(config: Config, device: Device) -> Config:
-    """Return `config` with the backend that `auto` is assumed to take, for what memory depends on."""
+    """Return `config` with the backend that `auto` is assumed to choose, for the estimate of memory."""
     if config.model.attention_backend == "auto" and attention_kernel(config, device) == "triton":
         return config.replace(model={"attention_backend": "triton"})
     return config
@@ -193,7 +194,7 @@ UPDATE_BYTES = 32
 
 
 def mfu(config: Config, seconds: float, world_size: int, device: Device) -> float:
-    """Return the share of the devices' published peak that the model's FLOP of a step make up in so many seconds."""
+    """Return the model FLOP utilisation of a step of `seconds`: its FLOP relative to the devices' published peak."""
     peak = peak_tflops(device.name, config.training.precision, tf32=True)
     assert peak is not None, device.name
     tokens = config.training.global_batch_size * config.model.seq_length
@@ -201,9 +202,9 @@ def mfu(config: Config, seconds: float, world_size: int, device: Device) -> floa
 
 
 def micro_batch_seconds(config: Config, device: Device) -> float:
-    """Return the time that the slowest stage, the last one, computes on one micro-batch, forward and backward.
+    """Return the computing time of the slowest (last) stage for one micro-batch, forward and backward.
 
-    Products `[tokens, hidden / tensor]` with fewer tiles than the device has multiprocessors leave the others idle.
+    Products `[tokens, hidden / tensor]` with fewer tiles than the device has multiprocessors leave some of them idle.
     """
     model, training, objective = config.model, config.training, config.objective
     tensor = config.parallel.tensor_model_parallel_size
@@ -232,7 +233,7 @@ def micro_batch_seconds(config: Config, device: Device) -> float:
 
 
 def _width(config: Config) -> int:
-    """Return the bytes of a weight or activation."""
+    """Return the bytes per weight or activation."""
     return 4 if config.training.precision == "fp32" else 2
 
 
@@ -241,15 +242,15 @@ def _layers_per_stage(config: Config) -> int:
 
 
 def _ring_seconds(num_bytes: float, ranks: int, link: float) -> float:
-    """Return the time in which ranks that each hold `num_bytes` reduce and scatter, or gather, over links of GB/s."""
+    """Return the time of a reduce-scatter or all-gather of `num_bytes` per rank over links of GB/s."""
     return (ranks - 1) / ranks * num_bytes / (link * 1e9)
 
 
 def _data_seconds(config: Config, share: float, world_size: int, device: Device) -> tuple[float, float]:
-    """Return the time of a step's gradients and of its weights, for `share` parameters per rank.
+    """Return the communication time of a step's gradients and of its weights, for `share` parameters per rank.
 
-    A ring over hosts crosses each host's link once for every group of data-parallel ranks in the host, of which there
-    are as many as tensor-parallel ranks. Under bf16 gradients are reduced in fp32.
+    A ring over hosts crosses each host's link once per group of data-parallel ranks in the host; there are as many
+    groups as tensor-parallel ranks. Under bf16 gradients are reduced in fp32.
     """
     parallel, training = config.parallel, config.training
     data, tensor = parallel.data_parallel_size(world_size), parallel.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""What a run does on the device at hand: refusals of what the device lacks, and the choices that `auto` made for it."""
+"""Checks of a run against its device, and the choices of `auto` for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Refuse a precision, an attention backend or a compilation that a device does not have."""
+    """Refuse a precision, an attention backend or a compilation that a device does not support."""
     precision, backend = config.training.precision, config.model.attention_backend
     faults = {
         f"--{precision}": precision_fault(precision, device),
@@ -28,7 +28,7 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def attention_demand(config: Config, device: torch.device) -> Demand:
-    """Return what a run demands of an attention backend."""
+    """Return a run's requirements for an attention backend."""
     model = config.model
     return Demand(device, DTYPES[config.training.precision], model.attention_dropout, model.head_dim)
 

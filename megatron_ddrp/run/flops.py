@@ -1,15 +1,15 @@
-"""Floating-point operations (FLOP) of a training step by closed forms, and what a device can do at most.
+"""Floating-point operations (FLOP) of a training step in closed form, and the peaks of devices.
 
     linear      6 · weights of the layers' linear maps                    per token
     attention   12 · S · D · layers                                       QKᵀ and the product with V
-    tables      6 · min(rows, 2S − 1) · D · layers                        Q·T^q, and the same again for K·T^k
+    tables      6 · min(rows, 2S − 1) · D · layers                        Q·T^q, and the same for K·T^k
     local       12 · min(S, 2w + 1) · D and 6 · min(rows, 2w + 1) · D     the same in a layer with a window of w
     head        6 · masked share · (D · D + D · vocabulary)               the vocabulary is padded to a multiple of 128
 
 A multiplication with an addition is 2 FLOP, and the backward pass takes twice the forward pass: 2 · (1 + 2) = 6. D is
 the hidden size, S the length of the row. Every position of a row counts, padding included, and every pair of a packed
 row, as in dense products; in a local layer only the pairs within its window. Not counted: element-wise work, recomputed
-activations, TCD and HCD, notes, and what an encoding multiplies once per micro-batch (TUPE's B, DeBERTa's projected
+activations, TCD and HCD, notes, and the products of an encoding once per micro-batch (TUPE's B, DeBERTa's projected
 tables: 0.1 % of a base model at 32 x 512).
 """
 
@@ -42,12 +42,12 @@ class TokenFlop:
     linear: float = 0.0
     attention: float = 0.0
     tables: float = 0.0
-    """Products of queries and keys with the encoding's tables."""
+    """FLOP of the products of queries and keys with the encoding's tables."""
     head: float = 0.0
     mask_decoder: float = 0.0
-    """DeBERTa's enhanced mask decoder."""
+    """FLOP of DeBERTa's enhanced mask decoder."""
     generator: float = 0.0
-    """All of a generator, its head included."""
+    """FLOP of a generator, including its head."""
 
     @property
     def total(self) -> float:
@@ -57,14 +57,14 @@ class TokenFlop:
 def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
     """Return the FLOP per token of rows of `length` tokens, by default `--seq-length`.
 
-    A masking rate that changes counts with its mean. With the mask decoder the backward pass begins in the last layer's
-    input where masked LM is the only term.
+    A changing masking rate counts with its mean. With the mask decoder and masked LM as the only term, the backward
+    pass begins in the last layer's input.
     """
     model, objective = config.model, config.objective
     length, share, width = length or model.seq_length, objective.mask_rates.mean, model.embedding_width
     small = objective.generator_config(model)
     if small is not None:
-        applied = small.num_layers - decodes_masks(small)  # the decoder alone applies the last one
+        applied = small.num_layers - decodes_masks(small)  # only the decoder applies the last layer
         generator = sum(_layers(small, length, applied)) + sum(_masked_lm(small, width, share, length))
         generator += TRAINING * width * small.hidden_size * (small.embedding_size is not None)  # the projection
         head = TRAINING * (model.hidden_size**2 + model.hidden_size)
@@ -75,20 +75,20 @@ def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
 
 
 def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]]) -> float:
-    """Return the FLOP of micro-batches of some shapes `(rows, length)`."""
+    """Return the FLOP of micro-batches with the shapes `(rows, length)`."""
     return sum(rows * length * flop_per_token(config, length).total for rows, length in shapes)
 
 
 def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -> float:
     """Return the FLOP of a step over all ranks, from the micro-batches of this one.
 
-    The loader deals rows of about the same length to all data-parallel ranks.
+    The loader gives all data-parallel ranks rows of about the same length.
     """
     return flop_of_rows(config, (batch.input_ids.shape for batch in micro_batches)) * ranks.data_size
 
 
 def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, float, float]:
-    """Return the FLOP per token of so many layers: linear maps, attention, tables."""
+    """Return the FLOP per token of a number of layers: linear maps, attention, tables."""
     hidden = model.hidden_size
     linear = TRAINING * (4 * hidden**2 + model.ffn_maps * hidden * model.ffn_size)
     shares = [min(1.0, layers - number) for number in range(math.ceil(layers))]
@@ -98,7 +98,7 @@ def _layers(model: ModelConfig, length: int, layers: float) -> tuple[float, floa
 
 
 def _keys(model: ModelConfig, length: int, layer: int) -> int:
-    """Return the keys that a query of a layer is multiplied with."""
+    """Return the number of keys that a query of a layer is multiplied with."""
     window = model.window(layer)
     return length if window is None else min(length, 2 * window + 1)
 
@@ -106,8 +106,8 @@ def _keys(model: ModelConfig, length: int, layer: int) -> int:
 def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tuple[float, float]:
     """Return the FLOP per token of the masked-LM head, whose embedding is `width` wide, and of the mask decoder.
 
-    The decoder projects all keys and values once. Each application works on the masked share of the queries, and
-    multiplies the table for the keys with all of them.
+    The decoder projects all keys and values once. Each application computes the masked share of the queries, and
+    multiplies the table for the keys with all keys.
     """
     hidden = model.hidden_size
     head = TRAINING * share * (hidden * width + width * model.padded_vocab_size)
@@ -122,7 +122,7 @@ def _masked_lm(model: ModelConfig, width: int, share: float, length: int) -> tup
 
 
 def _useful_rows(model: ModelConfig, length: int, layer: int) -> tuple[int, int]:
-    """Return the rows of T^q and of T^k that rows of `length` tokens can meet in a layer; 0 without such a table."""
+    """Return the rows of T^q and of T^k that rows of `length` tokens can use in a layer; 0 without such a table."""
     window = model.window(layer)
     offsets = 2 * (length if window is None else min(length, window + 1)) - 1
     of_queries, of_keys = _table_rows(model, length)
@@ -131,7 +131,7 @@ def _useful_rows(model: ModelConfig, length: int, layer: int) -> tuple[int, int]
 
 @cache
 def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
-    """Return the number of rows of the encoding's T^q and T^k for rows of `length`, 0 for one that it does not have."""
+    """Return the number of rows of the encoding's T^q and T^k for rows of `length` tokens, 0 for a missing table."""
     encoding = encoding_class(model.position_encoding)
     row = torch.zeros(1, length, dtype=torch.long)
     with torch.device("meta"):
@@ -146,10 +146,10 @@ def _table_rows(model: ModelConfig, length: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense TFLOP/s of a device, without sparsity; None where the source gives none."""
+    """Dense TFLOP/s of a device, without sparsity; None if the source gives no figure."""
 
     half: float
-    """bf16 and fp16 on tensor cores, accumulated in fp32."""
+    """TFLOP/s of bf16 and fp16 on tensor cores, accumulated in fp32."""
     tf32: float | None
     fp32: float | None
 
@@ -173,18 +173,18 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"B200", Peak(2250, 1125, None)),  # HGX B200 data sheet, an eighth and halved
     (r"MI300X", Peak(1307.4, 653.7, 163.4)),  # MI300X data sheet
 )
-"""(pattern of whole words in the name that `torch.cuda.get_device_name` gives, peak by the maker); the first match
+"""Pairs of a pattern of whole words in the name from `torch.cuda.get_device_name` and the maker's peak; the first match
 counts."""
 
 
 def peak_of_run(config: Config, ranks: Ranks) -> float | None:
-    """Return the FLOP/s of all ranks' devices together, taken to be like this one's; None where it is not known."""
+    """Return the FLOP/s of all ranks' devices together, assumed equal to this one; None if unknown."""
     of_device = peak_of_device(config, ranks.device)
     return None if of_device is None else of_device * ranks.world_size
 
 
 def peak_of_device(config: Config, device: torch.device) -> float | None:
-    """Return the FLOP/s of `--peak-tflops`, else of the device's row in `PEAKS`; None without either."""
+    """Return the FLOP/s of `--peak-tflops`, otherwise of the device's row in `PEAKS`; None without either."""
     given, training = config.logging.peak_tflops, config.training
     if given is None and device.type == "cuda":
         given = peak_tflops(torch.cuda.get_device_name(device), training.precision, training.tf32)
@@ -192,9 +192,9 @@ def peak_of_device(config: Config, device: torch.device) -> float | None:
 
 
 def peak_tflops(device_name: str, precision: str, tf32: bool) -> float | None:
-    """Return the dense TFLOP/s of a device in "bf16", "fp16" or "fp32"; None for one that the table does not have.
+    """Return the dense TFLOP/s of a device in "bf16", "fp16" or "fp32"; None for a device missing from the table.
 
-    `tf32` says whether products of fp32 matrices may be computed in TF32.
+    `tf32` is True if products of fp32 matrices may be computed in TF32.
     """
     for words, peak in PEAKS:
         if re.search(rf"\b{words}\b", device_name):

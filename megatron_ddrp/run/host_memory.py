@@ -1,4 +1,4 @@
-"""Memory of this process: keep what it freed for the next tensor or give it back, and read how much it took at most."""
+"""Memory of this process: keep or return freed memory, and read the peak."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 NEVER = 2**31 - 1
 GROWTH = 64 * 2**20
 SMALL = 64 * 2**10
-"""Bytes from which on a tensor has a mapping of its own under `return_freed_memory`."""
+"""Size in bytes from which on a tensor has its own mapping under `return_freed_memory`."""
 
 
 def keep_freed_memory() -> None:
-    """Stop giving freed memory back to the system from here on; without effect where malloc is not glibc's.
+    """Stop returning freed memory to the system; without effect if malloc is not glibc's.
 
-    A training step on a CPU frees and takes the same large tensors over and over. glibc maps each of them anew, and
-    every page of a fresh mapping is a page fault and 4 KiB of zeros (`docs/benchmarks.md` has what that costs). The
-    process's peak stays about what it was; between peaks it keeps what it had.
+    A training step on a CPU frees and allocates the same large tensors repeatedly. glibc maps each of them anew, and
+    every page of a new mapping costs a page fault and 4 KiB of zeros (measured in `docs/benchmarks.md`). The process's
+    peak changes little; between peaks it keeps its memory.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -36,18 +36,17 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the memory of freed tensors back to the system at once from here on; without effect where malloc is not
-    glibc's.
+    """Return the memory of freed tensors to the system at once; without effect if malloc is not glibc's.
 
-    The resident size is then that of the tensors in use, to a tenth of a MiB the same in every process. Otherwise it
-    holds what the heap keeps, which differs by tens of MiB from one process to the next.
+    The resident size is then that of the tensors in use, equal in every process to a tenth of a MiB. Otherwise it
+    includes memory kept by the heap, which differs by tens of MiB between processes.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors took on a GPU so far; on a CPU the largest resident size of the process."""
+    """Return the peak memory of tensors on a GPU so far; on a CPU the largest resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -55,10 +54,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_resident_bytes() -> int | None:
-    """Forget the largest resident size of this process so far, and return the present one; None where Linux's /proc is
-    missing.
+    """Reset the peak resident size of this process and return the present size; None without Linux's /proc.
 
-    Unlike `getrusage`, whose peak is never reset and begins with that of the process before `exec`.
+    The peak of `getrusage` cannot be reset and includes that of the process before `exec`.
     """
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -68,7 +66,7 @@ def reset_peak_resident_bytes() -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident size of this process since `reset_peak_resident_bytes`."""
+    """Return the peak resident size of this process since `reset_peak_resident_bytes`."""
     return _status_bytes("VmHWM")
 
 

@@ -1,6 +1,6 @@
-"""One process of a launcher (`deepspeed`, `torchrun`, `srun`): its rank, what it prints, how it ends.
+"""One process of a launcher (`deepspeed`, `torchrun`, `srun`): its rank, its output and its end.
 
-Nothing here imports torch, so that a wrong argument is refused at once.
+This module does not import torch, so that a wrong argument is refused at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def launched_rank() -> int:
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process; ask before `process_group.start` fills the variables in."""
+    """Return whether a launcher started this process; call it before `process_group.start` sets the variables."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 @contextlib.contextmanager
 def first_rank_speaks() -> Iterator[None]:
-    """Let rank 0 alone print inside the block, where all ranks would print the same, such as a wrong argument."""
+    """Let only rank 0 print inside the block, for lines that all ranks would print, such as a wrong argument."""
     if launched_rank() == 0:
         yield
         return
@@ -63,11 +63,11 @@ def run_rank(main: Callable[[], object], program: str | None = None) -> NoReturn
 
 @contextlib.contextmanager
 def exit_without_teardown() -> Iterator[NoReturn]:
-    """End the process with the exit code or the traceback that the block ends with, without Python's teardown.
+    """End the process with the block's exit code or traceback, but without Python's teardown.
 
-    Teardown destroys the process groups while their threads may still release the tensors of the last call. Python ends
-    a thread that asks for the interpreter then, in the middle of C++ code, and the process aborts: `terminate called
-    without an active exception`. Where another rank is gone or stuck, teardown waits for it as well.
+    Teardown destroys the process groups while their threads may still release the tensors of the last call. Python then
+    ends a thread that needs the interpreter in the middle of C++ code, and the process aborts: `terminate called
+    without an active exception`. If another rank is gone or stuck, teardown also waits for it.
     """
     code: object = 0
     try:
@@ -77,7 +77,7 @@ def exit_without_teardown() -> Iterator[NoReturn]:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = FAILURE
-    with contextlib.suppress(OSError):  # the reader of our output left
+    with contextlib.suppress(OSError):  # the reader of our output is gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else FAILURE)

@@ -14,13 +14,13 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.metrics import METRICS, MetricsFile
 
 UNSAVED_SECONDS = 3600
-"""Work ahead, without `--save`, from which on a run warns."""
+"""Seconds of remaining work from which on a run without `--save` warns."""
 
 
 class MetricsLog:
-    """Rows of numbers. `write` appends one; a row's `iteration` counts from 1.
+    """Log of a run: rows of numbers, whose `iteration` counts from 1, and lines for people.
 
-    Raises `UserError` where metrics.jsonl cannot be opened.
+    Raises `UserError` if metrics.jsonl cannot be opened.
     """
 
     def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
@@ -45,7 +45,7 @@ class MetricsLog:
             self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
 
     def _tell_of_missing_rows(self, start_iteration: int) -> None:
-        """Say so where a run that resumes in its own folder finds fewer rows than it has logged there."""
+        """Warn if a run that resumes in its own folder finds fewer rows than it has logged there."""
         save, load = self.config.checkpoint.save, self.config.checkpoint.load
         if not (self._file and save and load and start_iteration and Path(save).resolve() == Path(load).resolve()):
             return
@@ -54,7 +54,7 @@ class MetricsLog:
             self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row everywhere, at once, so that a killed run keeps it."""
+        """Append a row to every log at once, so that it survives a kill."""
         if not self.active:
             return
         if self._file:
@@ -63,7 +63,7 @@ class MetricsLog:
             writer.log({k: v for k, v in row.items() if k != "iteration"}, step=row["iteration"])
 
     def restore(self) -> list[str]:
-        """Write metrics.jsonl again where somebody deleted it, and return its name if so."""
+        """Write metrics.jsonl again if it was deleted; return its name in that case."""
         return self._file.restore() if self._file else []
 
     def say(self, line: str) -> None:
@@ -84,7 +84,7 @@ class MetricsLog:
 
 
 class _TensorBoard:
-    """TensorBoard behind the two methods of a wandb run that we use."""
+    """TensorBoard writer with the two methods of a wandb run that we use."""
 
     def __init__(self, writer: Any) -> None:
         self.writer = writer
@@ -98,7 +98,7 @@ class _TensorBoard:
 
 
 def check_writers(config: Config) -> None:
-    """Refuse a missing optional package on every rank, before training, rather than on rank 0 alone later."""
+    """Refuse a missing optional package on every rank before training, not only on rank 0 later."""
     for wanted, module, name in (
         (config.logging.tensorboard_dir, "tensorboard", "--tensorboard-dir"),
         (config.logging.wandb_project, "wandb", "--wandb-project"),
@@ -111,10 +111,10 @@ def check_writers(config: Config) -> None:
 
 
 class Clock:
-    """Rates since the last reading, and the time to the end at the rate of the whole run."""
+    """Clock of a run: rates since the last reading, and the time to the last step."""
 
     def __init__(self, start_iteration: int, train_iters: int, peak: float | None = None) -> None:
-        """`peak` is what all devices of the run can do together at most, in FLOP/s."""
+        """Start the clock; `peak` is the peak of all devices of the run together, in FLOP/s."""
         self.begin = self.last = time.perf_counter()
         self.start_iteration, self.train_iters, self.peak = start_iteration, train_iters, peak
         self.steps = self.tokens = 0
@@ -127,7 +127,7 @@ class Clock:
         self.flop += flop
 
     def read(self) -> dict[str, float]:
-        """Return `tokens_per_second`, `step_time` (s) and, where a peak is known, `mfu` since the last reading."""
+        """Return `tokens_per_second`, `step_time` (s) and, if the peak is known, `mfu` since the last reading."""
         now = time.perf_counter()
         elapsed = max(now - self.last, 1e-9)
         rates = {"tokens_per_second": self.tokens / elapsed, "step_time": elapsed / max(1, self.steps)}
@@ -137,28 +137,28 @@ class Clock:
         return rates
 
     def pause(self) -> None:
-        """Leave what happened since `read` (a validation, a checkpoint) out of the next rates."""
+        """Exclude the time since `read` (a validation, a checkpoint) from the next rates."""
         self.last = time.perf_counter()
 
     def eta(self, iteration: int) -> str:
-        """Time to the last step, as 9h12m."""
+        """Return the time to the last step, such as 9h12m."""
         done = iteration - self.start_iteration
         seconds = (time.perf_counter() - self.begin) / max(1, done) * (self.train_iters - iteration)
         return duration(seconds)
 
 
 class UnsavedWork:
-    """The one warning that a run without `--save` has more than an hour ahead."""
+    """Warning, given once, that a run without `--save` has more than an hour ahead."""
 
     def __init__(self, config: Config) -> None:
         minutes = config.checkpoint.exit_duration_in_mins
         self.is_due = config.checkpoint.save is None and (minutes is None or 60 * minutes > UNSAVED_SECONDS)
         self.train_iters, self.exit_interval = config.training.train_iters, config.checkpoint.exit_interval
         self.first: tuple[int, float] | None = None
-        """A step and the time at its end. The first step of a process compiles and warms up, so it is not timed."""
+        """First measured step and the time at its end; the first step of a process compiles and is not timed."""
 
     def warn_once(self, iteration: int, say: Callable[[str], None]) -> None:
-        """Look at the time that the steps since the first took, and warn where the rest takes more than an hour."""
+        """Warn if the remaining steps take more than an hour at the rate of the steps so far."""
         if not self.is_due:
             return
         now = time.perf_counter()
@@ -176,7 +176,7 @@ class UnsavedWork:
 
 
 def duration(seconds: float) -> str:
-    """45s, 12m05s, 9h12m, 3d04h."""
+    """Return a duration as 45s, 12m05s, 9h12m or 3d04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -188,22 +188,22 @@ def duration(seconds: float) -> str:
 
 
 def terms(row: dict[str, Any], labels: Mapping[str, str], digits: int = 3, prefix: str = "") -> str:
-    """Return `mlm 6.010 tcd 0.402`: the labelled numbers that a row has, under keys with a prefix."""
+    """Return the labelled numbers of a row under keys with a prefix, such as `mlm 6.010 tcd 0.402`."""
     return " ".join(f"{label} {row[prefix + key]:.{digits}f}" for key, label in labels.items() if prefix + key in row)
 
 
 def similarities(row: dict[str, Any]) -> str:
-    """` | f(S) 0.812 f(H) 0.344` where a row has them, else nothing."""
+    """Return ` | f(S) 0.812 f(H) 0.344` if a row has these numbers, otherwise an empty text."""
     if "token_similarity" not in row:
         return ""
     return f" | f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}"
 
 
 def progress_line(row: dict[str, Any], labels: Mapping[str, str], train_iters: int, eta: str) -> str:
-    """Return a line for people.
+    """Return the progress line of a row.
 
     `step 1200/125000 | loss 6.412 (mlm 6.010 tcd 0.402) | lr 9.60e-05 | gnorm 1.21 | 412k tok/s | mfu 31.2% | mem 21.3
-    GiB | eta 9h12m`, all in one line; `mfu` where the row has it.
+    GiB | eta 9h12m`, all in one line; `mfu` only if the row has it.
     """
     rate = row["tokens_per_second"]
     speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k"

@@ -31,16 +31,16 @@ from megatron_ddrp.run.stopping import StopRequests
 
 @dataclass(frozen=True)
 class Run:
-    """One rank's running training, as its steps, validations and checkpoints share it."""
+    """State of one rank's running training, shared by steps, validations and checkpoints."""
 
     config: Config
     ranks: Ranks
     engine: Any
     log: MetricsLog
     folder: Path | None
-    """`--save`."""
+    """Value of `--save`."""
     home: RunFolder | None
-    """The same folder as rank 0 alone has it."""
+    """The `--save` folder, locked; None on other ranks than rank 0."""
     notes: NoteDictionary | None
 
     def steps(
@@ -48,8 +48,8 @@ class Run:
     ) -> tuple[Progress, int]:
         """Train from `progress` to the last step, `--exit-interval` or a request to stop.
 
-        Return the progress and the request's code, 0 without one. Where numbers are read late, a step is finished once
-        the next one was launched, and a request is followed one step later.
+        Return the progress and the request's code, 0 without one. If numbers are read late (on GPUs), a step is
+        finished after the next one was launched, and a request takes effect one step later.
         """
         config, ranks, begin = self.config, self.ranks, progress
         clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(config, ranks))
@@ -99,7 +99,7 @@ class Run:
         return iteration == 1 or due(iteration, self.config.logging.log_interval, self.config)
 
     def pauses_after(self, iteration: int, validates: bool) -> bool:
-        """Return whether a validation, a checkpoint or the end follows a step, before the next can be launched."""
+        """Return whether a validation, a checkpoint or the end follows a step; the next step must wait for it."""
         config = self.config
         saves = self.folder is not None and iteration % config.checkpoint.save_interval == 0
         return saves or exits(iteration, config) or (validates and due(iteration, config.logging.eval_interval, config))
@@ -122,7 +122,7 @@ class Run:
         self.log.say(progress_line(row, objective.labels, config.training.train_iters, clock.eta(progress.iteration)))
 
     def validate(self, loader: BatchLoader, progress: Progress) -> None:
-        """Log the losses on the same held-out samples with the same masks each time."""
+        """Log the validation losses; samples and masks are the same each time."""
         config = self.config
         steps = min(config.logging.eval_iters, max(1, len(loader.samples) // config.training.global_batch_size))
         losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
@@ -132,7 +132,7 @@ class Run:
         self.log.say(f"step {progress.iteration}/{config.training.train_iters} | {line}")
 
     def save(self, folder: Path, progress: Progress, must: bool) -> None:
-        """Save a checkpoint. Where that fails and it need not be, say so and continue: the earlier ones are whole."""
+        """Save a checkpoint. If that fails and `must` is false, report it and continue: the earlier ones are whole."""
         notes = {} if self.notes is None else note_tensors(self.notes)
         try:
             agree(self._restore)
@@ -141,11 +141,11 @@ class Run:
         except UserError as error:
             line = f"step {progress.iteration} not saved: {error}; the last checkpoint is {last_name(folder)}"
             if must:
-                raise agreed_by_all(f"{line}; start the same command again to go on from there") from error
-            self.log.say(f"{line}; going on")
+                raise agreed_by_all(f"{line}; start the same command again to resume from there") from error
+            self.log.say(f"{line}; training continues")
 
     def _restore(self) -> None:
-        """Write again, on rank 0, what somebody deleted of the `--save` folder, and say so."""
+        """Write deleted files of the `--save` folder again, on rank 0, and report it."""
         if self.home is None:
             return
         with refusals_as_user_errors(self.home.path):
@@ -178,7 +178,7 @@ def add_totals(totals: Mapping[str, float], result: StepResult) -> Mapping[str, 
 
 
 def due(iteration: int, interval: int, config: Config) -> bool:
-    """Return whether something done every `interval` steps and at the last one is due."""
+    """Return whether an action of every `interval` steps and of the last step is due."""
     return iteration % interval == 0 or iteration == config.training.train_iters
 
 

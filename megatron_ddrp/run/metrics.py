@@ -1,7 +1,7 @@
 """metrics.jsonl: one row of numbers per log or evaluation. All code that reads or writes the file is here.
 
-A line that is no row (damage, or the half line of a killed run) is kept in metrics.jsonl.damaged when the run resumes;
-readers leave it out and say so once. The rows after it count.
+A line that is not a row (damage, or the half line of a killed run) is moved to metrics.jsonl.damaged when the run
+resumes; readers skip it and report it once. The rows after it are kept.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron_ddrp.errors import refusals_as_user_errors
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 Row = dict[str, Any]
-"""`iteration`, counted from 1, and numbers by name; None stands for a number that was not finite."""
+"""Row of metrics.jsonl: `iteration`, from 1, and numbers by name; None for a number that was not finite."""
 Tell = Callable[[str], object]
 
 
 @functools.cache
 def tell_once(line: str) -> None:
-    """Print a notice on standard error, the first time that this process has it."""
+    """Print a notice on standard error, once per process."""
     print(line, file=sys.stderr, flush=True)
 
 
 def read_rows(folder: Path, tell: Tell = tell_once) -> list[Row]:
-    """Return the rows of a run's metrics.jsonl, also while it is being written; none where there is no file yet.
+    """Return the rows of a run's metrics.jsonl, also while a run writes it; no rows if there is no file yet.
 
-    `tell` hears how many damaged lines were left out. Raises `UserError` where the file cannot be read.
+    Calls `tell` with the number of skipped damaged lines. Raises `UserError` if the file cannot be read.
     """
     path = folder / METRICS
     if not path.exists():
@@ -43,25 +43,25 @@ def read_rows(folder: Path, tell: Tell = tell_once) -> list[Row]:
     rows, damaged = _sort_out(lines)
     if damaged:
         tell(f"{path}: left out {_count(damaged)}")
-    last = _parse(unfinished)  # whole where only its line end is missing; else the line being written
+    last = _parse(unfinished)  # complete if only its line end is missing; otherwise the line being written
     return [row for _, row in rows] + ([last] if last else [])
 
 
 def ends_in_half_a_line(folder: Path) -> bool:
-    """Return whether the file ends in the beginning of a row: it is being written, or was cut off."""
+    """Return whether the file ends with the beginning of a row: it is being written, or was cut off."""
     with refusals_as_user_errors(folder / METRICS):
         last = (folder / METRICS).read_bytes().rpartition(b"\n")[2]
     return bool(last) and _parse(last) is None
 
 
 def _sort_out(lines: list[bytes]) -> tuple[list[tuple[bytes, Row]], list[bytes]]:
-    """Return (lines that are rows, with these rows; lines that are none), without blank lines."""
+    """Return (lines that are rows, with the rows; other lines), without blank lines."""
     parsed = [(line, _parse(line)) for line in lines if line.strip()]
     return [(line, row) for line, row in parsed if row is not None], [line for line, row in parsed if row is None]
 
 
 def _parse(line: bytes) -> Row | None:
-    """Return the row that a line holds, or None."""
+    """Return the row in a line, or None."""
     try:
         row = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -84,22 +84,22 @@ def _count(lines: list[bytes]) -> str:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as JSON has it: None for inf and nan, such as the norm of fp16 gradients that overflowed."""
+    """Return a number for JSON: None for inf and nan, such as the norm of fp16 gradients that overflowed."""
     return value if math.isfinite(value) else None
 
 
 class MetricsFile:
-    """metrics.jsonl of the run that writes it. A row that the disk refuses waits in memory for the next one."""
+    """metrics.jsonl, opened for writing. A row that cannot be written waits in memory for the next one."""
 
     def __init__(self, path: Path, last_iteration: int, tell: Tell) -> None:
         """Cut the file back to `last_iteration`, that of the checkpoint that the run resumes from, and open it.
 
-        `tell` hears of damaged lines, now, and of rows that cannot be written, later. Raises `UserError` where the
-        system refuses.
+        Calls `tell` for damaged lines now, and for rows that cannot be written later. Raises `UserError` if the system
+        refuses.
         """
         self.path, self._tell = path, tell
         self.last_row = 0
-        """Iteration of the last row that the file had when it was opened; 0 without a row."""
+        """Iteration of the last row when the file was opened; 0 without a row."""
         self._waiting: list[bytes] = []
         with refusals_as_user_errors(path):
             if path.exists():
@@ -110,7 +110,7 @@ class MetricsFile:
         return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 
     def _cut_back(self, last_iteration: int) -> None:
-        """Drop the rows after an iteration, so that no step stands there twice, and set damaged lines aside."""
+        """Drop the rows after an iteration, so that no step occurs twice, and move damaged lines to another file."""
         before = self.path.read_bytes()
         rows, damaged = _sort_out(before.split(b"\n"))
         if damaged:
@@ -127,7 +127,7 @@ class MetricsFile:
             temporary.replace(self.path)
 
     def write(self, row: Row) -> None:
-        """Append a row, on its way to the disk at return, so that a killed run keeps it."""
+        """Append a row and flush it, so that it survives a kill."""
         waited = len(self._waiting)
         line = json.dumps({name: finite(value) for name, value in row.items()}) + "\n"
         self._waiting.append(line.encode())
@@ -141,7 +141,7 @@ class MetricsFile:
             self._tell(f"{self.path}: written again, with the {waited} rows that had to wait")
 
     def _flush(self) -> None:
-        """Write the waiting rows, all of them or none: half a line would spoil the next one."""
+        """Write the waiting rows, all of them or none: half a line would damage the next one."""
         end = os.fstat(self._descriptor).st_size
         data = b"".join(self._waiting)
         try:
@@ -154,14 +154,14 @@ class MetricsFile:
         self._waiting.clear()
 
     def restore(self) -> list[str]:
-        """Give the file its name and rows again where somebody deleted it; return its name if so, else nothing."""
+        """Write the file and its rows again if it was deleted; return its name in that case."""
         if self.path.exists():
             return []
         try:
             with open(self._descriptor, "rb", closefd=False) as deleted:
                 deleted.seek(0)
                 content = deleted.read()
-        except OSError:  # a network file system has forgotten it
+        except OSError:  # on a network file system that has dropped it
             content = b""
         self.path.write_bytes(content)
         os.close(self._descriptor)
@@ -169,7 +169,7 @@ class MetricsFile:
         return [METRICS if content else f"{METRICS} without its earlier rows"]
 
     def close(self) -> None:
-        """Write what waits, or say that it is lost, and close the file."""
+        """Write the waiting rows, or report that they are lost, and close the file."""
         try:
             self._flush()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The `--save` folder of a run that writes there: locked, with all that readers of its checkpoints need."""
+"""The `--save` folder of a running training: locked, with all files that readers of its checkpoints need."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_ddrp.run import stopping
 LOCK = "lock"
 
 PLUGIN_FOLDER = "plugins"
-"""Copies of the files that `--plugin` loaded. They are a record: nothing here ever runs them."""
+"""Folder with copies of the files that `--plugin` loaded. They are a record; no command runs them."""
 
 
 @contextlib.contextmanager
 def sole_writer(folder: Path) -> Iterator[int]:
     """Hold DIR/lock, so that no second run writes there; yield its descriptor. The system frees a killed run's lock.
 
-    Raises `UserError` naming who holds it. File systems without locks are not guarded.
+    Raises `UserError` with the holder's name if another run has it. File systems without locks are not protected.
     """
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -52,18 +52,18 @@ def sole_writer(folder: Path) -> Iterator[int]:
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
-    """Return whether a path still names an open file, which may have been deleted or replaced."""
+    """Return whether a path still names an open file; somebody may have deleted or replaced it."""
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 class RunFolder:
-    """A `--save` folder held by this process, from `with` to its end. Rank 0 alone has one."""
+    """The `--save` folder, locked by this process; a context manager. Only rank 0 has one."""
 
     def __init__(self, path: Path, config: Config, tokenizer: Tokenizer) -> None:
         self.path, self._config, self._tokenizer = path, config, tokenizer
         self._plugins = [(path.name, path.read_bytes()) for path in sorted(set(PLUGINS.values()))]
         self.remarks: list[str] = []
-        """What the user should know of the folder, one line each."""
+        """Lines for the user about the folder."""
         self._held = contextlib.ExitStack()
         self._lock: int | None = None
 
@@ -86,7 +86,7 @@ class RunFolder:
         self._lock = self._held.enter_context(sole_writer(self.path))
 
     def _keep_plugins(self) -> list[str]:
-        """Copy the files that `--plugin` loaded, for the record, where they are not there yet; return their names."""
+        """Copy new or changed files that `--plugin` loaded, as a record; return the names of the copies."""
         folder, written = self.path / PLUGIN_FOLDER, []
         for name, code in self._plugins:
             folder.mkdir(exist_ok=True)
@@ -100,9 +100,9 @@ class RunFolder:
         return [f"{PLUGIN_FOLDER}/{name}" for name in written]
 
     def restore(self) -> list[str]:
-        """Write again what somebody deleted of the folder, and return its names.
+        """Write deleted files of the folder again and return their names.
 
-        Raises `UserError` where the system refuses, or where another run has taken the folder meanwhile.
+        Raises `UserError` if the system refuses, or if another run has taken the folder meanwhile.
         """
         written = []
         if self._lock is None or not _is_there(self._lock, self.path / LOCK):

@@ -1,12 +1,12 @@
-"""Ending a run before its last step, by signals or a time limit, and the file that says how it ended.
+"""Stopping a run before its last step, by signals or a time limit, and the file with the exit code.
 
-SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) and SIGINT (Ctrl-C) let the current step finish, on GPUs
-the next one too, which is on its way by then; all ranks then save and exit with `ASKED_TO_STOP`, whichever of them got
-the signal.
+After SIGTERM, SIGUSR1 (`scancel`, a batch system's warning, `kill`) or SIGINT (Ctrl-C) the current step finishes; on
+GPUs the next one too, which is already launched. Then all ranks save and exit with `ASKED_TO_STOP`, whichever of them
+got the signal.
 
-A second SIGINT ends a process at once, unless a launcher started it: launchers pass the terminal's SIGINT on, so one
+A second SIGINT ends a process at once, unless a launcher started it: launchers forward the terminal's SIGINT, so one
 Ctrl-C can reach a rank twice, and they kill ranks that do not end. A process that was started with SIGINT ignored, as
-non-interactive shells start background jobs, keeps ignoring it; SIGTERM stops it.
+shells start background jobs of scripts, keeps ignoring it; SIGTERM stops it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 EXIT_CODE = "exit_code"
 OUT_OF_TIME = 1000
-"""Code of the time limit, beyond every signal's number."""
+"""Code of the time limit, larger than every signal's number."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequests:
-    """Requests to end this rank early, by a signal or the clock. Handles the signals from `with` to its end."""
+    """Requests to stop this rank early, by a signal or the clock. A context manager that handles the signals."""
 
     def __init__(self, minutes: float | None, began: float | None = None, alone: bool = False) -> None:
-        """Set the clock to ask `minutes` after `began` (seconds of `time.monotonic`, default now); None = never.
+        """Set the time limit to `minutes` after `began` (seconds of `time.monotonic`, default now); None = no limit.
 
-        `alone` says that no launcher started this process, so that a second SIGINT ends it.
+        `alone` is True if no launcher started this process; a second SIGINT then ends it.
         """
         self.alone = alone
         self.deadline = (time.monotonic() if began is None else began) + 60 * minutes if minutes else None
@@ -60,13 +60,13 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """0 without a request, a signal's number, or `OUT_OF_TIME`; all ranks follow the largest of their codes."""
+        """Code of the request: 0 without one, a signal's number, or `OUT_OF_TIME`; all ranks follow the largest."""
         out_of_time = self.deadline is not None and time.monotonic() >= self.deadline
         return self.received or OUT_OF_TIME * out_of_time
 
 
 def name_of(code: int) -> str:
-    """Return the name of what asked this run to stop."""
+    """Return the name of the signal or flag that stopped this run."""
     return "--exit-duration-in-mins" if code == OUT_OF_TIME else signal.Signals(code).name
 
 

@@ -1,6 +1,6 @@
-"""learning_curves.png: scores over the training steps of a run, where several of its checkpoints were scored.
+"""Figure learning_curves.png: scores over training steps, for runs with several scored checkpoints.
 
-The encoders of `--load run/iter_*` are named after their folders, so their names tell run and step.
+The names of the encoders of `--load run/iter_*` are their folders, which give run and step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHECKPOINT = re.compile(r"(?P<run>.*?)/*iter_(?P<step>\d+)")
 
 
 class Score(NamedTuple):
-    """A score as a fraction, and the ends of its error bar."""
+    """Score as a fraction, with the ends of its error bar."""
 
     value: float
     low: float
@@ -27,11 +27,11 @@ class Score(NamedTuple):
 
 
 Curves = dict[str, list[tuple[int, Score]]]
-"""Run → (step, score) by step."""
+"""Run → pairs (step, score), sorted by step."""
 
 
 def curves_of(scores: Mapping[str, Score]) -> Curves:
-    """Return the curves of the runs of which several checkpoints have a score; `scores` by encoder."""
+    """Return the curves of all runs with at least two scored checkpoints. `scores` maps encoders to scores."""
     curves: Curves = {}
     for name, score in scores.items():
         if found := _CHECKPOINT.fullmatch(name):
@@ -40,9 +40,9 @@ def curves_of(scores: Mapping[str, Score]) -> Curves:
 
 
 def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], error: str, folder: Path) -> str | None:
-    """Draw a panel per (title, score by encoder) over training steps, and return the figure's name in `folder`.
+    """Draw one panel per (title, score by encoder) over training steps; return the figure's name in `folder`.
 
-    `error` says what the error bars are. Draws nothing, and returns None, without two checkpoints of one run.
+    `error` names the error bars. Without two checkpoints of one run, draw nothing and return None.
     """
     drawn = [(title, curves) for title, scores in panels if (curves := curves_of(scores))]
     if not drawn:

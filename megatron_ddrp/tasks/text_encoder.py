@@ -69,11 +69,14 @@ def load_encoder(
         plugins: files that the run was given as `--plugin`. Their code is run.
 
     Raises:
-        UserError: one line that says what is wrong with the folder.
+        UserError: one line that names the folder's fault.
     """
     for file in plugins:
         load_plugin(Path(file))
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    has_gpu = torch.cuda.is_available()
+    chosen = torch.device(device or ("cuda" if has_gpu else "cpu"))
+    if chosen.type == "cuda" and not has_gpu:
+        raise UserError(f"device={device!r}: torch sees no GPU here; leave it out, or give cpu")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
@@ -276,7 +279,7 @@ class TextEncoder:
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield row numbers and their states `[layers, rows, seq, hidden]` in float32, the longest rows first."""
         with tqdm(
-            total=len(rows), unit="text", leave=False, delay=BAR_AFTER, dynamic_ncols=True, disable=not progress
+            total=len(rows), unit="text", leave=False, delay=BAR_AFTER, mininterval=0.5, disable=not progress
         ) as bar:
             for which in reversed(dev_order(rows, batch_size)):
                 batch = pad_batch(rows, which).map(lambda field: torch.from_numpy(field).to(self.device))

@@ -116,7 +116,9 @@ def test_a_folder_that_cannot_be_made_again_ends_the_run_with_a_line(flags: Flag
     replace = functools.partial(at_step, 3, 0, functools.partial(replace_by_a_file, folder))
     result = start_ranks(flags(save=folder, save_interval=4), 2, before=replace)
     assert result.exit_codes == [1, 1]
-    assert f"step 4 not saved: {folder}: File exists; the last checkpoint is none; going on" in result.stdout[0]
+    assert (
+        f"step 4 not saved: {folder}: File exists; the last checkpoint is none; training continues" in result.stdout[0]
+    )
     (line,) = lines(result.stderr[0])
     assert f"step 5 not saved: {folder}: File exists" in line and lines(result.stderr[1]) == []
 

@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(ranks: int, flags: Flags, tmp_pa
     assert full.exit_codes == [1] * ranks
     said = [line for line in full.stdout[0].splitlines() if "not saved" in line]
     assert [line.split(" not saved")[0] for line in said] == ["step 3", "step 4"]
-    assert all("File too large; the last checkpoint is iter_0000002; going on" in line for line in said)
+    assert all("File too large; the last checkpoint is iter_0000002; training continues" in line for line in said)
     assert [len(stderr.splitlines()) for stderr in full.stderr] == [1, 0][:ranks]
     assert "step 5 not saved" in full.stderr[0]
     assert newest(tmp_path) == path and not list(tmp_path.glob("*.tmp"))

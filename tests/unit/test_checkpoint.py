@@ -118,7 +118,7 @@ def test_a_folder_of_megatron_lm_is_refused(tmp_path):
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
-    with pytest.raises(UserError, match="latest is no file: remove it"):
+    with pytest.raises(UserError, match="latest is not a file: remove it"):
         choose_checkpoint(run)
 
 

@@ -214,7 +214,7 @@ def test_the_tokenizer_comes_from_the_manifest_where_the_flags_leave_it_out(part
     resolved = corpus.config.data
     assert (resolved.tokenizer_type, resolved.vocab_file) == ("BertWordPieceLowerCase", str(tiny_corpus.vocab_file))
     with pytest.raises(UserError, match="the dataset was made by tokenizer BertWordPieceLowerCase .*BertWordPieceCase"):
-        Corpus.open(make_config(tiny_corpus, data={"data_path": parts["a"], "tokenizer_type": "BertWordPieceCase"}))
+        Corpus.open(Config().replace(data={"data_path": parts["a"], "tokenizer_type": "BertWordPieceCase"}))
 
 
 def test_a_vocabulary_that_its_type_cannot_use_is_told(tiny_corpus, tmp_path):

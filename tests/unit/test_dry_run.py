@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.arguments import parse_arguments
-from megatron_ddrp.dry_run import GIB, dry_run
+from megatron_ddrp.commands.dry_run import GIB, dry_run
 from megatron_ddrp.errors import UserError
 
 

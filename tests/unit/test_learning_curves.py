@@ -27,9 +27,11 @@ def test_encoders_that_are_no_checkpoints_of_one_run_draw_nothing(tmp_path: Path
 def test_a_panel_shows_each_run_with_its_error_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
 
+    save = figures.save_figure
+
     def keep(plt: object, figure: object, path: Path) -> None:
         drawn.append(figure)
-        figures.save_figure(plt, figure, path)
+        save(plt, figure, path)
 
     monkeypatch.setattr(learning_curves, "save_figure", keep)
     scores = {"a/iter_0000001": LOW, "a/iter_0000002": HIGH, "b/iter_0000001": HIGH, "b/iter_0000003": LOW}

@@ -15,7 +15,7 @@ from megatron_ddrp.config.megatron_flags import ASKS_SETTINGS, BY_VALUE, REFUSED
 from megatron_ddrp.config.reading import Place
 from megatron_ddrp.config.translation import KINDS, RULES, translate
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.flags import read_flags
+from megatron_ddrp.tasks.compare.flags import make_config, read_flags
 
 SCRIPT = """
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096 --kv-channels 64 --seq-length 512
@@ -242,3 +242,20 @@ def test_yaml_gets_the_same_hints(tmp_path: Path) -> None:
             read(f"--config {path}")
     with pytest.raises(UserError, match="plan.yaml: unknown setting 'learning_rate'; use --lr"):
         read_flags({"learning_rate": 1}, Place("plan.yaml"))
+
+
+def test_renamed_flags_win_over_yaml_as_ours_do(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train-iters: 7\nmicro-batch-size: 7\nglobal-batch-size: 14\n", encoding="utf-8")
+    training = read(f"--config {path} --train-samples 42 --batch-size 2").config.training
+    assert (training.train_iters, training.micro_batch_size, training.global_batch_size) == (3, 2, 14)
+
+
+def test_a_deepspeed_file_of_a_plan_decides_as_for_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 64}', encoding="utf-8")
+    settings = {"deepspeed_config": str(path)}
+    assert make_config(settings, "plan").training.global_batch_size == 64
+    path.write_text('{"gradient_accumulation_steps": 2}', encoding="utf-8")
+    with pytest.raises(UserError, match="plan: --deepspeed-config .* depend on the number of ranks"):
+        make_config(settings, "plan")

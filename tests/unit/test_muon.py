@@ -181,5 +181,5 @@ def test_state_of_the_other_optimizer_is_refused() -> None:
     del stored["optimizer"]["optimizer"]  # as an older version stored it
     _check_optimizer(Path("run"), {"config": stored}, Config())
     muon = Config().replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
-    with pytest.raises(UserError, match="its optimizer state is of --optimizer adamw, this is muon"):
+    with pytest.raises(UserError, match="its optimizer state comes from --optimizer adamw, this run has muon"):
         _check_optimizer(Path("run"), {"config": stored}, muon)

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint.weights import read_config
+from megatron_ddrp.commands.dry_run import hours_of
 from megatron_ddrp.config import Config, changed_settings
 from megatron_ddrp.config.schedules import MaskRates, parse_phases, phase_at
-from megatron_ddrp.dry_run import hours_of
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.cost import DEVICES
 

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,6 +199,9 @@ def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer
         load_encoder(tmp_path / "nowhere")
     with pytest.raises(UserError, match="dtype='half a float': expected float32, bfloat16 or float16"):
         load_encoder(tmp_path, dtype="half a float")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="device='cuda': torch sees no GPU here"):
+            load_encoder(tmp_path, device="cuda")
     headless = load_encoder(in_folder(tmp_path / "bert", "BertModel"), device="cpu")
     assert headless.encode("red").shape == (3, 16)
     with pytest.raises(UserError, match="bert: fill_mask needs a masked-LM head; the folder lacks"):
@@ -224,3 +228,14 @@ def test_an_encoder_says_what_it_is(run, exported, encoder):
     of_export = load_encoder(exported[0], device="cpu")
     head = sum(p.numel() for n, p in encoder.model.named_parameters() if n.startswith("head.")) - 108
     assert encoder.num_parameters - of_export.num_parameters == head
+
+
+@pytest.mark.parametrize("section", ["Hidden states", "Sentence vectors", "Filled masks", "An untrained model"])
+def test_the_documentation_runs(encoder, section, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    code = page.split(f"## {section}\n")[1].split("```python\n")[1].split("```")[0]
+    names = {"encoder": encoder, "texts": TEXTS}
+    exec(code, names)
+    if section == "An untrained model":
+        assert names["states"].shape == (2, 16, 256)
+    assert ("%" in capsys.readouterr().out) == (section == "Filled masks")

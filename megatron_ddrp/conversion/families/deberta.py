@@ -86,9 +86,7 @@ class Deberta(Family):
             layer, _, kind = name.rpartition("attention.self.")
             if kind == "in_proj.weight":
                 if len(tensor) % (3 * num_heads):
-                    raise UserError(
-                        f"{name} has {len(tensor)} rows: no query, key and value for each of {num_heads} heads"
-                    )
+                    raise UserError(f"{name} has {len(tensor)} rows, not query, key and value of {num_heads} heads")
                 parts = tensor.unflatten(0, (num_heads, 3, -1))  # [heads, 3, d, hidden]
                 for number, part in enumerate(("query", "key", "value")):
                     split[f"{layer}attention.self.{part}.weight"] = parts[:, number].flatten(0, 1)

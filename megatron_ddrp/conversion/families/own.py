@@ -39,7 +39,7 @@ class Own(Family):
     def model_config(self, path: Path, values: dict[str, Any]) -> ModelConfig:
         keys = SIZES | {name: name for name in OWN_SETTINGS if name in values or name in ALWAYS}
         if missing := [key for key in keys if key not in values]:
-            raise UserError(f"{path}: no {missing[0]}; export the checkpoint again")
+            raise UserError(f"{path}: {missing[0]} is missing; export the checkpoint again")
         return checked_config(path, model_as_meant(read_settings(path, values, keys)))
 
     def objective(self, path: Path, values: dict[str, Any], names: Iterable[str]) -> ObjectiveConfig:

@@ -1,1 +1,1 @@
-"""From datasets to micro-batches: samples, packing, masks, blends."""
+"""The path from datasets to micro-batches: samples, packing, masks, blends."""

@@ -5,25 +5,25 @@ A row holds one sample. Its n ordinary tokens fall into units, by `--masking`:
   pieces is split, each piece its own unit.
 - `token`: each piece is a unit.
 - `ngram`: units are runs of one to three neighbouring words, p(n) ∝ 1/n, as in ALBERT (Lan et al., arXiv:1909.11942;
-  SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops what
-  overlaps; here the whole row is first cut into runs, from its start and each length drawn anew, so that runs never
-  overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single; one
+  SpanBERT draws geometric lengths up to ten). ALBERT draws places and lengths one after the other and drops
+  overlapping ones; here the whole row is first cut into runs of random lengths, from its start, so that runs never
+  overlap. A run ends early at the row's end and before a word of more than four pieces, whose pieces stay single. A run
   that alone exceeds the budget is shortened, word by word.
 
-In random order a unit is taken if it still fits in the budget `max(1, round(mask_prob · n))`; one that would overflow
-it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random ordinary piece (10 %) or kept (10 %), drawn
-for each piece on its own.
+Units are visited in random order. A unit is taken if it fits into the rest of the budget
+`max(1, round(mask_prob · n))`, otherwise it is skipped. Every taken piece is replaced by [MASK] (80 %), by a random
+ordinary piece (10 %) or kept (10 %), drawn separately for each piece.
 
-Where the papers are silent:
-- Where no unit fits (a short row of multi-piece words), the first unit in random order is taken: at least one word is
-  always predicted, and a word is never half masked.
+The papers leave open:
+- If no unit fits (a short row of multi-piece words), the first unit in random order is taken: at least one word is
+  always predicted, and a word is never masked in part.
 - A continuation piece without its start (a row that begins inside a word) starts a unit.
 - [UNK] stands for a word, so it may be selected; it is never drawn as a random piece. The structural pieces, [CLS],
   [SEP], [PAD] and [MASK], are neither.
-- Halves are rounded to even.
+- Halves are rounded to the even number.
 
 All draws hash (seed, purpose, epoch, sample, column), so a row's masks do not depend on the other rows, on its padding
-or on which rank asks. To mask packed rows, mask first and pack after.
+or on the rank. To mask packed rows, mask first and pack afterwards.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 MASKINGS = ("whole-word", "token", "ngram")
 MAX_WORD_PIECES = 4
-"""A word of more pieces than this is masked piece by piece."""
+"""Number of pieces of the longest word that is masked as a whole; longer words are masked piece by piece."""
 MAX_NGRAM = 3
-"""Words in the longest n-gram."""
+"""Number of words in the longest n-gram."""
 
 # A unit's sort key is one integer, row | 32 random bits | unit number, so that one plain sort orders all units.
 _UNIT_BITS = 20
@@ -50,7 +50,7 @@ _CHUNK_TOKENS = 1 << 15  # rows are masked in chunks that stay in a core's cache
 
 
 class Masker:
-    """`masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
+    """Function object `masker(input_ids, document_ids, epochs, sample_ids) -> (masked_input_ids, labels)`.
 
     `mask_prob` is the share of a row's ordinary tokens to select. `mask_share` and `random_share` are the shares of the
     selected pieces that become [MASK] and a random piece; the rest is kept (ELECTRA's generator uses 0.85 and 0).
@@ -85,8 +85,9 @@ class Masker:
             )
 
     def at_rate(self, mask_prob: float) -> Masker:
-        """Return the masker of another rate. Its draws are the same, so a lower rate takes the first units of a higher
-        one's order, up to units that overflow one budget and not the other."""
+        """Return a masker with another rate and the same random order.
+
+        A lower rate takes the first units of that order, except for units that exceed one budget and not the other."""
         changed = copy(self)
         changed.mask_prob = mask_prob
         return changed
@@ -94,10 +95,10 @@ class Masker:
     def __call__(
         self, input_ids: NDArray[np.int64], document_ids: NDArray[np.int64], epochs: ArrayLike, sample_ids: ArrayLike
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return masked copies: input ids and labels, both int64 `[rows, seq]`; the arguments are left as they are.
+        """Return masked copies: input ids and labels, both int64 `[rows, seq]`; the arguments do not change.
 
-        `document_ids` `[rows, seq]` is 0 at padding; `epochs` and `sample_ids` `[rows]` name each row's draws. Ids lie
-        in [0, vocab_size); seq is at most 2**20.
+        `document_ids` `[rows, seq]` is 0 at padding; `epochs` and `sample_ids` `[rows]` determine each row's draws. Ids
+        lie in [0, vocab_size); seq is at most 2**20.
         """
         num_rows, seq_length = input_ids.shape
         assert seq_length <= 1 << _UNIT_BITS, f"rows of {seq_length} tokens exceed the sort key"
@@ -131,11 +132,11 @@ class Masker:
         order_keys: NDArray[np.uint64],
         ngram_keys: NDArray[np.uint64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return flat indices into `[rows, seq]` of the tokens to predict, and the row of each; both `[selected]`."""
+        """Return the flat indices into `[rows, seq]` of the predicted tokens and the row of each, both `[selected]`."""
         num_rows, seq_length = input_ids.shape
         selectable = self._selectable[input_ids] & valid  # [rows, seq]
         num_tokens = np.count_nonzero(selectable, axis=1)  # [rows]
-        flat = np.flatnonzero(selectable)  # [tokens]: from here on, only the ordinary tokens
+        flat = np.flatnonzero(selectable)  # [tokens]: from here on only ordinary tokens
         if not flat.size:
             return flat, flat
         budgets = np.where(num_tokens > 0, np.maximum(1, np.rint(self.mask_prob * num_tokens)), 0).astype(np.int64)
@@ -160,16 +161,16 @@ class Masker:
 
 
 def _shift_right(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `values` `[rows, seq]` moved one column to the right, False entering."""
+    """Return `values` `[rows, seq]` shifted one column to the right, with False in the first column."""
     shifted = np.zeros_like(values)
     shifted[:, 1:] = values[:, :-1]
     return shifted
 
 
 def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the first token of each word or piece of a long word, and whether it is such a piece; both `[units]`.
+    """Return the first token of each unit, and whether the unit is a piece of a long word; both `[units]`.
 
-    `starts` `[tokens]` says which tokens start a word.
+    `starts` `[tokens]` is True at tokens that start a word.
     """
     first = np.flatnonzero(starts)
     sizes = np.diff(first, append=starts.size)
@@ -182,12 +183,12 @@ def _units(starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.boo
 
 
 def _rows_of(first: NDArray[np.int64], row_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return each unit's row `[units]`, from its first token and the number of tokens up to each row's end `[rows]`."""
+    """Return each unit's row `[units]`, from its first token and the tokens up to each row's end `[rows]`."""
     return np.repeat(np.arange(len(row_ends)), np.diff(np.searchsorted(first, row_ends), prepend=0))
 
 
 def _draw_lengths(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the words in an n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
+    """Return numbers of words per n-gram, 1 … MAX_NGRAM with p(n) ∝ 1/n, from uniform hashes."""
     shares = 1 / np.arange(1, MAX_NGRAM + 1)
     return 1 + np.searchsorted(np.cumsum(shares[:-1]) / shares.sum(), to_unit(hashes), side="right")
 
@@ -200,14 +201,15 @@ def _join_words(
     num_tokens: int,
     budgets: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return the units, ascending, that start an n-gram when the row is cut into n-grams from its start.
+    """Return the units, ascending, that start an n-gram when each row is cut into n-grams from its start.
 
-    All arguments `[units]` but `num_tokens`: first token; joins no unit on its left, where each row begins too; is a
-    piece of a long word, which none joins; words of the n-gram that would start here; the budget of its row.
+    All arguments but `num_tokens` are `[units]`: first token; True if the unit does not join the unit on its left, as
+    at the begin of a row; True for a piece of a long word, which no unit joins; words of the n-gram that would start
+    here; budget of its row.
     """
     num_units = len(first)
     units = np.arange(num_units)
-    # How many units from each one on could be in one n-gram: up to the next that joins none on its left.
+    # Number of units from each one on that one n-gram can have: up to the next unit that joins none on its left.
     bounds = np.append(np.flatnonzero(alone), num_units)
     room = np.where(single, 1, bounds[np.searchsorted(bounds, units, side="right")] - units)
     lengths = np.minimum(lengths, room)
@@ -215,7 +217,7 @@ def _join_words(
     for words in range(MAX_NGRAM, 1, -1):
         over = (lengths == words) & (ends[np.minimum(units + words, num_units)] - first > budgets)
         lengths[over] = words - 1
-    # Runs of joined units are walked side by side, a word's n-gram naming where the next begins.
+    # Walk all runs of joined units in parallel; each n-gram gives the begin of the next one.
     starts = np.zeros(num_units + 1, bool)
     place, end = bounds[:-1], bounds[1:]
     while place.size:
@@ -229,11 +231,11 @@ def _join_words(
 def _take_greedily(
     order: NDArray[np.int64], unit_rows: NDArray[np.int64], sizes: NDArray[np.int64], budgets: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return the units, bool `[units]`, that are taken when each row takes units in `order` while they fit its budget.
+    """Return the taken units, bool `[units]`, if each row takes units in `order` while they fit its budget.
 
-    Exact, in at most 1 + the largest unit's size passes. Units larger than what remains will never fit and are set
-    aside; of the others a row takes the longest run from the front that fits. The unit that ends the run is larger than
-    what then remains, so less than the largest unit remains after the first pass, and less after each pass.
+    Exact, in at most 1 + (size of the largest unit) passes. Units larger than the rest of the budget never fit and are
+    dropped; of the others a row takes the longest run from the front that fits. The unit that ends the run is larger
+    than the new rest. So after the first pass the rest is smaller than the largest unit, and it shrinks with each pass.
     """
     taken = np.zeros(order.size, bool)
     remaining = budgets.copy()  # [rows]

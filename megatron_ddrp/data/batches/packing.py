@@ -1,12 +1,12 @@
-"""Packing: the samples of a global batch laid into few full rows, several documents side by side in a row.
+"""Packing: the samples of a global batch in few full rows, with several documents side by side in a row.
 
-A row of one short document is mostly padding. Here the samples of a global batch stay what they are, tokens, masks and
-all; only their places change. Each document of a row keeps its own number in `document_ids`, which attention obeys, and
-its own positions from 0, so that losses and gradients are those of one document a row, to rounding.
+A row of one short document is mostly padding. Packing does not change the tokens and masks of the samples of a global
+batch, only their places. Each document of a row has its own number in `document_ids`, which limits attention, and its
+own positions from 0. So losses and gradients equal those of one document per row, to rounding.
 
 Rows are filled by best fit, longest sample first (best-fit decreasing; Johnson et al., SIAM J. Comput. 1974: at most
-11/9 of the fewest rows possible, plus a constant), which short documents bring close to full rows. The layout is a
-function of the lengths alone, so that all ranks find the same one.
+11/9 of the fewest possible rows, plus a constant). Short documents fill the rows almost completely. The layout depends
+only on the lengths, so all ranks find the same one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
 
 Row = list[int]
-"""Samples of a row, as numbers into the lengths, longest first."""
+"""Samples of a row, as indices into the lengths, longest first."""
 
 
 def pack_rows(lengths: NDArray[np.int64], row_length: int, min_rows: int = 1) -> list[Row]:
-    """Lay samples of `lengths` `[samples]` into rows of at most `row_length` tokens, emptiest row first.
+    """Return rows of at most `row_length` tokens for samples of `lengths` `[samples]`, emptiest row first.
 
-    At least `min_rows` rows come out, none of them empty, since every micro-batch of every rank needs one; `min_rows`
-    is at most the number of samples.
+    There are at least `min_rows` rows, none of them empty, because every micro-batch of every rank needs one;
+    `min_rows` is at most the number of samples.
     """
     assert min_rows <= len(lengths), f"{min_rows} rows of {len(lengths)} samples"
     assert not len(lengths) or lengths.max() <= row_length, f"a sample of {lengths.max()} tokens, rows of {row_length}"
@@ -43,7 +43,7 @@ def _tokens(row: Row, sizes: list[int]) -> int:
 
 
 def _best_fit_decreasing(sizes: list[int], row_length: int) -> list[Row]:
-    """Put each sample, longest first, into the fullest row that can take it; of equal ones into the oldest."""
+    """Put each sample, longest first, into the fullest row with enough space; of equal rows into the oldest."""
     rows: list[Row] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for sample in sorted(range(len(sizes)), key=lambda sample: -sizes[sample]):
@@ -60,7 +60,7 @@ def _best_fit_decreasing(sizes: list[int], row_length: int) -> list[Row]:
 
 
 def _spread(rows: list[Row], sizes: list[int], num_rows: int) -> list[Row]:
-    """Halve the fullest row of several documents until there are `num_rows` rows."""
+    """Split the fullest row of several documents until there are `num_rows` rows."""
     queue = [(len(row) == 1, -_tokens(row, sizes), row) for row in rows]  # rows of one document come last
     heapq.heapify(queue)
     while len(queue) < num_rows:
@@ -71,7 +71,7 @@ def _spread(rows: list[Row], sizes: list[int], num_rows: int) -> list[Row]:
 
 
 def _halve(row: Row, sizes: list[int]) -> tuple[Row, Row]:
-    """Return two rows of similar fullness from the documents of one."""
+    """Return two rows of similar length with the documents of one row."""
     assert len(row) > 1, "a row of one document has no halves"
     halves: tuple[Row, Row] = ([], [])
     fullness = [0, 0]
@@ -83,17 +83,17 @@ def _halve(row: Row, sizes: list[int]) -> tuple[Row, Row]:
 
 
 def join_samples(samples: Batch, documents: NDArray[np.int64], row_length: int, pad_id: int) -> Batch:
-    """Make rows of several documents from rows of one: `[samples, seq]` → `[rows, row_length]`.
+    """Return rows of several documents from rows of one document: `[samples, seq]` → `[rows, row_length]`.
 
-    `documents` `[rows]` says how many of the samples, taken in order, each row holds. They get the document ids 1, 2, …
-    of their row; positions and all else move with their tokens.
+    `documents` `[rows]` is the number of samples per row, taken in order. They get the document ids 1, 2, … of their
+    row; positions and all other fields move with their tokens.
     """
     assert documents.sum() == len(samples.input_ids), (documents.sum(), len(samples.input_ids))
     valid = samples.document_ids > 0  # [samples, seq]
     first = np.cumsum(documents) - documents  # [rows]: the first sample of each
     numbers = np.arange(documents.sum()) - np.repeat(first, documents) + 1  # [samples]: 1, 2, … within the row
     row_tokens = np.add.reduceat(valid.sum(axis=1), first)  # [rows]
-    # Row by row and sample by sample, the tokens come in one and the same order.
+    # Row by row and sample by sample, the tokens have the same order on both sides.
     source = np.flatnonzero(valid)  # [tokens]
     target = np.flatnonzero(np.arange(row_length) < row_tokens[:, None])  # [tokens]
 

@@ -1,8 +1,8 @@
-"""Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466): numbered, found in a batch.
+"""Rare words of a corpus, for Taking Notes on the Fly (Wu et al., arXiv:2008.01466), and their places in a batch.
 
-A word is the piece that starts it and the pieces that continue it, as in whole-word masking, whatever the vocabulary;
-pieces alone are not counted. A special piece, such as [UNK], is in none and ends the one before it. Words are told
-apart by a 64-bit hash of their pieces, so that looking one up is a binary search.
+A word is the piece that starts it and the pieces that continue it, as in whole-word masking, in every vocabulary;
+single pieces are not counted. A special piece, such as [UNK], belongs to no word and ends the word before it. Words are
+identified by a 64-bit hash of their pieces, so a look-up is a binary search.
 
 A word that a sample's end cuts in two is not found: its first half may be another word.
 """
@@ -21,16 +21,16 @@ from megatron_ddrp.data.randomness import fold_in, hash_uint64
 
 @dataclass(frozen=True)
 class RareWords:
-    """Rare words of a corpus; word number i, from 1, has row i − 1 everywhere. 0 is no word."""
+    """Rare words of a corpus. Word number i, from 1, has row i − 1 in every table; 0 means no word."""
 
     hashes: NDArray[np.uint64]
-    """`[words]`, ascending."""
+    """Hashes `[words]`, ascending."""
     counts: NDArray[np.int64]
-    """`[words]`: how often the corpus holds each."""
+    """Occurrences of each word in the corpus, `[words]`."""
     pieces: NDArray[np.int64]
-    """All words' piece ids, one word after another."""
+    """Piece ids of all words, one word after another."""
     ends: NDArray[np.int64]
-    """`[words]`: where each word ends in `pieces`."""
+    """End of each word in `pieces`, `[words]`."""
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -41,7 +41,7 @@ class RareWords:
         return self.pieces[begin : int(self.ends[number - 1])].tolist()
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return each word's number by its hash, 0 where it is not rare; the shape of `hashes`."""
+        """Return the number of each word by its hash, 0 if it is not rare, in the shape of `hashes`."""
         if not len(self):
             return np.zeros(hashes.shape, np.int64)
         row = np.searchsorted(self.hashes, hashes)
@@ -50,7 +50,7 @@ class RareWords:
 
 
 class WordFinder:
-    """Finds whole words in rows of piece ids.
+    """Finder of whole words in rows of piece ids.
 
     `word_starts` is bool `[vocab_size]`; `special_ids` are in no word.
     """
@@ -63,9 +63,9 @@ class WordFinder:
         self._keys = hash_uint64(0, "word-piece", np.arange(len(word_starts)))  # [vocab]
 
     def words(self, ids: NDArray[Any], row_begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks where rows begin.
+        """Return first place and size of each whole word of flat `ids` `[tokens]`; `row_begins` marks begins of rows.
 
-        Leaves out words that begin with a continuation, and special pieces, which end the word before them.
+        Skips words that begin with a continuation piece. Skips special pieces, which end the word before them.
         """
         ordinary = self._ordinary[ids]
         boundary = row_begins | self._starts[ids] | ~ordinary
@@ -78,7 +78,7 @@ class WordFinder:
     def hashes(self, ids: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the hash of each word of flat `ids`; `first`, `sizes` `[words]`."""
         hashes = self._keys[ids[first]]
-        for place in range(1, int(sizes.max(initial=1))):  # fold in each word's second piece, then its third, …
+        for place in range(1, int(sizes.max(initial=1))):  # fold in the second piece of each word, then the third, …
             longer = np.flatnonzero(sizes > place)
             hashes[longer] = fold_in(hashes[longer], ids[first[longer] + place])
         return hashes
@@ -86,7 +86,7 @@ class WordFinder:
     def number(self, rare: RareWords, input_ids: NDArray[np.int64], whole_rows: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return `note_ids` for unmasked rows `[rows, seq]`: w at the first piece of rare word w, −w at its others.
 
-        `whole_rows` `[rows]` is False where the text goes on behind the row's [SEP]: the word there may be cut in two.
+        `whole_rows` `[rows]` is False if the text continues after the row's [SEP]: the last word may be cut in two.
         """
         begins = np.zeros(input_ids.shape, bool)
         begins[:, :1] = True
@@ -106,24 +106,24 @@ class WordFinder:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Rare words of a micro-batch, `n` in all; places are flat, row · seq + column."""
+    """Occurrences of rare words in a micro-batch, `n` in total; places are flat, row · seq + column."""
 
     words: NDArray[np.int64]
     """`[n]`."""
     sequence_ids: NDArray[np.int64]
-    """`[n]`, see `Batch`; with `position_ids` an occurrence's name in every layout."""
+    """Sample of each occurrence `[n]`, see `Batch`; with `position_ids` it identifies the occurrence."""
     position_ids: NDArray[np.int64]
-    """`[n]`, of the word's first piece."""
+    """Position of the word's first piece, `[n]`."""
     windows: NDArray[np.int64]
-    """`[n, 2]`: begin and end (exclusive) of the tokens whose states make the note, inside the word's document."""
+    """Begin and end (exclusive) of the tokens whose states make the note, inside the word's document, `[n, 2]`."""
     read_places: NDArray[np.int64]
-    """`[m]`: the pieces that may read a note, those of words without a piece to predict."""
+    """Pieces that may read a note, those of words without a predicted piece, `[m]`."""
     read_words: NDArray[np.int64]
-    """`[m]`: the word of each."""
+    """Word of each of these pieces, `[m]`."""
 
 
 def find_occurrences(batch: Batch, window: int) -> Occurrences:
-    """Find occurrences that `note_ids` marks in a Batch of arrays `[batch, seq]`, `window` tokens on either side."""
+    """Return the occurrences that `note_ids` marks in a batch `[batch, seq]`, with `window` tokens on either side."""
     notes, labels, documents = (
         np.asarray(field).ravel() for field in (batch.note_ids, batch.labels, batch.document_ids)
     )

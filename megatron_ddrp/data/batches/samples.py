@@ -1,13 +1,14 @@
 """Training samples as an index over documents: sample i is some tokens of one document (section 4.3 of the paper).
 
 A sample comes from one document; a longer document gives consecutive pieces of at most `seq_length - 2` tokens, which
-leaves room for [CLS] and [SEP]. There is no filling from the next document and no random shortening. The last piece of
-a document may be short, and is kept: dropping it would lose text, and the loader's sorting by length makes it cheap.
+leaves room for [CLS] and [SEP]. Samples are not filled from the next document and not shortened at random. The last
+piece of a document may be short. It is kept: dropping it would lose text, and the loader sorts by length, so it costs
+little.
 
-The index keeps running totals before every 64th document, 3/8 byte a document and nothing a sample; what lies between
-two of them is counted again from the dataset's own index when asked for, and must add up to the totals: an index that
-was damaged after they were made is refused. The totals belong to a whole dataset and a sequence length, so that
-training and validation share them whatever `--split` says; `index_cache` keeps them on disk.
+The index keeps running totals before every 64th document: 3/8 byte per document and nothing per sample. Between two of
+them the samples are counted from the dataset's own index on demand, and must add up to the totals; an index that was
+damaged after the totals were made is refused. The totals belong to a whole dataset and a sequence length, so training
+and validation share them for every `--split`; `index_cache` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
 MIN_DOCUMENT_TOKENS = 8
-"""Shorter documents give no sample; they stay in the files."""
+"""Length in tokens of the shortest document that gives a sample; shorter ones stay in the files."""
 NUM_SPECIAL_TOKENS = 2
 BLOCK = 64
 """Number of documents between two running totals."""
-_CHUNK = BLOCK << 12  # documents looked at at once while the totals are made
+_CHUNK = BLOCK << 12  # documents read at once while the totals are made
 _SAMPLES, _DOCUMENTS, _TOKENS = range(3)  # columns of the totals
 
 
 class _Pieces(NamedTuple):
-    """Places of samples, int64 in the shape of the indices."""
+    """Places of samples, int64, in the shape of the indices."""
 
     documents: NDArray[np.int64]
     begins: NDArray[np.int64]
     """First token within the document."""
     lengths: NDArray[np.int64]
-    """Tokens, without specials."""
+    """Number of tokens, without special ones."""
 
 
 class NoSample(UserError):
@@ -50,14 +51,14 @@ class NoSample(UserError):
 class SampleIndex:
     """Samples of the documents `[low, high)` of a dataset.
 
-    `totals` is the result of `sample_totals(dataset, seq_length)`, if it is at hand. Raises `UserError` where not one
+    `totals` is the result of `sample_totals(dataset, seq_length)`, if the caller has it. Raises `UserError` if no
     document is long enough.
 
     Attributes:
         prefix: prefix of the dataset.
         num_documents: documents in the range.
-        num_dropped_documents: those under `MIN_DOCUMENT_TOKENS` tokens, which give no sample.
-        num_tokens: tokens in all samples, without specials.
+        num_dropped_documents: documents under `MIN_DOCUMENT_TOKENS` tokens, which give no sample.
+        num_tokens: tokens in all samples, without special ones.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class SampleIndex:
         ]
 
     def lengths(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Return the tokens of each sample, [CLS] and [SEP] included; the shape of `indices`."""
+        """Return the number of tokens per sample, including [CLS] and [SEP], in the shape of `indices`."""
         return self._find(np.asarray(indices)).lengths + NUM_SPECIAL_TOKENS
 
     def _find(self, indices: NDArray[np.int64]) -> _Pieces:
-        """Find the places of samples, by a search among the totals and a count of the documents in one block."""
+        """Return the places of samples: search the totals, then count the documents in one block."""
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {len(self)}")
         numbers = indices.ravel() + self._first
@@ -129,14 +130,14 @@ class SampleIndex:
         return _Pieces(*(values.reshape(indices.shape) for values in found))
 
     def _check_blocks(self, blocks: NDArray[np.int64], samples: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """Refuse blocks `[n]` whose samples and tokens are not those of the totals."""
+        """Refuse blocks `[n]` whose samples and tokens differ from the totals."""
         expected = self._totals[blocks + 1] - self._totals[blocks]  # [n, 3]
         wrong = np.flatnonzero((expected[:, _SAMPLES] != samples) | (expected[:, _TOKENS] != tokens))
         if wrong.size:
             raise _damaged(self.dataset, int(blocks[wrong[0]]) * BLOCK)
 
     def _totals_before(self, document: int) -> NDArray[np.int64]:
-        """Return the samples, kept documents and their tokens before a document, `[3]`."""
+        """Return the numbers of samples, kept documents and their tokens before a document, `[3]`."""
         block, rest = divmod(document, BLOCK)
         tokens = _document_tokens(self.dataset, np.array([block * BLOCK]), rest)  # [1, rest]
         return self._totals[block] + _count(tokens, self._piece_length).sum(axis=(0, 1))
@@ -157,10 +158,10 @@ class SampleIndex:
 
 
 def sample_totals(dataset: IndexedDataset, seq_length: int) -> NDArray[np.int64]:
-    """Count samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
+    """Return the samples, kept documents and their tokens before every `BLOCK`-th document, int64 `[blocks + 1, 3]`.
 
-    The last row is before document `BLOCK * blocks` or, where the last block is not full, at the end. All of the index
-    is read here, so a damaged one is refused here.
+    The last row is before document `BLOCK * blocks` or, if the last block is not full, at the end. This reads the whole
+    index and refuses a damaged one.
     """
     if seq_length <= NUM_SPECIAL_TOKENS:
         raise UserError(f"--seq-length is {seq_length}: it must hold [CLS], one token and [SEP]", WRONG_ARGUMENTS)
@@ -182,7 +183,7 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
 
 
 def num_blocks(num_documents: int) -> int:
-    """Return the number of blocks that so many documents fill or begin."""
+    """Return the number of full or partial blocks of a number of documents."""
     return -(-num_documents // BLOCK)
 
 
@@ -196,7 +197,7 @@ def _document_tokens(dataset: IndexedDataset, firsts: NDArray[np.int64], count: 
     disordered = (np.diff(bounds) < 0).any(axis=1) | (bounds[:, 0] < 0) | (bounds[:, -1] > len(dataset.sizes))
     if disordered.any():
         raise _damaged(dataset, int(firsts[disordered][0]))
-    bounds = bounds[:, :-1]  # one more was looked at: a last one that is far too large would fill the memory
+    bounds = bounds[:, :-1]  # includes one document more: if its size is far too large, it would fill the memory
     widths = bounds[:, -1] - bounds[:, 0]  # [n]
     ends = np.cumsum(widths)
     if len(firsts) == 1:
@@ -215,12 +216,12 @@ def _damaged(dataset: IndexedDataset, document: int) -> UserError:
 
 
 def _num_pieces(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
-    """Return the number of samples of documents of so many tokens."""
+    """Return the number of samples per document, from documents' lengths in tokens."""
     return np.where(tokens >= MIN_DOCUMENT_TOKENS, -(-tokens // piece_length), 0)
 
 
 def _count(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
-    """Return what documents of so many tokens add to the totals, `[…, 3]`."""
+    """Return the contribution of documents to the totals `[…, 3]`, from their lengths in tokens."""
     kept = tokens >= MIN_DOCUMENT_TOKENS
     return np.stack([_num_pieces(tokens, piece_length), kept, tokens * kept], axis=-1)
 
@@ -228,9 +229,9 @@ def _count(tokens: NDArray[np.int64], piece_length: int) -> NDArray[np.int64]:
 def split_documents(num_documents: int, split: str) -> dict[str, tuple[int, int]]:
     """Return contiguous document ranges `{"train": (low, high), "valid": …, "test": …}` in the proportions of `split`.
 
-    `split` is up to three weights, "949,50,1"; missing ones are 0. Each share is rounded and the largest takes the
-    difference, which gives Megatron's ranges wherever training is the largest. A part with a weight that would get
-    nothing takes one document from the largest part while that has more than one. Raises `UserError`, exit code 2.
+    `split` is up to three weights, "949,50,1"; missing ones are 0. Each share is rounded, and the largest one
+    takes the difference; this gives Megatron's ranges whenever training is the largest. A part with a weight that would
+    get no document takes one from the largest part, if that has more than one. Raises `UserError`, exit code 2.
     """
     try:
         weights = [float(weight) for weight in split.split(",")]

@@ -1,8 +1,8 @@
-"""The counting pass of Taking Notes on the Fly: how often each word stands in the training text, cached beside it.
+"""The counting pass of Taking Notes on the Fly: the number of occurrences of each word in the training text.
 
-A pass over the token ids in memory-mapped chunks holds about 40 bytes per different word, however long the text. The
-result is stored (cache_file.py) under a fingerprint of the data, the tokenizer and the bounds; the first process that
-needs it counts, under a lock, while others wait for its file.
+The pass reads the token ids in memory-mapped chunks and takes about 40 bytes per different word, for any length of
+text. The result is cached beside the data (cache_file.py), under a fingerprint of the data, the tokenizer and the
+bounds. The first process that needs it counts, under a lock; the others wait for its file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
 Part = tuple[IndexedDataset, tuple[int, int]]
-"""A dataset and the range of its documents that are counted."""
+"""A dataset and the counted range of its documents."""
 
 _CHUNK_TOKENS = 1 << 22
 _MERGE_WORDS = 1 << 23
@@ -37,11 +37,11 @@ _FORMAT = 1
 
 
 _WORD = np.dtype([(name, np.int64) for name in ("count", "sequence", "offset", "size")] + [("hash", np.uint64)])
-"""A word: how often it was found, and where one of its occurrences stands."""
+"""A word: its hash, its count and the place of one of its occurrences."""
 
 
 def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the different words of all parts `[words]`, sorted by hash, with their counts added up."""
+    """Return the different words of all parts `[words]`, sorted by hash, with summed counts."""
     words = np.concatenate(parts)
     _, first, inverse = np.unique(words["hash"], return_index=True, return_inverse=True)
     merged = words[first]
@@ -52,11 +52,11 @@ def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
 def count_rare_words(
     parts: Sequence[Part], finder: WordFinder, bounds: tuple[int, int], progress: Advance = silent
 ) -> RareWords:
-    """Return the words that the parts together hold at least `bounds[0]` and at most `bounds[1]` times.
+    """Return the words that occur at least `bounds[0]` and at most `bounds[1]` times in all parts together.
 
     Calls `progress` with the number of tokens read since the last call.
     """
-    single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, most of all, are counted by it
+    single = np.zeros(finder.vocab_size, np.int64)  # words of one piece, the most frequent kind, are counted by it
     known, fresh, waiting = np.empty(0, _WORD), [], 0
     for sequences, begins, ids in _chunks(parts):
         row_begins = np.zeros(len(ids), bool)
@@ -86,8 +86,8 @@ def count_rare_words(
 
 
 def _spelled(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.int64]]:
-    """Yield the piece ids of each word, read where it stands."""
-    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # first number of each part's sequences
+    """Yield the piece ids of each word, read at its place."""
+    firsts = np.cumsum([0, *(len(dataset) for dataset, _ in parts)])  # number of the first sequence of each part
     for word in words:
         part = int(np.searchsorted(firsts, word["sequence"], side="right")) - 1
         sequence = int(word["sequence"] - firsts[part])
@@ -95,7 +95,7 @@ def _spelled(words: np.ndarray, parts: Sequence[Part]) -> Iterator[NDArray[np.in
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield numbers of some non-empty sequences, where each begins, and their ids laid end to end."""
+    """Yield the numbers of some non-empty sequences, the begin of each, and their concatenated ids."""
     base = 0
     for dataset, (low, high) in parts:
         numbers: list[int] = []
@@ -122,17 +122,17 @@ def open_rare_words(
     folder: AnyPath | None = None,
     keep: bool = True,
 ) -> tuple[RareWords, str]:
-    """Return (the rare words of a corpus, one line about them): read from the cache, else counted and put there.
+    """Return (the rare words of a corpus, one line about them), read from the cache, or counted and cached.
 
-    The cache lies in `folder`, by default beside the first dataset; where that cannot be written, the words are counted
-    at every start. A damaged cache is counted again, with a line on standard error. Without `keep` nothing is written.
-    Raises `UserError` for a named `folder` that cannot be written, and where no word lies in the bounds.
+    The cache lies in `folder`, by default beside the first dataset. If that folder cannot be written to, the words are
+    counted at every start. A damaged cache is made again, with a line on standard error. Without `keep` nothing is
+    written. Raises `UserError` for a named `folder` that cannot be written to, and if no word lies in the bounds.
     """
     cache = _cache(parts, tokenizer, bounds, folder)
     with _one_at_a_time(dataset_path(parts[0][0].prefix, ".idx")):
         words, kept = cache.load(_read), f"as counted in {cache.path}"
         if cache.damaged:
-            print(f"{cache.path}: damaged, or of an earlier version; the words are counted again", file=sys.stderr)
+            print(f"{cache.path}: damaged, or from an earlier version; the words are counted again", file=sys.stderr)
         if words is None:
             words, kept = _count_with_bar(parts, tokenizer, bounds), f"to be counted into {cache.path}"
             if keep:
@@ -149,7 +149,7 @@ def open_rare_words(
 
 
 def _cache(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int], folder: AnyPath | None) -> CacheFile:
-    """Return the file of this corpus, tokenizer and bounds; another corpus has another name."""
+    """Return the cache file for a corpus, tokenizer and bounds; another corpus has another name."""
     identity = [
         [Path(dataset.prefix).name, len(dataset), dataset.num_tokens, _sample_digest(dataset), *documents]
         for dataset, documents in parts
@@ -159,7 +159,7 @@ def _cache(parts: Sequence[Part], tokenizer: Tokenizer, bounds: tuple[int, int],
 
 
 def _sample_digest(dataset: IndexedDataset) -> str:
-    """Hash up to 64 sequences, evenly spread: tells apart datasets whose counts agree by chance."""
+    """Hash up to 64 evenly spread sequences, to distinguish datasets whose counts agree by chance."""
     digest = hashlib.sha256()
     for sequence in np.unique(np.linspace(0, max(0, len(dataset) - 1), 64).astype(int)) if len(dataset) else ():
         digest.update(np.ascontiguousarray(dataset[int(sequence)]).tobytes())
@@ -189,7 +189,7 @@ def _read(path: Path) -> RareWords:
 
 @contextlib.contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Let one process of this machine at a time in, as far as the file system can lock; writes nothing."""
+    """Admit one process of this machine at a time, if the file system supports locks; write nothing."""
     with file.open("rb") as stream:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)

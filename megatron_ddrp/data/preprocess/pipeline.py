@@ -92,8 +92,9 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     tokenize = ChunkTokenizer(config)
     rules = _rules(config, tokenize)
     if config.partition is not None:
+        own = own_files(files, config.partition)
         rules["partition"] = partition_entry(config.partition, files)
-        files = own_files(files, config.partition)
+        files = own
     if warning := warn_of_impossible(tokenize.tokenizer):
         print(warning, file=sys.stderr)
     folder = config.unfinished_folder

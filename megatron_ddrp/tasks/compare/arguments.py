@@ -9,9 +9,11 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
 
-DESCRIPTION = """Compare models at one budget. The command trains all models of a plan with the same seeds and data
-order, scores them on minimal pairs, GLUE and your own tasks, analyses them, and writes one page, which also has the
-numbers of the DDRP+MTH paper.
+DESCRIPTION = """Compare models at one budget.
+
+The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
+own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
+Pre-Training by Reducing Representation Confusion").
 
 The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its keys). OUT/jobs.jsonl has one line per
 finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints. Run the same command again to do what is
@@ -44,8 +46,8 @@ def build_parser() -> ArgumentParser:
     mode.add_argument(
         "--no-wait",
         action="store_true",
-        help="end when other commands on the same OUT are doing all that is left, instead of waiting for them; the one "
-        "that finishes last writes the page (for job arrays)",
+        help="exit instead of waiting for jobs that other commands on the same OUT are doing; the command that "
+        "finishes last writes the page (for job arrays)",
     )
     mode.add_argument(
         "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_ddrp.arguments import Settings, decide_by_deepspeed
 from megatron_ddrp.config import Config, concerns, flag
 from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.config.reading import Place, options_of, read_settings
@@ -46,8 +47,10 @@ def read_flags(values: Any, place: Place) -> Flags:
 
 def make_config(settings: dict[str, Any], blame: str) -> Config:
     """Return the configuration with these settings. Raises `UserError` that begins with `blame` for invalid ones."""
+    resolved = Settings(settings)
     try:
-        return config_of(settings)
+        decide_by_deepspeed(resolved, None)
+        return config_of(resolved)
     except UserError as error:
         raise UserError(f"{blame}: {error}", error.exit_code) from None
 

@@ -32,7 +32,7 @@ class Job:
     name: str
     title: str
     command: tuple[str, ...]
-    """Command line, as typed in the repository's folder."""
+    """Command line as typed."""
     output: Path
     """File or folder that the command makes."""
     needs: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.data.progress import tracked
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.items import Items, read_right
 from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
@@ -30,7 +31,7 @@ SPACE = {
     "IsoScore": "isoscore",
     "effective rank": "effective_rank",
 }
-"""Measure of the last layer → key in the JSON of `analyze.py space`."""
+"""Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
 MINIMAL_PAIRS = "minimal pairs"
 
 Curve = list[tuple[float, float]]
@@ -49,7 +50,7 @@ class Results:
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
         self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
-        """Arm → row length → result of `analyze.py throughput`."""
+        """Arm → row length → result of `megatron-ddrp analyze throughput`."""
         self.items = Items()
         self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
         """Arm → seed → field of minimal pairs → accuracy; paradigm instead of field if the pairs have no fields."""
@@ -63,7 +64,7 @@ class Results:
         self.facts: dict[str, dict[str, Any]] = {}
         """Task → one of its lines in runs.jsonl, which has the sizes of the data."""
         scores: dict[TrainingRun, dict[int, Scores]] = defaultdict(dict)
-        for score in work.scores:
+        for score in tracked(work.scores, "run", "reading scores"):
             if score.job.name in work.store and (found := self._read_scores(score)):
                 scores[score.run][score.step] = found
         self.averaged = self._average_last(scores)

@@ -38,6 +38,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class _Running:
+    """Running process of a job."""
+
     job: Job
     lease: BinaryIO
     process: subprocess.Popen[bytes]
@@ -56,14 +58,14 @@ class Runner:
         self.failed: dict[str, str] = {}
         """Name of a failed job → the reason."""
         self._taken: set[str] = set()
-        """Names of the jobs that other commands held at the last look."""
+        """Names of the jobs that other commands held at the last check."""
         self._waited: set[str] = set()
         self._told = time.monotonic()
 
     def run(self, jobs: Sequence[Job], wait: bool = True) -> None:
         """Run the jobs; return when each is in the store, has failed, or needs a failed job.
 
-        Without `wait`, return as soon as other commands are doing all the jobs that are left.
+        Without `wait`, return as soon as other commands are doing all remaining jobs.
         """
         try:
             while self._step(jobs) and (wait or not self._taken.issuperset(job.name for job in self.left(jobs))):
@@ -72,7 +74,7 @@ class Runner:
             self._stop()
 
     def left(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs that are neither in the store nor given up."""
+        """Return the jobs that are neither in the store nor failed."""
         return [job for job in self.store.missing(jobs) if job.name not in self.failed]
 
     def _step(self, jobs: Sequence[Job]) -> bool:
@@ -180,11 +182,9 @@ class Runner:
 
 
 def full_command(command: Sequence[str]) -> list[str]:
-    """Return a command with this Python and with full paths of the repository's scripts."""
-    words = [str(ROOT / word) if word.endswith(".py") and (ROOT / word).is_file() else word for word in command]
-    if words[0] == "python":
-        words[0] = sys.executable
-    return words
+    """Return a command with this Python and this package in place of `megatron-ddrp`."""
+    own = [sys.executable, "-m", "megatron_ddrp"]
+    return [*own, *command[1:]] if command[0] == "megatron-ddrp" else list(command)
 
 
 def last_line(log: Path) -> str:

@@ -15,7 +15,7 @@ from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
 from megatron_ddrp.tasks.finetune.runs import GRIDS
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
 
-DESCRIPTION = """Fine-tune encoders on tasks of your own and report the validation scores.
+DESCRIPTION = """Fine-tune encoders on your own tasks and report the validation scores.
 
 A task is a training file and a validation file with a column of texts and a column of labels. Flags describe it, or a
 YAML file with the same names. The command runs every task at every grid point with every seed. OUT/runs.jsonl has one

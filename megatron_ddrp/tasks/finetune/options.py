@@ -70,8 +70,8 @@ class Machine:
     workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
     wait: bool = option(
         True,
-        "wait for what other commands on the same OUT are doing; --no-wait ends instead when nothing else is left, and "
-        "the command that finishes last writes the tables (for job arrays)",
+        "wait for runs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
+        "finishes last writes the tables (for job arrays)",
     )
     dry_run: bool = option(False, "check the files, print the plan (runs, hours) and stop; write nothing")
 

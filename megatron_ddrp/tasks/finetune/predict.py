@@ -13,11 +13,11 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from megatron_ddrp.conversion.families import FINE_TUNED
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE, read_config_file
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.progress import progress
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
@@ -113,7 +113,8 @@ def predict_file(
     kind, wanted = KINDS[model.task.kind], [name for name in (model.columns.text, model.columns.pair) if name]
     rows = read_rows(str(source), wanted)
     count = 0
-    with AtomicFile(output) as stream, tqdm(unit=" rows", desc=f"predicting {source.name}", leave=False) as bar:
+    expected = _expected_rows(source)
+    with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
         for some in _chunks(rows):
             read = []
@@ -129,6 +130,14 @@ def predict_file(
             bar.update(len(some))
         writer.finish()
     return count
+
+
+def _expected_rows(source: Path) -> int | None:
+    """Return the number of lines of a text file, for the progress bar; None for other files."""
+    if not source.is_file() or source.suffix not in (".jsonl", ".csv", ".tsv", ".txt"):
+        return None
+    with source.open("rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(2**20), b""))
 
 
 def _check_ending(output: Path, kinds: Iterable[str]) -> None:
@@ -166,6 +175,8 @@ class _Writer(ABC):
 
 
 class _JsonLines(_Writer):
+    """Writer of one JSON object per row."""
+
     def text(self, cells: dict[str, Any], prediction: Any) -> str:
         return json.dumps(cells | {PREDICTION: prediction}, ensure_ascii=False) + "\n"
 

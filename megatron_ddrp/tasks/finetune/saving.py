@@ -1,8 +1,8 @@
 """Fine-tuned model of a task's best run, kept as a Hugging Face folder.
 
-config.json has the key "finetuned" with the facts that `finetune predict` needs: the task, its columns, the
-length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with the
-highest score; among equal scores, the run whose name comes first.
+config.json has the key "finetuned" with the facts that `megatron-ddrp finetune predict` needs: the task, its columns,
+the length of a row, and the run. For each encoder and task the disk has the model of the best run so far: the run with
+the highest score; among equal scores, the run whose name comes first.
 """
 
 from __future__ import annotations

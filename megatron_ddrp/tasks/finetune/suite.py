@@ -1,4 +1,4 @@
-"""Base class of a suite of tasks, such as those of `glue` and `finetune`: its data and the content of its page."""
+"""Base class of a suite of tasks, such as GLUE or the user's own tasks: its data and the content of its page."""
 
 from __future__ import annotations
 

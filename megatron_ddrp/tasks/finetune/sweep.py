@@ -67,7 +67,7 @@ class Sweep:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints and writes; true on one rank."""
+        """True if this rank prints and writes, as one rank does."""
         return self.ranks is None or self.ranks.rank == 0
 
     def perform(self, run: Run) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Sweep:
 
 
 def need_less_memory(run: Run) -> str:
-    """Return which flags lower the memory of a run."""
+    """Return advice about flags that lower the memory of a run."""
     size = run.micro_batch_size
     smaller = f"--micro-batch-size {size // 2} instead of {size}, " if size > 1 else ""
     return f"use {smaller}--max-seq-length below {run.max_seq_length} or fewer --workers"

@@ -21,7 +21,7 @@ class TaskFiles:
         None, "further rows: with labels they are scored too, without labels the best run predicts them", metavar="F"
     )
     kind: str | None = option(
-        None, "kind of prediction (default: guessed from the label column)", choices=tuple(METRICS_OF_KIND)
+        None, "kind of prediction (default: guessed from columns and labels)", choices=tuple(METRICS_OF_KIND)
     )
     metric: str | None = option(
         None,

@@ -91,7 +91,7 @@ def _open_on_ranks(options: argparse.Namespace, ranks: Ranks) -> tuple[Sweep, Ru
 
 
 def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
-    """Print `lines`, write the tables and print them. Of several commands one writes at a time."""
+    """Print `lines`, write the tables and print them. A lock lets only one command write at a time."""
     print("\n".join(lines), end="\n" * bool(lines))
     with one_at_a_time(sweep.options.output_dir, "report"):
         store.refresh()
@@ -106,7 +106,7 @@ def _work(number: int, options: argparse.Namespace) -> None:
 def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> bool:
     """Do the runs one by one on all ranks together. Rank 0 takes the leases and announces the next run.
 
-    Return whether the store holds all of them: without `--wait`, other commands may still be doing some.
+    Return whether the store has all runs. With `--no-wait`, other commands may still be doing some.
     """
     numbers = {run: number for number, run in enumerate(sweep.runs)}
     done, left, failed = range(len(numbers), len(numbers) + 3)

@@ -13,11 +13,12 @@ from megatron_ddrp.tasks.finetune.options import Machine, Search, Training, pars
 from megatron_ddrp.tasks.glue.suite import STARTED, Glue
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
-DESCRIPTION = """Fine-tune encoders on GLUE tasks and report development scores.
+DESCRIPTION = """Fine-tune encoders on GLUE tasks and report the development scores.
 
 The command runs every task at every grid point with every seed. OUT/runs.jsonl has one line per finished run; a
 restarted command does only the missing runs, and several commands may share one OUT. OUT/table.md has the medians over
-seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run.
+seeds, OUT/table.json the same numbers for programs, OUT/predictions/ the predictions of each run. Recipe and grid are
+those of the DDRP+MTH paper (Zhang et al., "Better Pre-Training by Reducing Representation Confusion", appendix B).
 
   first look     megatron-ddrp glue --tasks RTE CoLA --data-dir glue --load runs/ddrp --output-dir OUT --grid quick
   expected time  … --grid paper --dry-run

@@ -26,7 +26,7 @@ from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 from megatron_ddrp.tasks.jobs.store import Store
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
-"""All files that the server wants, even for tasks that were not run."""
+"""Files that the server wants, including those of tasks that were not run."""
 
 
 def write_submissions(sweep: Sweep, store: Store) -> list[str]:

@@ -1,4 +1,4 @@
-"""GLUE as a suite: its files, its two averages, the paper's rows beside ours, and the submission."""
+"""Suite of the GLUE tasks: files, two averages, the paper's scores, and the submission."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ def drain(
 ) -> None:
     """Do all `jobs` whose lease is free and wait for the others; return when the store has all of them.
 
-    Without `wait`, return as soon as other processes hold all the jobs that are missing; the process that appends the
-    last row finds the store complete. `perform` does a job and returns its row. `tell` runs whenever the store may have
-    new rows.
+    Without `wait`, return as soon as other processes hold all missing jobs; the process that appends the last row finds
+    the store complete. `perform` does a job and returns its row. `tell` runs whenever the store may have new rows.
     """
     while True:
         store.refresh()
@@ -37,6 +36,6 @@ def drain(
                 break
         else:
             if not wait:
-                store.refresh()  # the last of them may have ended since
+                store.refresh()  # another process may have finished the last job since
                 return
             time.sleep(WAIT)

@@ -2,9 +2,9 @@
 
 A line is on the disk before a process counts its job as done. A partial line, left by a process killed while writing,
 does not count. Each line carries the CRC-32 of its other fields, so that a changed line is noticed; lines of earlier
-versions carry none. `glue` keeps its runs in such a file, `compare` its jobs. A job belongs to the process
-with its lease. That process checks the store again after it takes the lease, and stores the finished job before it
-gives the lease back, so that no job is done twice.
+versions carry none. `megatron-ddrp glue` keeps its runs in such a file, `megatron-ddrp compare` its jobs. A job belongs
+to the process with its lease. That process checks the store again after it takes the lease, and stores the finished job
+before it gives the lease back, so that no job is done twice.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Store:
 
 
 def left_to_others(count: int, folder: Path) -> str:
-    """Return the sentence with which a command ends that leaves the missing jobs to other commands."""
+    """Return the last line of a command that leaves the `count` missing jobs to other commands."""
     jobs = "1 job is" if count == 1 else f"{count:,} jobs are"
     return f"nothing left to do here: {jobs} being done by other commands on {folder}; the last one writes the tables"
 
@@ -159,13 +159,13 @@ def one_at_a_time(folder: Path, name: str) -> Iterator[None]:
         UserError: the file system has no locks.
     """
     stream = _locked(folder, name)
-    assert stream is not None  # it waited
+    assert stream is not None  # without LOCK_NB it waits for the lock
     with stream:
         yield
 
 
 def _locked(folder: Path, name: str, how: int = 0) -> BinaryIO | None:
-    """Return the locked file of a name; None where another process holds it and `how` is not to wait."""
+    """Lock the file of a name and return it; None if another process holds it and `how` is `LOCK_NB` (do not wait)."""
     path = folder / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("ab")

@@ -46,13 +46,13 @@ def share_out(
     tell: Callable[[], None],
     program: str,
 ) -> None:
-    """Start `count` workers and return when the store has all `jobs`; call `tell` after each check of the store.
+    """Start `count` workers and return when all have ended; call `tell` after each check of the store.
 
-    Worker n calls `work(n, *arguments)`. If a worker is killed, the others do its jobs. Jobs may be missing although no
-    worker failed: the workers left them to other commands.
+    Worker n calls `work(n, *arguments)`. If a worker is killed, the others do its jobs. Jobs may be missing at the end
+    if the workers left them to other commands.
 
     Raises:
-        UserError: all workers have ended, one of them failed, and jobs are missing. It has printed its own message.
+        UserError: a worker failed and jobs are missing. The failed worker has printed its own message before.
     """
     plugins = set(PLUGINS.values())
     workers = [

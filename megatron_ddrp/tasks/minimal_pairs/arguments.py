@@ -14,10 +14,11 @@ from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
 
 DESCRIPTION = """Score encoders on minimal pairs, such as BLiMP, without fine-tuning.
 
-The command masks the pieces of a sentence in turn. The sum of their log-probabilities is the sentence's score, and a
-pair is right if the good sentence scores higher. OUT/scores.jsonl has one line per encoder and paradigm; a restarted
-command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json have
-accuracies, standard errors and paired differences, OUT/heatmap.png shows all paradigms.
+A minimal pair is a good and a bad sentence that differ slightly, such as "The cats sleep." and "The cats sleeps.". The
+command masks the pieces of a sentence in turn and adds up their log-probabilities; a pair is right if the good sentence
+has the higher sum. A paradigm is a set of pairs of one kind. OUT/scores.jsonl has one line per encoder and paradigm; a
+restarted command does only the missing ones, and several commands may share one OUT. OUT/table.md and OUT/results.json
+have accuracies, standard errors and paired differences; OUT/heatmap.png shows all paradigms.
 
   expected time  megatron-ddrp minimal-pairs --data-dir blimp --load runs/ddrp --output-dir OUT --dry-run
   first look     … --max-pairs 100
@@ -81,8 +82,8 @@ class Machine:
     )
     wait: bool = option(
         True,
-        "wait for what other commands on the same OUT are doing; --no-wait ends instead when nothing else is left, and "
-        "the command that finishes last writes the tables (for job arrays)",
+        "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
+        "finishes last writes the tables (for job arrays)",
     )
     dry_run: bool = option(False, "check the files, print the plan (rows, time) and stop; write nothing")
 

@@ -96,7 +96,7 @@ def write_report(report: Report, folder: Path) -> str:
 
 
 def _panels(report: Report) -> list[tuple[str, dict[str, Score]]]:
-    """Return the panels of the learning curves: the macro average, then each of several fields."""
+    """Return the panels of the learning curves: the macro average and, if there are several fields, each field."""
     fields = report.groups("field")
     parts = {"macro average": list(report.paradigms), **(fields if len(fields) > 1 else {})}
     return [(title, {each.name: _score(each.only(uids)) for each in report.results}) for title, uids in parts.items()]

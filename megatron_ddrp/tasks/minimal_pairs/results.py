@@ -32,7 +32,7 @@ class Cell:
     """Result of an encoder on a paradigm."""
 
     right: np.ndarray
-    """Whether each pair is right, bool `[pairs]`."""
+    """True for each pair that is right, bool `[pairs]`."""
     ties: int
     undefined: int
     """Number of pairs with a score that is not finite."""
@@ -97,7 +97,7 @@ class Result:
         return statistics.fmean(cell.piece_counts for cell in self.cells.values())
 
     def only(self, uids: Iterable[str]) -> Result:
-        """Return the results on some paradigms."""
+        """Return the result on the paradigms `uids`."""
         return Result(self.name, {uid: self.cells[uid] for uid in uids})
 
     def average(self, uids: Iterable[str]) -> float:

@@ -21,9 +21,9 @@ import numpy as np
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 SCORES = {
-    "l2r": "a piece is predicted without the later pieces of its word",
-    "pll": "a piece is predicted from all others",
-    "whole-word": "a piece is predicted without its word",
+    "l2r": "to score a piece, mask it and the later pieces of its word",
+    "pll": "to score a piece, mask only this piece",
+    "whole-word": "to score a piece, mask its whole word",
 }
 """Name of a score → its explanation."""
 MOST_LOGITS = 2**28

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megatron_ddrp.data.progress import progress
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.jobs.forecast import Forecast
 from megatron_ddrp.tasks.jobs.queue import drain
@@ -122,10 +122,9 @@ def run_here(options: argparse.Namespace) -> None:
     if options.dry_run:
         return
     done = SPAWN.Value("q", 0)
-    seldom: dict[str, Any] = {} if sys.stderr.isatty() else {"delay": 10, "mininterval": 10}
     total = sum(plan.rows[job] for job in missing)
     given = (plan.jobs, plan.subjects, plan.paradigms, options, done)
-    with tqdm(total=total, unit="row", unit_scale=True, leave=False, file=sys.stderr, **seldom) as bar:
+    with progress("row", total, scale=True) as bar:
 
         def tell() -> None:
             bar.update(done.value - bar.n)

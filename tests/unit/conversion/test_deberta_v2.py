@@ -146,7 +146,7 @@ def test_a_discriminator_alone_resumes_under_replaced_token_detection(folder, tm
     place = torch.arange(ids.shape[1]).expand_as(ids) * mask
     expected = theirs.deberta(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(model.encode(ids, segments, mask, place)[mask.bool()], expected[mask.bool()])
-    with pytest.raises(UserError, match="its num_layers is 2, beside this discriminator 1 is needed"):
+    with pytest.raises(UserError, match="its num_layers is 2, but this discriminator needs 1"):
         import_folder(tmp_path / "d", tmp_path / "refused", generator=tmp_path / "d")
 
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.commands.dry_run import dry_run
 from megatron_ddrp.config import ENCODINGS, ModelConfig, flag
 from megatron_ddrp.conversion import hub
 from megatron_ddrp.conversion.families import FAMILIES, leaving_family
 from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-from megatron_ddrp.dry_run import dry_run
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import count_parameters
 from tests.unit.conversion.conftest import ours, padded_pair_batch, write_checkpoint
@@ -99,7 +99,7 @@ def test_roberta_has_rows_that_no_token_reads(tmp_path, offline, folders):
     expected = {"max_position_embeddings": 26, "type_vocab_size": 1, "pad_token_id": 1, "bos_token_id": 0}
     assert expected.items() <= values.items()
     values = json.loads((folder / "hf" / "config.json").read_text()) | {"max_position_embeddings": 2}
-    with pytest.raises(UserError, match="2 rows are padding's: none is left"):
+    with pytest.raises(UserError, match="2 rows belong to padding: none is left"):
         FAMILIES["roberta"].settings(folder, FAMILIES["roberta"].complete(folder, values))
 
 
@@ -150,12 +150,12 @@ def test_a_generator_that_does_not_belong_is_refused(tmp_path, offline, folders)
     other.save_pretrained(tmp_path / "other")
     write_electra(tmp_path / "wide", GENERATOR, discriminator, intermediate_size=48)
     for name, words in (
-        ("other", "embeddings.token.weight is not the discriminator's"),
+        ("other", "embeddings.token.weight differs from the discriminator's"),
         ("wide", "its ffn_size is 48.*128"),
     ):
         with pytest.raises(UserError, match=f"{words}.*leave --generator out"):
             import_folder(tmp_path / "d", tmp_path / "start", generator=tmp_path / name)
-    with pytest.raises(UserError, match="is a masked LM: give the discriminator's there"):
+    with pytest.raises(UserError, match="holds a masked LM: give the discriminator's folder"):
         import_folder(tmp_path / "wide", tmp_path / "start", generator=tmp_path / "wide")
     alone = import_folder(tmp_path / "d", tmp_path / "start")
     assert alone.weights.initialised == ["generator (drawn anew; the folder has none)"]

@@ -165,9 +165,9 @@ def test_a_folder_that_would_not_load_is_not_written(tmp_path, offline, tokenize
     model, _, _ = checkpoint.read_model(checkpoint.choose_checkpoint(run))
     head = make_head("tokens")
     monkeypatch.setattr(TaskHead, "scores", lambda self, hidden: {"logits": hidden[..., :3]})
-    with pytest.raises(UserError, match="computes other logits than the checkpoint's"):
+    with pytest.raises(UserError, match="exported model's logits differ from the checkpoint's"):
         write_finetuned(model, tokenizer, head, tmp_path / "tuned")
     model.layers[0].attention.query.weight.data[0, 0] = torch.nan
-    with pytest.raises(UserError, match="layers.0.attention.query.weight is not finite, training diverged"):
+    with pytest.raises(UserError, match="layers.0.attention.query.weight is not finite because training diverged"):
         write_finetuned(model, tokenizer, head, tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists() and not (tmp_path / "tuned.tmp").exists()

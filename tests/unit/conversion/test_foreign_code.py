@@ -146,5 +146,5 @@ def test_a_small_tokenizer_beside_a_large_vocabulary_is_warned_of(tmp_path, expo
         config.vocab_size += 1
     assert "embeds 276 pieces and its tokenizer has only 20" in imported.warning
     for reader in ("analyze", "glue"):
-        with pytest.raises(UserError, match="20 pieces and its model embeds 276"):
+        with pytest.raises(UserError, match="20 pieces but its model embeds 276"):
             READERS[reader](folder)

@@ -235,14 +235,14 @@ def test_tokenizers(tmp_path, hf, vocab):
     ("changes", "words"),
     [
         ({"model_type": "albert"}, "'albert'.*supported are .*bert"),
-        ({"model_type": "megatron_ddrp"}, "config.json: no layernorm_position"),
+        ({"model_type": "megatron_ddrp"}, "config.json: layernorm_position is missing"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'.*'gelu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type.*'absolute'"),
         ({"type_vocab_size": 3}, "type_vocab_size is 3"),
         ({"hidden_size": "32"}, "hidden_size is '32', expected a whole number"),
         ({"layer_norm_eps": float("nan")}, "layer_norm_eps is nan, expected a number of at least 0"),
         ({"max_position_embeddings": 48}, r"embeddings.absolute.weight is \[24, 32\].*\[48, 32\]"),
-        ({"num_hidden_layers": 3}, "no weight for layers.2.*the folder is not whole"),
+        ({"num_hidden_layers": 3}, "the weight for layers.2.* is missing, and .*the folder is incomplete"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -322,5 +322,5 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     of_training = {"weights_only": False, "optimizer_step": 0, "loss_scaler": None, "layout": layout}
     checkpoint.write_state(path, checkpoint.read_state(path) | of_training)
     assert checkpoint.newest(run) == path
-    with pytest.raises(UserError, match="no untrained import"):
+    with pytest.raises(UserError, match="not an untrained import"):
         import_folder(hf, run, overwrite=True)

@@ -194,7 +194,7 @@ def test_the_command_is_told_the_plugin(tmp_path, tokenizer, offline, plugin, mo
             r"my-plugin.py imports megatron_ddrp, so",
         ),
         ("config.relative_distance", "(config.attention_dropout, config.relative_distance)[1]", "'attention_dropout'"),
-        ("torch.full((), 0.5)", "torch.rand(())", "computes other hidden states than the checkpoint's"),
+        ("torch.full((), 0.5)", "torch.rand(())", "exported model's hidden states differ from the checkpoint's"),
     ],
     ids=["import", "from", "setting", "random"],
 )

@@ -165,7 +165,7 @@ def test_a_classifier_gets_a_new_masked_lm_head(folder, tmp_path):
     assert torch.equal(read.model.head.final_norm.weight, weights["model.final_norm.weight"])
     weights["model.layers.1.attn.Wqkv.weight"] = weights["model.layers.1.attn.Wqkv.weight"][:-1]
     save_file(weights, place / "model.safetensors")
-    with pytest.raises(UserError, match=r"layers.1.attention.value.weight is \[31, 32\].*should be \[32, 32\]"):
+    with pytest.raises(UserError, match=r"layers.1.attention.value.weight is \[31, 32\].*requires \[32, 32\]"):
         import_folder(place, tmp_path / "refused")
 
 

@@ -213,7 +213,7 @@ def test_overwrite_replaces_hugging_face_folders_alone(tmp_path, tokenizer):
     export_checkpoint(load, output, overwrite=True)
     assert not (output / "stale").exists() and (output / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run", "vocab.txt"]
-    with pytest.raises(UserError, match="no Hugging Face folder"):
+    with pytest.raises(UserError, match="not a Hugging Face folder"):
         export_checkpoint(load, load, overwrite=True)
     assert (load / "latest").exists()
 

@@ -114,9 +114,9 @@ def test_what_is_no_part_is_refused(text):
     assert parse_partition("3/16") == (3, 16)
 
 
-def test_a_stream_cannot_be_divided():
+def test_a_stream_cannot_be_divided(folder):
     with pytest.raises(UserError, match=r"--partition 2/4: - is standard input, .* write it to a file first"):
-        own_files(find_inputs(["-"]), parse_partition("2/4"))
+        preprocess(config(folder, (2, 4), input=("-",)))
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_a_damaged_cache_is_counted_again_with_a_notice(corpus, tmp_path, capsys
         path.write_bytes(content)
         capsys.readouterr()
         again, line = open_rare_words(*corpus, (3, 9), tmp_path)
-        assert f"{path}: damaged, or of an earlier version; the words are counted again" in capsys.readouterr().err
+        assert f"{path}: damaged, or from an earlier version; the words are counted again" in capsys.readouterr().err
         assert np.array_equal(again.hashes, words.hashes) and np.array_equal(again.pieces, words.pieces)
         assert path.read_bytes() == whole and f"counted into {path}" in line
 

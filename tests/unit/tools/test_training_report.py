@@ -65,7 +65,7 @@ def test_the_report_says_where_the_loss_ended():
     assert "| masked-LM loss (nats), validation | 7.000 | 6.000 | 200 |" in text
     assert "| perplexity, validation | 1,097 | 403 | 200 |" in text
     assert "| HCD: mean cosine of heads, training | 0.100 | 0.000 | 100 |" in text
-    assert "unigram level of this corpus is 6.500 nats; the last validation loss lies 0.500 nats below it" in text
+    assert "unigram level of this corpus is 6.500 nats; the last validation loss is 0.500 nats below it" in text
     assert "\n## Fine-tuning\n\nMind this.\n\n### GLUE development scores\n\n| encoder |\n\n## Commands" in text
     assert "```\none\ntwo\n```" in text
     assert "| torch |" in text

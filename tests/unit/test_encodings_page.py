@@ -1,4 +1,4 @@
-"""README's table of position encodings says what the classes say."""
+"""The table of position encodings says what the classes say."""
 
 import re
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from megatron_ddrp.config import ENCODINGS, ModelConfig, encoding_class
 from megatron_ddrp.model import count_parameters, on_meta_device
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "encodings.md"
 
 
 def encoding_rows():
-    """Return name → (parameters, words on `--relative-distance`), as README has them."""
-    text = README.read_text(encoding="utf-8").split("## Position encodings")[1].split("\n## ")[0]
+    """Return name → (parameters, words on `--relative-distance`), as docs/encodings.md has them."""
+    text = PAGE.read_text(encoding="utf-8")
     return {
         name: (int(parameters.replace(",", "")), distance)
         for name, parameters, distance in re.findall(r"^\| `(.+?)` \| .+ \| ([\d,]+) \| (.+?) \| .+ \|$", text, re.M)

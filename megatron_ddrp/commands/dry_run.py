@@ -1,4 +1,4 @@
-"""`--dry-run`: report what a run would be, from its flags alone; nothing is written, no process group is formed."""
+"""Report of `--dry-run`: the run that the flags describe. It writes nothing and forms no process group."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_ddrp.run.launch import launched_rank, launched_world_size
 GIB = 2**30
 
 NOT_GIVEN = {
-    "absolute_embedding": "as --position-encoding has it",
-    "deberta_emd": "as --position-encoding has it",
+    "absolute_embedding": "decided by --position-encoding",
+    "deberta_emd": "decided by --position-encoding",
     "lr_wsd_decay_iters": "the last tenth",
     "lr_decay_iters": "all of --train-iters",
-    "lr_warmup_iters": "as --lr-warmup-fraction has it",
+    "lr_warmup_iters": "decided by --lr-warmup-fraction",
     "num_threads": "torch chooses",
     "index_cache_dir": "beside the data",
     "split": "none: training and validation data are given apart",
@@ -41,14 +41,14 @@ NOT_GIVEN = {
     "exit_interval": "none: runs to the end",
     "exit_duration_in_mins": "none: runs to the end",
 }
-"""Setting → the words that stand for it when it is not given; "none" for all others."""
+"""Setting → words that are printed if it is not given; "none" for all others."""
 
 
 class DataFacts(NamedTuple):
-    """Facts about a run's data; empty without data."""
+    """Facts about a run's data; empty if no data are named."""
 
     facts: dict[str, Any] = {}
-    """Entries of the JSON object."""
+    """Entries for the JSON object."""
     lines: tuple[str, ...] = ()
     dictionary_bytes: int = 0
     """Size of the note dictionary."""
@@ -57,9 +57,9 @@ class DataFacts(NamedTuple):
 def dry_run(config: Config, world_size: int | None = None, device_memory: float | None = None) -> None:
     """Print the resolved configuration, parameters, memory and steps; the last line is one JSON object.
 
-    `world_size` ranks, by default as many as a launcher announced. Refuses what a run would refuse, and a layout that
-    needs more than `device_memory` GiB on some rank. A precision that this machine does not have is a warning alone:
-    the plan may be for another machine.
+    `world_size` is by default the number of ranks that the launcher announced. Refuses every setting that a run would
+    refuse, and a layout that needs more than `device_memory` GiB on some rank. A precision that this machine lacks
+    gives only a warning: the plan may be for another machine.
     """
     if launched_rank() != 0:
         return
@@ -72,7 +72,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
     parameters, position_parameters = count_parameters(model)
 
     def needs_of(config: Config) -> dict[int, Memory]:
-        """Return what the neediest rank needs at each ZeRO stage. A GPU with bf16 is one that Triton serves."""
+        """Return the memory of the rank that needs the most, by ZeRO stage; bf16 implies Triton attention."""
         if training.bf16:
             config = as_resolved(config, DEVICES["a100"])
         ranks = by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
@@ -112,9 +112,9 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
 def estimates(
     config: Config, parameters: int, world_size: int, needs_of: Callable[[Config], dict[int, Memory]]
 ) -> dict[str, dict[str, float]]:
-    """Return the estimated step of each device of `megatron_ddrp/run/cost.py` that can serve; nothing was measured.
+    """Return the estimated step on each device of `megatron_ddrp/run/cost.py` that can run it; nothing was measured.
 
-    `needs_of` gives the memory of the neediest rank by ZeRO stage.
+    `needs_of` returns the memory of the rank that needs the most, by ZeRO stage.
     """
     found = {}
     for name, device in DEVICES.items():
@@ -139,23 +139,23 @@ def hours_of(config: Config, parameters: int, world_size: int, device: Device) -
 
 
 def estimate_table(facts: dict[str, Any]) -> list[str]:
-    """Return lines of the estimates: one row per kind of GPU."""
-    rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB there"]]
+    """Return the estimates as lines, one row per kind of GPU."""
+    rows = [["GPU", "s per step", "MFU", "hours", "GiB needed", "GiB available"]]
     for name, estimate in facts["estimates"].items():
         figures = (f"{estimate['step_seconds']:.3f}", f"{100 * estimate['mfu']:.0f} %", f"{estimate['hours']:,.0f}")
         rows.append([name.upper(), *figures, f"{estimate['needed_gib']:,.1f}", f"{estimate['memory_gib']:g}"])
-    how = "docs/scaling.md says how; where Triton serves, no attention logits are kept"
+    how = "method in docs/scaling.md; with Triton attention no logits are kept"
     return [f"estimated, not measured ({how}):", *columns(rows)]
 
 
 def columns(rows: list[list[str]]) -> list[str]:
-    """Return rows of cells as indented lines, aligned to the right."""
+    """Return rows of cells as indented lines, right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def open_data(config: Config) -> tuple[Config, DataFacts]:
-    """Return the configuration with the tokenizer's vocabulary size, and what the data say where they are given."""
+    """Return the configuration with the tokenizer's vocabulary size, and facts about the data, if they are named."""
     data = config.data
     if not any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
         if data.vocab_file or data.tokenizer_model:
@@ -174,15 +174,15 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     size = 0
     if config.objective.notes:
         words, line = corpus.rare_words
-        with torch.device("meta"):  # its size, without taking the memory
+        with torch.device("meta"):  # only for its size, without the memory
             size = NoteDictionary(words, config.model.hidden_size, config.objective).size_bytes
         facts["notes"] = len(words)
-        lines.append(f"notes: {line}; dictionary {size / 2**20:,.1f} MiB of host memory a rank")
+        lines.append(f"notes: {line}; dictionary {size / 2**20:,.1f} MiB of host memory per rank")
     return config, DataFacts(facts, tuple(lines), size)
 
 
 def refuse_too_large(needs: dict[int, Memory], config: Config, device_memory: float) -> None:
-    """Raise `UserError` for a layout of which a rank needs more than `device_memory` GiB."""
+    """Raise `UserError` for a layout in which a rank needs more than `device_memory` GiB."""
     stage = config.parallel.zero_stage
     if needs[stage].total <= device_memory * GIB:
         return
@@ -213,7 +213,7 @@ def settings(config: Config) -> list[str]:
 
 
 def setting(name: str, value: Any, config: Config) -> str:
-    """Return a setting's value as one would type it; for one that was not given, what it comes to."""
+    """Return a setting's value as typed on a command line; for a missing one its resolved value."""
     if isinstance(value, tuple):
         return " ".join(value) or "(none)"
     if value is not None:
@@ -223,7 +223,7 @@ def setting(name: str, value: Any, config: Config) -> str:
 
 
 def summary(config: Config, facts: dict[str, Any]) -> list[str]:
-    """Return parameters, layout and steps of the JSON as lines for people."""
+    """Return parameters, layout and steps of the JSON object as lines for people."""
     training, ranks = config.training, facts["world_size"]
     micro_batches = facts["micro_batches_per_step"]
     return [
@@ -238,12 +238,12 @@ def summary(config: Config, facts: dict[str, Any]) -> list[str]:
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a number with its noun, such as `1 rank` or `2 ranks`."""
     return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 def memory_table(needs: dict[int, Memory], chosen: int) -> list[str]:
-    """Return lines of what the neediest rank needs at each ZeRO stage, in MiB; the run's own stage is marked."""
+    """Return a table of the memory of the rank that needs the most, in MiB by ZeRO stage; marks the run's stage."""
     names = [f.name for f in fields(Memory) if f.name != "on_host"]
     rows = [["ZeRO", *(name.replace("_", " ") for name in names), "together"]]
     for stage, memory in needs.items():
