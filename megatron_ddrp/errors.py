@@ -94,7 +94,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def _short_reason(error: BaseException) -> str:
-    """Return what was asked for and what is there, without torch's internals and general advice."""
+    """Return the requested and the available memory, without torch's internals and general advice."""
     line = (str(error).splitlines() or ["the system has no more"])[0]
     line = re.sub(
         r"^\[.*?\] err == 0\. |^CUDA out of memory\. |\.? Of the allocated memory .*|\. Error code .*", "", line

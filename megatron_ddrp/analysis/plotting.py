@@ -1,4 +1,4 @@
-"""The look of all figures: labelled axes that stay readable at half size, and runs told apart without colour alone."""
+"""Common style of all figures: labels stay readable at half size, and not only colours distinguish the runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LINES = ("-", "--", "-.", ":")
 GREY = "#555555"
 FONT_SIZE = 13
 CHARACTERS_PER_INCH = 9
-"""Characters of text at `FONT_SIZE` that fit into an inch."""
+"""Number of characters of size `FONT_SIZE` per inch."""
 LEGEND_LINE = 0.27
-"""Height in inches of a line of a legend."""
+"""Height of a line of a legend in inches."""
 
 
 def pyplot() -> Any:
@@ -44,7 +44,7 @@ def save_figure(plt: Any, figure: Any, path: Path) -> None:
 
 
 def run_style(number: int) -> dict[str, Any]:
-    """Return the look of run `number`, counted from 0. No two of 49 runs share both colour and marker."""
+    """Return the style of run `number`, counted from 0. No two of 49 runs share both colour and marker."""
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKERS[(number + number // len(COLORS)) % len(MARKERS)],
@@ -55,7 +55,7 @@ def run_style(number: int) -> dict[str, Any]:
 
 
 def legend_below(figure: Any, handles: Mapping[str, Any]) -> None:
-    """Put a legend, label → line, below all panels, and make the figure higher by as much."""
+    """Put a legend below all panels and enlarge the figure by its height. `handles` maps labels to lines."""
     width, height = figure.get_size_inches()
     longest = max(map(len, handles)) + 8  # the line before the label
     columns = min(len(handles), max(1, int(width * CHARACTERS_PER_INCH / longest)))
@@ -65,14 +65,14 @@ def legend_below(figure: Any, handles: Mapping[str, Any]) -> None:
 
 
 def wrapped(title: str, inches: float) -> str:
-    """Return a title broken into lines that fit into a width."""
+    """Return a title broken into lines that fit into a width in inches."""
     return textwrap.fill(title, max(10, int(inches * CHARACTERS_PER_INCH)))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return folders without the parts that all of them begin or end with; names without a `/` stay.
+    """Return folders without the leading and trailing parts that all of them share; keep names without a `/`.
 
-    A single folder keeps its last two parts: the last one alone, such as `checkpoint`, may say nothing.
+    A single folder keeps its last two parts, because the last one alone may be meaningless, such as `checkpoint`.
     """
     folders = {name: name.rstrip("/").split("/") for name in names if "/" in name}
     first, end = -2, 0
@@ -85,5 +85,5 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def thousands(value: float) -> str:
-    """Return a number on an axis: 65,000, 312, 5.75, −0.003."""
+    """Return a number as text for an axis: 65,000, 312, 5.75, −0.003."""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")

@@ -21,7 +21,7 @@ Complete it before you publish the folder by the command that is printed.
 
     megatron-ddrp convert --load checkpoints/base --output hf/base --license apache-2.0 --language en
 
-Both say what was loaded, left out and initialised.
+Both directions list the weights loaded, left out and initialised.
 """
 
 from __future__ import annotations

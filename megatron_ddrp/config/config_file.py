@@ -21,7 +21,7 @@ OF_THE_RUN = ("save", "load", "tensorboard_dir")
 
 
 class FromFile(NamedTuple):
-    """What a file of `--config` gives."""
+    """Settings of a `--config` file."""
 
     values: dict[str, Any]
     """Setting → checked value."""

@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 class Translated(NamedTuple):
-    """What a command line says in our words."""
+    """A command line translated into our flags."""
 
     words: list[str]
     """The words that were not taken out, refused flags among them."""

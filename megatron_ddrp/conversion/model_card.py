@@ -1,7 +1,7 @@
 """README.md of an exported folder: a model card with the metadata that the Hugging Face hub reads.
 
-Everything comes from the checkpoint, the run's metrics.jsonl and the manifests of its datasets. Of a path only the last
-part is written: a card names no folder, host or user.
+Everything comes from the checkpoint, the run's metrics.jsonl and the manifests of its datasets. The card has only the
+last part of each path, so it names no folder, host or user.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Publishing(NamedTuple):
     """Facts of a model card that only the publisher knows."""
 
     license: str | None = None
-    """Identifier of the hub, such as apache-2.0."""
+    """Licence, as the hub's identifier, such as apache-2.0."""
     languages: tuple[str, ...] = ()
-    """Codes such as en."""
+    """Codes of the languages, such as en."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """The export that a card is about."""
+    """The export that a card describes."""
 
     name: str
     source: Path
@@ -95,7 +95,7 @@ def _card(described: Described, publishing: Publishing) -> str:
 
 
 def _metadata(described: Described, publishing: Publishing) -> str:
-    """Return the YAML between the card's dashes."""
+    """Return the card's YAML header."""
     config = described.config
     values: dict[str, Any] = {
         "license": publishing.license,
@@ -162,8 +162,8 @@ def _model_facts(described: Described) -> dict[str, Any]:
 def _limits(described: Described) -> str:
     model = described.config.model
     return (
-        "The model was pre-trained and nothing more: it is the start of fine-tuning, not an answer to questions. Its "
-        "losses are those of its own corpus and vocabulary, and compare only with runs on the same. No benchmark was "
-        "run for this card. Whatever the corpus holds of errors, prejudice and private facts may show in its "
-        f"predictions. It has not seen texts of more than {model.seq_length:,} pieces."
+        "The model is pre-trained only: fine-tune it for a task. Its losses depend on its corpus and vocabulary, so "
+        "compare them only with runs on the same ones. No benchmark was run for this card. Errors, prejudice and "
+        "private facts in the corpus may show in the predictions. The model has not seen texts of more than "
+        f"{model.seq_length:,} pieces."
     )

@@ -1,4 +1,4 @@
-"""A run's settings as the words of a command line."""
+"""Settings of a run as the words of a command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
 
 
 def model_flags(config: ModelConfig) -> list[str]:
-    """Return the flags by which `pretrain_bert.py` builds this model: those that differ from their defaults."""
+    """Return the flags that make pre-training build this model: those that differ from their defaults."""
     default = ModelConfig(position_encoding=config.position_encoding)
     usual = ModelConfig().position_encoding == config.position_encoding
     named = [] if usual else [flag("position_encoding"), config.position_encoding]
@@ -22,7 +22,7 @@ def objective_flags(config: ObjectiveConfig) -> list[str]:
 
 
 def changed_flags(section: Any, default: Any) -> list[str]:
-    """Return the flags of a concern's settings that differ from those of another one."""
+    """Return the flags of a section's settings that differ from those of `default`."""
     flags = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)

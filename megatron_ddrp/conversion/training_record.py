@@ -1,4 +1,4 @@
-"""Data, progress, losses, settings and command of a run, for its model card: tables and words without any path."""
+"""Data, progress, losses, settings and command of a run, for its model card: tables and text without paths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_ddrp.run.metrics import Row, read_rows
 from megatron_ddrp.tasks.markdown import Table
 
 MEASURES = ("loss", "accuracy", "perplexity")
-"""Ends of the names of the metrics that the card shows."""
+"""Suffixes of the names of the metrics on the card."""
 LINE = 100
-"""Characters per line of the command."""
+"""Largest number of characters per line of the command."""
 MOST_FILES = 5
-"""Source files that the card names per dataset."""
+"""Largest number of source files that the card names per dataset."""
 
 
 class Dataset(NamedTuple):
@@ -31,13 +31,13 @@ class Dataset(NamedTuple):
 
     name: str
     weight: str
-    """Share in the blend, "whole" without weights."""
+    """Share in the blend, or "whole" without weights."""
     manifest: dict[str, Any] | None
-    """None where no manifest is found."""
+    """Content of the manifest, or None if none is found."""
 
 
 def datasets_of(data: DataConfig) -> Iterable[Dataset]:
-    """Yield the datasets of training. Manifests are looked for where the run found its data."""
+    """Yield the datasets of training. Manifests are read from the paths of the run's data."""
     words = data.data_path or data.train_data_path
     if not words:
         return
@@ -52,7 +52,7 @@ def datasets_of(data: DataConfig) -> Iterable[Dataset]:
 
 
 def data_table(datasets: Iterable[Dataset]) -> Table | None:
-    """Return the counts of the datasets that have a manifest, None where none has."""
+    """Return the counts of the datasets that have a manifest, or None if none has one."""
     rows = []
     for name, weight, manifest in datasets:
         if manifest is None:
@@ -65,7 +65,7 @@ def data_table(datasets: Iterable[Dataset]) -> Table | None:
 
 
 def progress(config: Config, state: dict[str, Any]) -> str:
-    """Return sentences about how far training went and what it started from."""
+    """Return sentences about the training's progress and its start."""
     tokens, samples = state.get("consumed_tokens"), state.get("consumed_samples")
     seen = f", on {samples:,} sequences with {tokens:,} tokens" if tokens and samples else ""
     load, save = config.checkpoint.load, config.checkpoint.save
@@ -74,7 +74,7 @@ def progress(config: Config, state: dict[str, Any]) -> str:
 
 
 def losses(run: Path, iteration: int) -> Table | None:
-    """Return the last logged values of training and validation up to a step, as metrics.jsonl has them."""
+    """Return the last values of training and validation up to a step, as logged in metrics.jsonl."""
     rows = [row for row in read_rows(run, tell=lambda _: None) if row["iteration"] <= iteration]
     columns = []
     for label, prefix in (("training", ""), ("validation", "valid_")):
@@ -88,7 +88,7 @@ def losses(run: Path, iteration: int) -> Table | None:
 
 
 def _measures(row: Row, prefix: str) -> dict[str, float | None]:
-    """Return the losses and accuracies of a row of metrics.jsonl whose names begin with `prefix`, without it."""
+    """Return the losses and accuracies of a row whose names begin with `prefix`, without the prefix."""
     own = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
     return {key: value for key, value in own.items() if key.endswith(MEASURES) and not key.startswith("valid_")}
 
@@ -98,7 +98,7 @@ def _number(value: float | None) -> str:
 
 
 def settings(config: Config, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what decided the training, in words."""
+    """Return the settings that decided the training, in words."""
     training, optimizer, objective = config.training, config.optimizer, config.objective
     laid_out = state.get("layout", {})
     warmup = optimizer.lr_warmup_iters

@@ -26,7 +26,7 @@ class Panel:
     """Key of the numbers that validations log."""
     factor: float = 1.0
     is_noisy: bool = False
-    """Whether a step's own value says little, so that a running mean goes over the training curve."""
+    """True if single steps vary so much that the training curve gets a running mean."""
 
     def trained(self, rows: Rows) -> Series:
         """Return the training curve; empty where nothing was logged."""

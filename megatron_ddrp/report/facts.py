@@ -1,4 +1,4 @@
-"""The head of a report: what was trained, on how much, how fast and for how long."""
+"""The head of a report: the model, the amount of data, the throughput and the total time."""
 
 from __future__ import annotations
 

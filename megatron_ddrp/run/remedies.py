@@ -1,4 +1,4 @@
-"""What to lower where memory does not hold a run."""
+"""Advice for a run that runs out of memory: the settings to lower."""
 
 from __future__ import annotations
 

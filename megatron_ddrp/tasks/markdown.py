@@ -41,7 +41,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     is_paper: bool = False
-    """Whether the numbers are the paper's, which are shown in italics."""
+    """True if the numbers are the paper's, which are shown in italics."""
     wordy: Sequence[int] = ()
     """Numbers of the columns with sentences. These and the first column are aligned to the left."""
 

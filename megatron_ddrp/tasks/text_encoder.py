@@ -69,11 +69,14 @@ def load_encoder(
         plugins: files that the run was given as `--plugin`. Their code is run.
 
     Raises:
-        UserError: one line that says what is wrong with the folder.
+        UserError: one line that names the folder's fault.
     """
     for file in plugins:
         load_plugin(Path(file))
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    has_gpu = torch.cuda.is_available()
+    chosen = torch.device(device or ("cuda" if has_gpu else "cpu"))
+    if chosen.type == "cuda" and not has_gpu:
+        raise UserError(f"device={device!r}: torch sees no GPU here; leave it out, or give cpu")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")

@@ -199,6 +199,9 @@ def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer
         load_encoder(tmp_path / "nowhere")
     with pytest.raises(UserError, match="dtype='half a float': expected float32, bfloat16 or float16"):
         load_encoder(tmp_path, dtype="half a float")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="device='cuda': torch sees no GPU here"):
+            load_encoder(tmp_path, device="cuda")
     headless = load_encoder(in_folder(tmp_path / "bert", "BertModel"), device="cpu")
     assert headless.encode("red").shape == (3, 16)
     with pytest.raises(UserError, match="bert: fill_mask needs a masked-LM head; the folder lacks"):

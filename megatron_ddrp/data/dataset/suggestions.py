@@ -1,4 +1,4 @@
-"""What to say where a dataset is not there: which dataset the user may have meant."""
+"""Suggestions for a missing dataset: the names that the user may have meant."""
 
 from __future__ import annotations
 

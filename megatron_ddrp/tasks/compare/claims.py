@@ -59,11 +59,11 @@ class Claim:
     paper: str = ""
     """Difference that the paper prints; empty without one."""
     is_papers: bool = True
-    """Whether the paper compares models by this measure."""
+    """True if the paper compares models by this measure."""
 
     @property
     def relative(self) -> bool:
-        """Whether differences are shares of the second arm's value."""
+        """True if differences are shares of the second arm's value."""
         return self.measure == STEP_SECONDS
 
     def difference(self, results: Results) -> Difference | None:

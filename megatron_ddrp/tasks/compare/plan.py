@@ -47,7 +47,7 @@ class Model:
 
     @property
     def without_hcd(self) -> bool:
-        """Whether a flag of the model sets HCD's weight to 0."""
+        """True if a flag of the model sets HCD's weight to 0."""
         return dict(self.flags).get("hcd_weight") == 0
 
 

@@ -9,7 +9,7 @@ from megatron_ddrp.analysis.plotting import GREY, legend_below, pyplot, run_styl
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 
 LEAST_WIDTH, ENDS = 6.5, 1.3
-"""Inches of a figure and of what is beside its axes."""
+"""Smallest width of a figure, and width of the parts beside its axes, in inches."""
 BOTTOM = 0.04
 """Height of undefined scores, as a share of the axes."""
 

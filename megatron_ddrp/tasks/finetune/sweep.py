@@ -67,7 +67,7 @@ class Sweep:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints and writes; true on one rank."""
+        """True if this rank prints and writes, as one rank does."""
         return self.ranks is None or self.ranks.rank == 0
 
     def perform(self, run: Run) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class GlueTask(Task):
     broken_rows: int = 0
     """Number of rows of train.tsv that may lack columns and are left out: the official QQP file has a few."""
     in_average: bool = True
-    """Whether the paper's eight-column average counts the task."""
+    """True if the paper's eight-column average counts the task."""
 
     @property
     def submission_files(self) -> dict[str, str]:

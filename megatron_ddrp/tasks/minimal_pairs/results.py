@@ -32,7 +32,7 @@ class Cell:
     """Result of an encoder on a paradigm."""
 
     right: np.ndarray
-    """Whether each pair is right, bool `[pairs]`."""
+    """True for each pair that is right, bool `[pairs]`."""
     ties: int
     undefined: int
     """Number of pairs with a score that is not finite."""

@@ -16,7 +16,7 @@ DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
 )
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-REPOSITORY = re.findall(r"^repo_url: (\S+)$", SETTINGS, re.MULTILINE)[0]
+REPOSITORY = re.findall(r"^repo_url: .*\"(\S+)\"\]$", SETTINGS, re.MULTILINE)[0]
 
 
 @cache
