@@ -38,11 +38,12 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     steps: list[normalizers.Normalizer] = []
     if normalizer.get(2):
         steps.append(normalizers.Precompiled(normalizer[2]))
+    # "first" puts "▁" before a text and not before the part after a [MASK]. There a space alone becomes "▁", so it stays.
+    prepend = "first" if normalizer.get(3, 1) else "never"
     if normalizer.get(4, 1):
-        outer = normalizers.Replace(Regex(r"\A +| +\z"), "")  # only spaces; Strip would also remove line breaks
-        steps += [outer, normalizers.Replace(Regex(" {2,}"), " ")]
+        outer = r" +\z" if prepend == "first" else r"\A +| +\z"  # only spaces; Strip would also remove line breaks
+        steps += [normalizers.Replace(Regex(outer), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
-    prepend = "always" if normalizer.get(3, 1) else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=WORD_START, prepend_scheme=prepend)
     tokenizer.decoder = Metaspace(replacement=WORD_START, prepend_scheme=prepend)
     return tokenizer

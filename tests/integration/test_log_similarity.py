@@ -27,8 +27,8 @@ def test_similarity_is_logged_and_changes_no_step(flags, tmp_path: Path) -> None
     rows, plain = read_rows(tmp_path / "with"), read_rows(tmp_path / "without")
     assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
     row, bare = rows[-1], plain[-1]
-    assert list(bare) == ["iteration", "valid_lm_loss"]
-    assert list(row) == [*bare, "token_similarity", "head_similarity"]
+    assert list(bare) == ["iteration", "valid_lm_loss", "valid_lm_accuracy"]
+    assert list(row) == [*bare][:2] + ["token_similarity", "head_similarity", "valid_lm_accuracy"]
     assert row["valid_lm_loss"] == pytest.approx(bare["valid_lm_loss"], rel=1e-6)
     assert f"f(S) {row['token_similarity']:.4f} f(H) {row['head_similarity']:.4f}" in lines
 

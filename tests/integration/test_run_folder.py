@@ -22,7 +22,7 @@ from tests.unit.model.tiny import named_sums
 Flags = Callable[..., list[str]]
 KEYS = [
     *("iteration", "consumed_samples", "consumed_tokens", "loss", "lm_loss", "tcd_loss", "hcd_loss"),
-    *("lr", "grad_norm", "tokens_per_second", "step_time", "mfu", "peak_memory_gib"),
+    *("lm_accuracy", "lr", "grad_norm", "tokens_per_second", "step_time", "mfu", "peak_memory_gib"),
 ]
 
 
@@ -31,7 +31,7 @@ def assert_complete(folder: Path, corpus: TinyCorpus) -> None:
     rows = read_rows(folder)
     assert [row["iteration"] for row in rows if "loss" in row] == [1, 2, 4, 5]
     for row in rows:
-        assert list(row) == (KEYS if "loss" in row else ["iteration", "valid_lm_loss"])
+        assert list(row) == (KEYS if "loss" in row else ["iteration", "valid_lm_loss", "valid_lm_accuracy"])
     assert [row["iteration"] for row in rows if "valid_lm_loss" in row] == [3, 5]
     first = rows[0]
     assert first["loss"] == pytest.approx(first["lm_loss"] + first["tcd_loss"] + 0.01 * first["hcd_loss"])

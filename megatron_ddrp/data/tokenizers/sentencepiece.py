@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 
 import sentencepiece
 
@@ -21,6 +22,10 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
     read_bytes,
 )
 from megatron_ddrp.errors import UserError
+
+
+# Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix): appended to a model, it overrides the model's own.
+_DUMMY_PREFIX = {True: b"\x1a\x02\x18\x01", False: b"\x1a\x02\x18\x00"}
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -55,6 +60,15 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._only_text(self._processor.EncodeAsIds(text))
 
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Return ids with masks. A part after a mask begins with "▁" only if it begins with a space, as inside a text."""
+        first, *others = text.split(self.pieces[self.mask_id])
+        ids = self.encode(first)
+        for part in others:
+            processor = _with_dummy_prefix(self._content, part[:1].isspace())
+            ids += [self.mask_id, *self._only_text(processor.EncodeAsIds(part))]
+        return ids
+
     def encode_with_spans(self, text: str) -> tuple[list[int], list[Span]]:
         if hasattr(self._processor, "EncodeAsOffsetMapping"):  # not in sentencepiece up to 0.2.1
             encoding = self._processor.EncodeAsOffsetMapping(text)
@@ -64,3 +78,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.DecodePieces([self.pieces[i] for i in ids])
+
+
+@lru_cache(maxsize=2)
+def _with_dummy_prefix(content: bytes, wanted: bool) -> sentencepiece.SentencePieceProcessor:
+    """Return a model that puts "▁" before every text, or before none."""
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(content + _DUMMY_PREFIX[wanted])
+    return processor

@@ -97,6 +97,21 @@ def test_sentencepiece_unigram(tmp_path, folder, options):
     assert_equal_ids(tokenizer, folder)
 
 
+@pytest.mark.parametrize(
+    "text", ["red [MASK] dog", "[MASK]s", "[MASK] runs", "sing[MASK][MASK]ing ", " [MASK] [MASK] of"]
+)
+def test_sentencepiece_parts_after_a_mask_are_those_inside_a_text(tmp_path, folder, text):
+    """Japanese has no spaces: a "▁" after a mask would be a piece that training never saw there."""
+    from transformers import AutoTokenizer
+
+    tokenizer = sentencepiece_model(tmp_path, **OWN_SPECIALS, control_symbols=["[CLS]", "[SEP]", "[MASK]"])
+    write_tokenizer(tokenizer, folder, 24)
+    ids = tokenizer.encode_with_masks(text)
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == [tokenizer.cls_id, *ids, tokenizer.sep_id]
+    spaces = "".join(tokenizer.pieces[i] for i in ids).replace("▁", " ")
+    assert spaces.strip() == text.strip().replace(" [MASK]", "[MASK]")  # a masked word's own space is masked with it
+
+
 def test_other_sentencepiece_models_are_named(tmp_path):
     tokenizer = sentencepiece_model(tmp_path, model_type="bpe")
     line = write_tokenizer(tokenizer, tmp_path / "hf", 24)

@@ -51,7 +51,7 @@ def test_model_equals_the_twin(changes):
     model, batch = tiny_model(**changes), tiny_batch(lengths=(6, 1, 3), seq=6)
     draws = some_draws(batch)
     expected = twin_sums(model, batch, draws)
-    assert expected.abs().min() > 1e-3
+    assert expected[:3].abs().min() > 1e-3
     assert_every_backend_equals(expected, model, batch, draws)
 
 

@@ -53,7 +53,7 @@ def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients():
     model = tiny_model()
     batch = tiny_batch(predicted=0)
     sums = model(batch, Draws.none(3, 2)).sums
-    assert torch.equal(sums, torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(sums, torch.zeros(4, dtype=torch.float64))
     sums.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or parameter.grad.eq(0).all(), name
@@ -64,7 +64,7 @@ def test_a_batch_of_padding_alone_is_zero_and_finite():
     model = tiny_model()
     batch = tiny_batch(lengths=(0, 1), predicted=0)
     sums = model(batch, some_draws(batch)).sums
-    assert torch.equal(sums, torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(sums, torch.zeros(4, dtype=torch.float64))
     sums.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or parameter.grad.eq(0).all(), name

@@ -95,8 +95,8 @@ def encode(model, batch):
 
 
 def gradients(model, sums, weights=(0.7, 1.3, 0.9)):
-    """Gradient of the weighted sum of the three terms by parameter name; zeros where one does not take part."""
+    """Gradient of the weighted sum of the first terms by parameter name; zeros where one does not take part."""
     parameters = dict(model.named_parameters())
-    total = (sums * torch.tensor(weights, dtype=sums.dtype)).sum()
+    total = (sums[: len(weights)] * torch.tensor(weights, dtype=sums.dtype)).sum()
     values = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, values, strict=True))

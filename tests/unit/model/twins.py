@@ -169,20 +169,24 @@ def twin_decode(model, batch, row, before):
 
 
 def twin_lm(model, predicted_hidden, labels):
-    """Sum of −log p over the predicted tokens of one row; predicted_hidden `[num_predicted, D]`, labels `[S]`."""
+    """Return (sum of −log p, number of right guesses) over the predicted tokens of one row.
+
+    predicted_hidden `[num_predicted, D]`, labels `[S]`.
+    """
     head, wanted = model.head, predicted_places(labels)
     if not wanted:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64).unbind()
     inner = attention.gelu(attention.linear(predicted_hidden, head.dense.weight, head.dense.bias))
     inner = norm_of(model)(inner, head.norm.weight, head.norm.bias, EPS)
     vocab = model.config.vocab_size
     logits = attention.linear(inner, model.embeddings.token.weight[:vocab], head.decoder.bias[:vocab])
-    return losses.masked_lm(logits, labels[wanted])
+    right = sum(int(row.argmax()) == int(label) for row, label in zip(logits, labels[wanted], strict=True))
+    return losses.masked_lm(logits, labels[wanted]), torch.tensor(right, dtype=torch.float64)
 
 
 def twin_sums(model, batch, draws):
-    """`[3]`: the sums of the LM, TCD and HCD terms over the documents of a batch."""
-    sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+    """`[4]`: the sums of the LM, TCD and HCD terms over the documents of a batch, and of the right guesses."""
+    sums = [torch.zeros((), dtype=torch.float64) for _ in range(4)]
     windows = [model.config.window(number) for number in range(len(model.layers))]
     for row in range(len(batch.input_ids)):
         before, hidden, logits = twin_encode(model, batch, row, compared=True)
@@ -190,7 +194,8 @@ def twin_sums(model, batch, draws):
         predicted = hidden[wanted]
         if wanted and model.mask_decoder is not None:
             predicted = twin_decode(model, batch, row, before)
-        sums[0] = sums[0] + twin_lm(model, predicted, batch.labels[row])
+        loss, right = twin_lm(model, predicted, batch.labels[row])
+        sums[0], sums[3] = sums[0] + loss, sums[3] + right
         for number in range(1, int(batch.document_ids[row].max()) + 1):
             valid = (batch.document_ids[row] == number).tolist()
             if sum(valid) < 2:
