@@ -72,8 +72,8 @@ def completed(given: TokenizerFlags, prefixes: Iterable[AnyPath]) -> TokenizerFl
     """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
 
     The manifest's vocabulary is taken only where no flag gives one. A type that contradicts the manifest stays as
-    given; opening the dataset refuses it. Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError` where the vocabulary is not given, and
-    does not lie where the manifest says.
+    given; opening the dataset refuses it. Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError`
+    where the vocabulary is not given, and does not lie where the manifest says.
     """
     for prefix in prefixes:
         recorded = recorded_flags(prefix)
