@@ -171,7 +171,7 @@ def build_tokenizer(
         raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {allowed}", WRONG_ARGUMENTS)
     is_wordpiece = tokenizer_type.startswith("BertWordPiece")
     path, flag = (vocab_file, "--vocab-file") if is_wordpiece else (tokenizer_model, "--tokenizer-model")
-    if path is None:
+    if not path:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path)", WRONG_ARGUMENTS)
     module, name = TOKENIZERS[tokenizer_type].split(":")
     make = getattr(importlib.import_module(f"megatron_ddrp.data.tokenizers.{module}"), name)
