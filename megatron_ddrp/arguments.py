@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
 from megatron_ddrp.config import Config, concerns, flag
-from megatron_ddrp.config.config_file import FromFile, config_of, read_config
+from megatron_ddrp.config.config_file import FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import options_of
@@ -78,7 +78,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         given.pop(done_with, None)
     for found, ours in theirs.renamed:
         add_renamed(parser, given, found, ours)
-    settings = Settings(from_file.values | given)
+    settings = Settings(under_flags(from_file.values, given))
     decided = decide_by_deepspeed(settings, assumed.get("world_size") or launched_world_size())
     settled, not_settled = settle(theirs.asking, settings)
     if refused or not_settled:

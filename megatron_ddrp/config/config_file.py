@@ -79,17 +79,24 @@ def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> 
 
 
 def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide all of `values`: those equal to what the others leave as default go.
+    """Return the settings that decide all of `values`: those that follow from the others go.
 
-    A run stores every setting resolved. Stored defaults that follow from another setting, such as the weights of the
-    objective, must follow again where a flag changes that one.
+    A run stores every setting resolved. Defaults that follow from another setting, such as the weights of the
+    objective, must follow again where a flag changes that one. A fixed default stays, as if it had been given: nothing
+    that decides after `--config` may replace it.
     """
-    whole, left = config_of(values), dict(values)
-    for name in values:
+    whole, left, options = config_of(values), dict(values), options_of(*concerns().values())
+    for name in (name for name in values if options[name].default is None):
         rest = {other: value for other, value in left.items() if other != name}
         with contextlib.suppress(UserError):  # the others do not stand without it
             left = rest if config_of(rest) == whole else left
     return left
+
+
+def under_flags(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file and of the flags; flags win, `lr_warmup_fraction` over the file's steps too."""
+    left_out = {"lr_warmup_iters"} if "lr_warmup_fraction" in given else set()
+    return {name: value for name, value in values.items() if name not in left_out} | dict(given)
 
 
 def config_of(values: Mapping[str, Any]) -> Config:

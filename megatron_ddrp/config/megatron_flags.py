@@ -257,6 +257,7 @@ THEIR_DEFAULTS = {
     "split": "969,30,1",
     "eval_iters": 100,
     "lr_warmup_fraction": 0.0,
+    "lr_wsd_decay_style": "exponential, under WSD",
     "global_batch_size": "micro-batch x data-parallel ranks",
 }
 """Setting → Megatron-LM's default for BERT, where ours is another."""

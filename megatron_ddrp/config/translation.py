@@ -83,7 +83,7 @@ def translate(words: Sequence[str]) -> Translated:
         elif ours is None:
             left += words[begin:position]
         elif ours:
-            renamed.append((found, ours.split(" ")))
+            renamed.append((found, ours))
         else:
             without_effect.append(found.typed)
     return Translated([*left, *words[position:]], renamed, without_effect, asking)
@@ -95,16 +95,18 @@ def _count_values(words: Sequence[str], kind: str) -> int:
     return {"": 0, "=": min(1, until)}.get(kind, until)
 
 
-def _static(found: Found) -> str | None:
-    """Return our words for a flag, "" for one without effect, None for one that is ours or refused."""
+def _static(found: Found) -> list[str] | None:
+    """Return our words for a flag, none for one without effect, None for one that is ours or refused."""
     if found.name not in KINDS or (KINDS[found.name] == "=" and not found.value):
         return None
     if found.name in NO_EFFECT:
-        return ""
+        return []
     name = found.name + KINDS[found.name]
     if name in BY_VALUE:
-        return next((ours for value, ours in BY_VALUE[name].words.items() if _same(value, found.value)), None)
-    return RENAMED[name].replace("{}", found.value) if name in RENAMED else None
+        return next((ours.split() for value, ours in BY_VALUE[name].words.items() if _same(value, found.value)), None)
+    if name not in RENAMED:
+        return None
+    return [word.replace("{}", found.value) for word in RENAMED[name].split()]  # a value may hold spaces
 
 
 def _same(value: str, other: str) -> bool:
@@ -225,6 +227,7 @@ HINTS = _hints()
 def differing_defaults(settings: Iterable[str], ours: Mapping[str, Any]) -> str:
     """Return one line: our defaults that are not Megatron-LM's for BERT. `settings` were given, `ours` is resolved."""
     given = set(settings) | ({"lr_warmup_fraction"} if "lr_warmup_iters" in settings else set())
+    given |= {"lr_wsd_decay_style"} if ours["lr_decay_style"] != "wsd" else set()
     theirs = {name: value for name, value in THEIR_DEFAULTS.items() if name not in given}
     lines = (f"{flag(name)} {ours[name]} (there {value})" for name, value in theirs.items())
     return "defaults here that are not Megatron-LM's: " + ", ".join(lines) if theirs else ""

@@ -56,7 +56,7 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
         ({"lr": -1.0}, ("--lr is -1.0", "at least 0")),
         ({"seed": 2**70}, ("--seed is 1180591620717411303424", "lie in")),
         ({"data_path": None}, ("--data-path is missing",)),
-        ({"vocab_file": None}, ("--vocab-file",)),
+        ({"vocab_file": ""}, ("--tokenizer-type BertWordPieceLowerCase needs --vocab-file",)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -73,6 +73,12 @@ def test_vocabulary_of_another_dataset(tiny_corpus: TinyCorpus, flags: Flags, tm
     vocab_file = tmp_path / "other.txt"
     vocab_file.write_text(tiny_corpus.vocab_file.read_text(encoding="utf-8") + "unheard\n", encoding="utf-8")
     refuse(flags, tmp_path, {"vocab_file": vocab_file}, FAILURE, "made by tokenizer", "preprocess")
+
+
+def test_no_vocabulary_beside_a_dataset_that_names_none(tiny_corpus: TinyCorpus, flags: Flags, tmp_path: Path) -> None:
+    without_manifest = copied_dataset(tiny_corpus, tmp_path, ".bin", ".idx")
+    changes = {"vocab_file": None, "data_path": without_manifest}
+    refuse(flags, tmp_path, changes, WRONG_ARGUMENTS, "--vocab-file")
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])

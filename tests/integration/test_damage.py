@@ -71,7 +71,7 @@ def test_a_drawing_is_the_same_every_time() -> None:
 def test_the_verdict(
     exit_code: int | None, written: str, stdout: str, stderr: str, verdict: str, tmp_path: Path
 ) -> None:
-    case = next(case for case in all_cases(1) if case.reader == "analyze.py attention-maps" and "weights" in case.name)
+    case = next(case for case in all_cases(1) if case.reader == "analyze attention-maps" and "weights" in case.name)
     results = {}
     for word in ("right", "older", written):
         (tmp_path / "out.json").write_text(word, encoding="utf-8")

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def estimates(config: Config, world_size: int) -> list[Memory]:
     """Of each rank."""
-    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.vocab_file, None)
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", config.data.vocab_file, None)
     config = config.replace(model={"vocab_size": tokenizer.vocab_size})
     data_size = config.parallel.data_parallel_size(world_size)
     micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * data_size)

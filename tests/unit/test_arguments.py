@@ -272,6 +272,26 @@ def test_what_followed_from_a_setting_follows_from_the_flag_that_changes_it(tmp_
     assert parse_arguments(words).config == parse_arguments(words[2:]).config
 
 
+def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
+    save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
+    words = ["--config", str(tmp_path / "config.json")]
+    path = deepspeed_file(tmp_path, optimizer={"type": "AdamW", "params": {"lr": 3e-3}})
+    with pytest.raises(UserError, match=r"optimizer\.params\.lr is 0\.003 but the flags say 0\.0001"):
+        parse_arguments([*words, "--deepspeed_config", path])
+    path = deepspeed_file(tmp_path, gradient_accumulation_steps=7)
+    batch = parse_arguments([*words, "--deepspeed_config", path]).config.training.global_batch_size
+    assert batch == Config().training.global_batch_size
+    length = parse_arguments([*words, "--max-position-embeddings", "1024"]).config.model.seq_length
+    assert length == Config().model.seq_length
+
+
+def test_a_share_of_warm_up_wins_over_the_steps_of_a_file(tmp_path):
+    path = yaml_file(tmp_path, "lr-warmup-iters: 7\ntrain-iters: 100\n")
+    optimizer = parse_arguments(["--config", path, "--lr-warmup-fraction", "0.5"]).config.optimizer
+    assert optimizer.warmup_steps(100) == 50
+    assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 7
+
+
 def test_yaml_may_be_nested_by_concern(tmp_path):
     text = "model:\n  num-layers: 3\ncheckpoint: {save: mine}\ndata:\n"
     arguments = parse_arguments(["--config", yaml_file(tmp_path, text)])

@@ -201,6 +201,19 @@ def test_loss_scaling_without_fp16_has_no_effect() -> None:
     assert read(words).config.training == Config().replace(training={"bf16": True}).training
 
 
+def test_a_renamed_flags_value_may_hold_spaces() -> None:
+    arguments = parse_arguments(["--data-cache-path", "my cache/of indices"])
+    assert arguments.config.data.index_cache_dir == "my cache/of indices"
+
+
+def test_wsd_without_its_style_is_not_megatrons() -> None:
+    remark = "--lr-wsd-decay-style linear (there exponential, under WSD)"
+    words = "--num-workers 2 --train-iters 100 --lr-wsd-decay-iters 10 --lr-decay-style WSD"
+    assert remark in read(words).remarks[-1]
+    assert "wsd" not in read(f"{words} --lr-wsd-decay-style linear").remarks[-1]
+    assert "wsd" not in read("--num-workers 2").remarks[-1]
+
+
 def test_words_after_two_dashes_and_values_with_equals_are_kept_apart() -> None:
     taken = translate(["--num-workers=3", "--recompute-modules", "a", "b", "--", "--num-workers", "4"])
     assert taken.words == ["--", "--num-workers", "4"]

@@ -72,16 +72,18 @@ def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
 def completed(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFlags:
     """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
 
-    A type that contradicts the manifest stays as given; opening the dataset refuses it.
-    Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError` where the vocabulary is not given, and
-    does not lie where the manifest says, or where there is no dataset that could name it.
+    The manifest's vocabulary is taken only where no flag gives one. A type that contradicts the manifest stays as
+    given; opening the dataset refuses it. Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError`
+    where the vocabulary is not given, and does not lie where the manifest says, or where there is no
+    dataset that could name it.
     """
     for prefix in prefixes:
         recorded = recorded_flags(prefix)
         if recorded.tokenizer_type is None:
             continue
         chosen = given._replace(tokenizer_type=given.tokenizer_type or recorded.tokenizer_type)
-        if chosen.path or recorded.path is None or chosen.path_name != recorded.path_name:
+        is_given = (given.vocab_file, given.tokenizer_model) != (None, None)  # also as an empty text, refused later
+        if is_given or recorded.path is None or chosen.path_name != recorded.path_name:
             return chosen
         if not os.path.exists(recorded.path):
             made_with = f"{os.fspath(prefix)} was made with {recorded.path}, which is not there any more"

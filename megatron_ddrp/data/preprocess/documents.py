@@ -110,8 +110,10 @@ def _next_line(stream: BinaryIO) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def lines_before(file: InputFile) -> int:
-    """Return the number of lines before the range of a file."""
+    """Return the number of lines before the range of a file; 0 for a whole file, which is not opened again."""
     lines = 0
+    if not file.begin:  # a stream can be read only once, and a packed file has no empty range
+        return lines
     with OpenInput(file._replace(begin=0, end=file.begin)) as opened:
         while block := opened.read(BLOCK_BYTES):
             lines += block.count(b"\n")

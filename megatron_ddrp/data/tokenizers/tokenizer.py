@@ -171,7 +171,7 @@ def build_tokenizer(
         raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {allowed}", WRONG_ARGUMENTS)
     is_wordpiece = tokenizer_type.startswith("BertWordPiece")
     path, flag = (vocab_file, "--vocab-file") if is_wordpiece else (tokenizer_model, "--tokenizer-model")
-    if path is None:
+    if not path:
         other = "--tokenizer-model" if is_wordpiece else "--vocab-file"
         types = [name for name in TOKENIZER_TYPES if name.startswith("BertWordPiece") is not is_wordpiece]
         hint = f"; {other} goes with --tokenizer-type {' or '.join(types)}" if vocab_file or tokenizer_model else ""

@@ -86,7 +86,7 @@ def _refusal(case: Case, said: Sequence[Sequence[str]], naming: Collection[str])
     stdout, stderr = said
     if READERS[case.reader].checks and naming and not stderr:
         return REFUSED, _last(stdout)
-    errors = [line for line in stderr if re.match(r"\S+( \S+)?: error: ", line)]
+    errors = [line for line in stderr if re.match(r"(python -m )?\S+( \S+)?: error: ", line)]
     others = [line for line in stderr if line not in errors and line not in naming]
     if len(errors) == 1 and not others:
         return REFUSED, errors[0]

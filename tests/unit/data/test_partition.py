@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import lzma
+import os
 import random
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset.merging import merge
 from megatron_ddrp.data.dataset.verification import verify
 from megatron_ddrp.data.preprocess import pipeline
-from megatron_ddrp.data.preprocess.documents import iter_chunks
-from megatron_ddrp.data.preprocess.inputs import OpenInput, find_inputs
+from megatron_ddrp.data.preprocess.documents import iter_chunks, lines_before
+from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.data.preprocess.partition import Partition, own_bytes, own_files, parse_partition
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.data.preprocess.records import parse_chunk
@@ -243,6 +245,18 @@ def test_faults_have_their_line_in_the_whole_file(folder, empty_corpus):
         preprocess(config(folder, (3, 3)))
     skipped = preprocess(config(folder, (3, 3), on_error="skip"))
     assert skipped.skipped == 1 and "a.jsonl:11: " in skipped.first_skipped
+
+
+def test_a_fault_in_a_whole_file_does_not_open_it_again(folder, empty_corpus):
+    packed = empty_corpus / "a.jsonl.xz"
+    packed.write_bytes(lzma.compress(b'{}\n{"text": "a cat", "title": "a"}\n'))
+    skipped = preprocess(config(folder, input=(str(packed),), on_error="skip"))
+    assert skipped.skipped == 1 and skipped.by_key[0].documents == 1
+    lines_before.cache_clear()
+    with packed.open("rb") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", stream)
+        assert lines_before(InputFile("-", "-")) == 0
+        assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) == 0
 
 
 def test_an_interrupted_part_resumes_and_another_part_does_not_take_it_over(folder, monkeypatch):

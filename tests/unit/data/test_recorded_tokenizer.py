@@ -6,6 +6,7 @@ import pytest
 
 from megatron_ddrp.data import IndexedDataset
 from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, TokenizerFlags, completed, recorded_flags, relative_path
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from tests.datasets import write_dataset
 
@@ -28,6 +29,15 @@ def test_flags_that_are_not_given_come_from_the_first_manifest_that_has_them(tmp
     assert completed(TokenizerFlags(tokenizer_model="b.model"), [pieces]) == ("SentencePiece", None, "b.model")
     other = TokenizerFlags("BertWordPieceCase", "v.txt")
     assert completed(other, [pieces]) == other, "what the flags say is checked against the dataset later"
+    for given in (
+        TokenizerFlags(vocab_file="v.txt"),
+        TokenizerFlags(vocab_file=""),
+        TokenizerFlags(tokenizer_model=""),
+    ):
+        chosen = completed(given, [pieces])
+        assert chosen == given._replace(tokenizer_type="SentencePiece"), "no vocabulary that is given is ignored"
+        with pytest.raises(UserError, match=r"--tokenizer-type SentencePiece needs --tokenizer-model \(a local path\)"):
+            build_tokenizer(*chosen)
     assert completed(nothing, [pieces]).words() == ["--tokenizer-type", "SentencePiece", "--tokenizer-model", "a.model"]
 
 

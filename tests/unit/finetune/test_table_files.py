@@ -215,10 +215,10 @@ def test_columns_that_a_row_lacks(write):
 
 
 def test_a_missing_file_a_folder_and_a_cut_off_one(write, tmp_path):
-    assert fault(str(tmp_path / "none.csv")) == ": No such file or directory; give a file that can be read"
-    assert fault(str(tmp_path / "none.parquet")) == ": No such file or directory; give a file that can be read"
+    assert fault(str(tmp_path / "none.csv")) == ": No such file or directory; give a readable file"
+    assert fault(str(tmp_path / "none.parquet")) == ": No such file or directory; give a readable file"
     (tmp_path / "folder.csv").mkdir()
-    assert fault(str(tmp_path / "folder.csv")) == ": Is a directory; give a file that can be read"
+    assert fault(str(tmp_path / "folder.csv")) == ": Is a directory; give a readable file"
     packed = gzip.compress(b"text\n" + os.urandom(1000).hex().encode() + b"\n")
     assert fault(write("a.csv.gz", packed[:-100])).startswith(": damaged or cut off after")
 
