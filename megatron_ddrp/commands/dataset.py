@@ -1,8 +1,10 @@
 """Look into indexed datasets (PREFIX.bin and .idx, ours or Megatron-LM's), check them, and join them.
 
-megatron-ddrp dataset inspect data/wiki_text_document --vocab-file vocab.txt
-megatron-ddrp dataset verify data/wiki_text_document --vocab-file vocab.txt
-megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
+    megatron-ddrp dataset inspect data/wiki_text_document --vocab-file vocab.txt
+    megatron-ddrp dataset verify data/wiki_text_document --vocab-file vocab.txt
+    megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
+
+`megatron-ddrp dataset COMMAND --help` explains a command.
 """
 
 from __future__ import annotations
