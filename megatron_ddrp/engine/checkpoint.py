@@ -273,10 +273,16 @@ CHANGEABLE = {
 
 def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:
     ours, theirs = config.to_dict()["model"], Config.from_dict(state["config"]).to_dict()["model"]
-    for name, value in theirs.items():
-        if name not in CHANGEABLE and ours.get(name) != value:
-            there, here = ("not given" if setting is None else setting for setting in (value, ours.get(name)))
-            raise UserError(
-                f"--load {path}: a checkpoint of another architecture: {flag(name)} is {there} there and {here} here; "
-                "give the same, or another --load and --save"
-            )
+    differing = [name for name, value in theirs.items() if name not in CHANGEABLE and ours.get(name) != value]
+    if differing:
+        words = [
+            f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours.get(name))} here" for name in differing
+        ]
+        raise UserError(
+            f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
+            f"{path.parent / 'config.json'} has them all), or another --load and --save"
+        )
+
+
+def _shown(setting: Any) -> Any:
+    return "not given" if setting is None else setting

@@ -211,7 +211,7 @@ def finished_run(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_layers": 3}, ("another architecture", "--num-layers is 2 there and 3 here")),
+        ({"num_layers": 3}, ("another architecture", "--num-layers is 2 there and 3 here", "config.json has them all")),
         ({"position_encoding": "absolute"}, ("another architecture", "--position-encoding is ddrp")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
