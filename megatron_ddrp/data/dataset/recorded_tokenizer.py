@@ -74,8 +74,8 @@ def completed(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFl
 
     The manifest's vocabulary is taken only where no flag gives one. A type that contradicts the manifest stays as
     given; opening the dataset refuses it. Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError`
-    where the vocabulary is not given, and does not lie where the manifest says, or where there is no
-    dataset that could name it.
+    where the vocabulary is not given and does not lie where the manifest says, or where there is no dataset that could
+    name it.
     """
     for prefix in prefixes:
         recorded = recorded_flags(prefix)
