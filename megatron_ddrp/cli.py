@@ -72,7 +72,8 @@ class ArgumentParser(argparse.ArgumentParser):
         if hint := self.hints.get(name[2:].replace("_", "-")):
             return hint
         known = [*self._option_string_actions, *(f"--{other}" for other in self.hints)]
-        return did_you_mean(name.replace("_", "-"), known)
+        close = nearest(name.replace("_", "-"), known)
+        return " ".join(filter(None, (close and f"did you mean {close}?", self.hints.get(close[2:]))))
 
     def refuse(self, unknown: Sequence[tuple[str, str]]) -> NoReturn:
         """End the command with one line about its unknown arguments, each with its hint."""
@@ -121,8 +122,13 @@ def flags_of(words: Sequence[str]) -> list[str]:
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Return a question that names the known word nearest to `word`; "" if none is near."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    close = nearest(word, known)
+    return f"did you mean {close}?" if close else ""
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return the known word that is nearest to `word`; "" if none is near."""
+    return next(iter(difflib.get_close_matches(word, known, n=1)), "")
 
 
 def add_plugin_flag(parser: Any) -> None:

@@ -169,11 +169,11 @@ class Corpus:
         """
         documents, epochs = sum(part.num_documents for part in samples.parts), self.epochs(consumed)
         line = f"{documents:,} documents, {len(samples):,} training sequences"
-        lines = [f"{line}, blended:" if samples.counts else f"{line}, {epochs[0]:.2f} epochs"]
+        lines = [f"{line}, blended:" if samples.counts else f"{line}, {epochs[0]:,.2f} epochs"]
         for part, count, of_part in zip(samples.parts, samples.counts or (), epochs, strict=False):
             lines.append(
                 f"  {count / sum(samples.counts or ()):7.2%} {part.prefix}: {part.num_documents:,} documents, "
-                f"{len(part):,} sequences, {of_part:.2f} epochs"
+                f"{len(part):,} sequences, {of_part:,.2f} epochs"
             )
         *shorter, _ = self.config.phases
         ends = [(phase.seq_length, phase.last_step(self.config.training.train_iters)) for phase in shorter]

@@ -122,7 +122,7 @@ def _of_folder(folder: Path, run: str, every: bool) -> list[Snapshot]:
             return [Snapshot(run, folder)]
         raise UserError(
             f"--load {folder}: neither checkpoints nor a Hugging Face folder; expected a folder that "
-            "pretrain_bert.py --save or megatron-ddrp convert wrote"
+            "megatron-ddrp pretrain --save or megatron-ddrp convert wrote"
         )
     all_of_them = every and not is_checkpoint(folder)
     paths = list(whole_checkpoints(folder)) if all_of_them else [choose_checkpoint(folder)]

@@ -35,7 +35,7 @@ def choose_checkpoint(
         return load
     for path in whole_checkpoints(load, kinds, tell):
         return path
-    raise UserError(f"--load {load} holds no checkpoint: expected a folder that pretrain_bert.py --save wrote")
+    raise UserError(f"--load {load} holds no checkpoint: expected a folder that megatron-ddrp pretrain --save wrote")
 
 
 def whole_checkpoints(

@@ -150,7 +150,7 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
         megatron-ddrp analyze throughput --load runs/mlm runs/ddrp albert --lengths 64 128 512 --output speed.png
     """
     given = parser.add_argument_group("input and output")
-    folder = "folder that pretrain_bert.py --save wrote, one DIR/iter_N in it, or any Hugging Face encoder's folder"
+    folder = "folder that megatron-ddrp pretrain --save wrote, one DIR/iter_N in it, or a Hugging Face encoder's folder"
     given.add_argument("--load", type=Path, nargs="+", required=True, metavar="DIR", help=folder)
     figure = "FILE.png (also writes FILE.json) or FILE.json"
     given.add_argument("--output", type=Path, required=True, metavar="FILE", help=figure)
@@ -206,7 +206,7 @@ def _add_common(
         nargs="+" if several else 1,
         required=True,
         metavar="DIR",
-        help="folder that pretrain_bert.py --save wrote, one DIR/iter_N in it, or "
+        help="folder that megatron-ddrp pretrain --save wrote, one DIR/iter_N in it, or "
         + ("any Hugging Face encoder's folder" if any_encoder else "a Hugging Face folder of a supported family")
         + ("; give several to compare them" if several else ""),
     )

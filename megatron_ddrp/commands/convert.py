@@ -1,7 +1,7 @@
 """Training checkpoint ↔ Hugging Face folder, with equal hidden states and logits.
 
 From Hugging Face (--from-hf): a folder with config.json, weights (model.safetensors or pytorch_model.bin) and tokenizer
-becomes a folder that pretrain_bert.py --load resumes from, with the command that this one prints. Families: BERT,
+becomes a folder that megatron-ddrp pretrain --load resumes from, with the command that this one prints. Families: BERT,
 RoBERTa, XLM-R, CamemBERT, ELECTRA (discriminator or generator), DeBERTa (v1 to v3), ModernBERT and our own exports. A
 name on the hub works if huggingface_hub is installed and there is a network. Code in a folder is never run.
 
@@ -40,7 +40,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command's flags, grouped by concern."""
     parser = ArgumentParser(description=__doc__)
     source = parser.add_argument_group("input, one of").add_mutually_exclusive_group(required=True)
-    saved = "a folder that pretrain_bert.py --save wrote (its newest checkpoint), or one DIR/iter_N in it"
+    saved = "a folder that megatron-ddrp pretrain --save wrote (its newest checkpoint), or one DIR/iter_N in it"
     source.add_argument("--load", type=Path, metavar="DIR", help=saved)
     foreign = "a Hugging Face folder, or a name on the hub: config.json, weights and tokenizer"
     source.add_argument("--from-hf", type=Path, metavar="HF_DIR", help=foreign)

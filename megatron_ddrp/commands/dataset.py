@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.dataset.merging import merge
-from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags
+from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags, training_command
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
@@ -101,14 +100,6 @@ def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
     except UserError:
         return None
     return tokenizer if entry(dataset.manifest, "tokenizer").get("fingerprint") == tokenizer.fingerprint else None
-
-
-def training_command(prefix: str) -> str:
-    """Return the command that trains on a dataset, with `FILE` for a vocabulary that is not known or has moved."""
-    flags = recorded_flags(prefix)
-    if flags.path is None or not os.path.exists(flags.path):
-        flags = flags.with_path("FILE")
-    return shlex.join(["megatron-ddrp", "pretrain", "--data-path", prefix, *flags.words(), "--save", "DIR"])
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.data.dataset.recorded_tokenizer import training_command
 from megatron_ddrp.data.preprocess.flags import add_input, add_tokenizer
 from megatron_ddrp.data.preprocess.partition import parse_partition
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
@@ -58,4 +59,7 @@ def main() -> None:
     arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
     config = PreprocessConfig(**arguments)
     exit_on_sigterm()  # so that what is done is kept
-    print(preprocess(config).summary())
+    result = preprocess(config)
+    print(result.summary())
+    if config.partition is None:
+        print(f"next: {training_command(result.prefixes[0])}")

@@ -86,7 +86,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save folder of a pre-training run")
     parser.add_argument(
-        "--beside", type=Path, nargs="+", default=[], metavar="DIR", help="other runs to draw beside it"
+        "--beside", type=Path, nargs="+", default=[], metavar="DIR", help="other runs to draw beside it (default: none)"
     )
     parser.add_argument("--data-path", metavar="P", help="its dataset's prefix, for the unigram level")
     parser.add_argument(

@@ -44,6 +44,7 @@ HINTS = {
     "dataset-name": "make a dataset with megatron-ddrp preprocess, then give --data-path",
     "validation-file": "make a dataset with megatron-ddrp preprocess, then give --valid-data-path",
     "validation-split-percentage": "use --split, such as 95,5,0",
+    "fp32": "leave it out; fp32 is the default",
     "mlm-probability": "use --mask-prob",
     "max-seq-length": "use --seq-length",
     "max-length": "use --seq-length",
@@ -57,3 +58,9 @@ HINTS = {
     "type-vocab-size": "use --num-segments",
 }
 """Flag, with dashes → the remedy."""
+
+LAUNCHERS = {
+    "num-gpus": "give it to the launcher: deepspeed --num_gpus N --module megatron_ddrp pretrain …",
+    "nproc-per-node": "give it to the launcher: torchrun --nproc-per-node N -m megatron_ddrp pretrain …",
+}
+"""Flag of a launcher that stands behind the program's name → the remedy."""

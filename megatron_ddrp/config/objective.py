@@ -75,7 +75,7 @@ class ObjectiveConfig:
     )
     generator_size: float = option(
         1 / 3,
-        "heads of ELECTRA's generator as a share of the model's heads, rounded; its width follows",
+        "heads of ELECTRA's generator as a share of the model's heads, rounded; its width follows (default: a third)",
         within="(0, 1]",
     )
     generator_embeddings: str = "shared"

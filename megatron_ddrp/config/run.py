@@ -222,7 +222,7 @@ def load_config(folder: Path) -> Config:
     """Return the configuration in DIR/config.json. Raises `UserError` if the file is missing or damaged."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{path} not found: expected a folder that pretrain_bert.py --save wrote")
+        raise UserError(f"{path} not found: expected a folder that megatron-ddrp pretrain --save wrote")
     try:
         return Config.from_dict(json.loads(path.read_bytes()))
     except (ValueError, RecursionError, UserError) as error:

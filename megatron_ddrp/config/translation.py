@@ -210,7 +210,8 @@ def _hints() -> dict[str, str]:
     }
     nothing = "it is Megatron-LM's and without effect here: leave it out"
     return (
-        dict(huggingface_flags.HINTS)
+        huggingface_flags.HINTS
+        | huggingface_flags.LAUNCHERS
         | dict.fromkeys((*NO_EFFECT, *(_bare(name) for name in ASKS_SETTINGS)), nothing)
         | {_bare(name): f"use {words.replace(' {}', '')}" for name, words in RENAMED.items()}
         | {_bare(name): by_value.otherwise for name, by_value in BY_VALUE.items() if by_value.otherwise}

@@ -19,7 +19,7 @@ from megatron_ddrp.conversion.run_flags import model_flags, objective_flags
 from megatron_ddrp.errors import UserError
 
 NO_TOKENIZER = (
-    "none: the folder has no vocab.txt or tokenizer.json; give the model's own to pretrain_bert.py (to write it: "
+    "none: the folder has no vocab.txt or tokenizer.json; give the model's own to megatron-ddrp pretrain (to write it: "
     "AutoTokenizer.from_pretrained(HF_DIR).save_pretrained(HF_DIR))"
 )
 
@@ -49,7 +49,8 @@ class Import(ReadFolder):
         left_out = [f"{group} ({count})" for group, count in groups.items()]
         if self.embedded_pieces > model.vocab_size:
             left_out.append(f"{self.embedded_pieces - model.vocab_size} rows beyond the tokenizer's vocabulary")
-        command = ["deepspeed", "pretrain_bert.py", "--data-path", "P", "--load", str(self.output), "--save", "DIR"]
+        command = ["deepspeed", "--module", "megatron_ddrp", "pretrain", "--data-path", "P"]
+        command += ["--load", str(self.output), "--save", "DIR"]
         command += [*self._tokenizer_flags(), *objective_flags(self.objective), *model_flags(model)]
         lines = {
             "loaded": f"{self.source}: {model.position_encoding} positions, {model.num_layers} layers x "

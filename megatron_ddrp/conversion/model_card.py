@@ -77,7 +77,7 @@ def _card(described: Described, publishing: Publishing) -> str:
         name=described.name,
         kind=_kind(described),
         license=publishing.license,
-        usage=_usage(described),
+        usage=_usage(described, publishing),
         trust=described.family.has_code,
         model=facts_table(_model_facts(described)),
         data=data_table(datasets),
@@ -107,11 +107,20 @@ def _metadata(described: Described, publishing: Publishing) -> str:
     if described.fills_masks:
         mask = described.tokenizer.pieces[described.tokenizer.mask_id]
         values["mask_token"] = mask
-        if not publishing.languages or "en" in publishing.languages:
-            values["widget"] = [{"text": EXAMPLE.format(mask)}]
+        if example := _example(described, publishing):
+            values["widget"] = [{"text": example}]
     known = {key: value for key, value in values.items() if value}
     text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True)
     return text.strip() if publishing.license else f"# license: unknown; set it before publishing\n{text.strip()}"
+
+
+def _example(described: Described, publishing: Publishing) -> str | None:
+    """Return an English sentence with a mask, or None if the model does not know its language or pieces."""
+    tokenizer = described.tokenizer
+    example = EXAMPLE.format(tokenizer.pieces[tokenizer.mask_id])
+    if publishing.languages:
+        return example if "en" in publishing.languages else None
+    return None if tokenizer.unk_id in tokenizer.encode_with_masks(example) else example
 
 
 def _kind(described: Described) -> str:
@@ -124,12 +133,13 @@ def _kind(described: Described) -> str:
     )
 
 
-def _usage(described: Described) -> list[str]:
+def _usage(described: Described, publishing: Publishing) -> list[str]:
     """Return lines of Python that load the folder from the hub and use it."""
     name = json.dumps(f"USER/{described.name}", ensure_ascii=False)
     trust = ", trust_remote_code=True" if described.family.has_code else ""
     if described.fills_masks:
-        text = json.dumps(EXAMPLE.format(described.tokenizer.pieces[described.tokenizer.mask_id]), ensure_ascii=False)
+        mask = described.tokenizer.pieces[described.tokenizer.mask_id]
+        text = json.dumps(_example(described, publishing) or f"YOUR TEXT WITH ONE {mask}", ensure_ascii=False)
         return [
             "from transformers import pipeline",
             "",

@@ -38,7 +38,7 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     steps: list[normalizers.Normalizer] = []
     if normalizer.get(2):
         steps.append(normalizers.Precompiled(normalizer[2]))
-    # "first" puts "▁" before a text and not before the part after a [MASK]. There a space alone becomes "▁", so it stays.
+    # "first" puts "▁" before a text, but not before the part after a [MASK]: there a leading space becomes "▁".
     prepend = "first" if normalizer.get(3, 1) else "never"
     if normalizer.get(4, 1):
         outer = r" +\z" if prepend == "first" else r"\A +| +\z"  # only spaces; Strip would also remove line breaks

@@ -69,7 +69,7 @@ def progress(config: Config, state: dict[str, Any]) -> str:
     tokens, samples = state.get("consumed_tokens"), state.get("consumed_samples")
     seen = f", on {samples:,} sequences with {tokens:,} tokens" if tokens and samples else ""
     load, save = config.checkpoint.load, config.checkpoint.save
-    start = f" Training started from {_last(load)}." if load and load != save else ""
+    start = f" Training started from the checkpoint `{_last(load)}`." if load and load != save else ""
     return f"The run made {state['iteration']:,} of {config.training.train_iters:,} steps{seen}.{start}"
 
 

@@ -92,7 +92,7 @@ def load_encoder(folder: Path, random_init: bool = False, masked_lm: bool = Fals
     if not path.is_file() and not is_checkpoint(folder) and not holds_run(folder):
         raise UserError(
             f"--load {folder}: neither a training checkpoint nor a Hugging Face folder; expected a folder that "
-            "pretrain_bert.py --save or megatron-ddrp convert wrote, or a downloaded encoder"
+            "megatron-ddrp pretrain --save or megatron-ddrp convert wrote, or a downloaded encoder"
         )
     config = read_config_file(folder) if path.is_file() else {}
     if "model_type" in config:

@@ -175,6 +175,8 @@ def test_every_translation_is_a_command_line_of_ours(name: str) -> None:
         ("--num-workers", "unrecognized arguments: --num-workers; "),
         ("--tensor-model-parallel 8", "did you mean --tensor-model-parallel-size?"),
         ("--max-position-embedding 8", "did you mean --max-position-embeddings?"),
+        ("--lerning-rate 8", "; did you mean --learning-rate? use --lr "),
+        ("--num_gpus 2", "give it to the launcher: deepspeed --num_gpus N"),
         ("--finetune --no-load-optim", "--finetune (to begin from weights alone"),
         ("--optimizer sgd", "invalid choice: 'sgd'"),
         ("--fp16 True", "unrecognized arguments: True; a switch takes no value"),

@@ -7,11 +7,12 @@ as a whole, and equal runs give equal manifests.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shlex
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.dataset.dataset_index import dataset_path
+from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -68,12 +69,13 @@ def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
     return TokenizerFlags(kind).with_path(path if here.startswith(os.pardir) else here)
 
 
-def completed(given: TokenizerFlags, prefixes: Iterable[AnyPath]) -> TokenizerFlags:
+def completed(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFlags:
     """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
 
     The manifest's vocabulary is taken only where no flag gives one. A type that contradicts the manifest stays as
     given; opening the dataset refuses it. Without a manifest the type is `BertWordPieceLowerCase`. Raises `UserError`
-    where the vocabulary is not given, and does not lie where the manifest says.
+    where the vocabulary is not given and does not lie where the manifest says, or where there is no dataset that could
+    name it.
     """
     for prefix in prefixes:
         recorded = recorded_flags(prefix)
@@ -87,7 +89,21 @@ def completed(given: TokenizerFlags, prefixes: Iterable[AnyPath]) -> TokenizerFl
             made_with = f"{os.fspath(prefix)} was made with {recorded.path}, which is not there any more"
             raise UserError(f"{made_with}; give {_flag(recorded.path_name)} (a local path)", WRONG_ARGUMENTS)
         return chosen.with_path(recorded.path)
+    if given == TokenizerFlags():
+        for prefix in prefixes:
+            file_size(dataset_path(prefix, ".idx"))  # a wrong prefix is the mistake, not the missing vocabulary
     return given._replace(tokenizer_type=given.tokenizer_type or TOKENIZER_TYPES[0])
+
+
+def training_command(prefix: str) -> str:
+    """Return the command that trains on a dataset. It names the tokenizer only where the manifest cannot.
+
+    `FILE` stands for a vocabulary that is not known or has moved.
+    """
+    flags = recorded_flags(prefix)
+    is_there = flags.path is not None and os.path.exists(flags.path)
+    words = [] if is_there else flags.with_path("FILE").words()
+    return shlex.join(["megatron-ddrp", "pretrain", "--data-path", prefix, *words, "--save", "run", "--load", "run"])
 
 
 def _flag(name: str) -> str:

@@ -23,8 +23,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import (
 )
 from megatron_ddrp.errors import UserError
 
-
-# Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix): appended to a model, it overrides the model's own.
+# Field 3 of a model (its normalizer) with field 3 (add_dummy_prefix). Appended to a model, it overrides its own.
 _DUMMY_PREFIX = {True: b"\x1a\x02\x18\x01", False: b"\x1a\x02\x18\x00"}
 
 
@@ -61,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._only_text(self._processor.EncodeAsIds(text))
 
     def encode_with_masks(self, text: str) -> list[int]:
-        """Return ids with masks. A part after a mask begins with "▁" only if it begins with a space, as inside a text."""
+        """Return ids with masks. A part after a mask begins with "▁" only if it begins with a space."""
         first, *others = text.split(self.pieces[self.mask_id])
         ids = self.encode(first)
         for part in others:

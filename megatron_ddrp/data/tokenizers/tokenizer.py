@@ -172,7 +172,10 @@ def build_tokenizer(
     is_wordpiece = tokenizer_type.startswith("BertWordPiece")
     path, flag = (vocab_file, "--vocab-file") if is_wordpiece else (tokenizer_model, "--tokenizer-model")
     if not path:
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path)", WRONG_ARGUMENTS)
+        other = "--tokenizer-model" if is_wordpiece else "--vocab-file"
+        types = [name for name in TOKENIZER_TYPES if name.startswith("BertWordPiece") is not is_wordpiece]
+        hint = f"; {other} goes with --tokenizer-type {' or '.join(types)}" if vocab_file or tokenizer_model else ""
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path){hint}", WRONG_ARGUMENTS)
     module, name = TOKENIZERS[tokenizer_type].split(":")
     make = getattr(importlib.import_module(f"megatron_ddrp.data.tokenizers.{module}"), name)
     if is_wordpiece:

@@ -43,7 +43,7 @@ class What:
     output_dir: Path = option(MISSING, "folder for runs.jsonl, the tables, predictions and models", metavar="OUT")
     load: tuple[Path, ...] | None = option(
         None,
-        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; give several to compare them",
+        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face folder; give several to compare them",
         nargs="+",
         metavar="DIR",
     )

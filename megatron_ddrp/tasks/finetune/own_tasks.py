@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.errors import UserError
@@ -74,7 +75,8 @@ class OwnTasks(Suite):
                         "this task; use another --output-dir to keep a model for these"
                     )
                     continue
-                lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}")
+                use = f"megatron-ddrp finetune predict --load {shlex.quote(str(folder))} --input FILE --output LABELLED"
+                lines.append(f"{data.task.name}: the best model of {encoder.name} is in {folder}; to use it: {use}")
                 if files.test is not None and "test" not in data.dev:
                     output = sweep.options.output_dir / "predictions" / f"{folder.name}-test.jsonl"
                     predict_file(folder, files.test, output, sweep.device)

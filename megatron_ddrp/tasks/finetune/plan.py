@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sized
 from dataclasses import replace
 
 import numpy as np
@@ -76,14 +77,20 @@ class RunForecast(Forecast[Run]):
         return (time.perf_counter() - begin) / len(train) * len(data.train) / self._work[run.task][0]
 
 
+def _count(things: Sized, name: str) -> str:
+    """Return the number of things with their name: "1 task", "2 tasks"."""
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+
+
 def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
     """Return the text of the plan: the missing runs, the origin of each encoder, and the expected time."""
     missing = store.missing(sweep.runs)
     options = sweep.options
     lines = [
-        f"plan: {len(sweep.encoders)} encoder{'s' * (len(sweep.encoders) > 1)} x {len(sweep.data)} tasks x "
-        f"{len(options.points)} grid points x {options.seeds} seeds = {len(sweep.runs)} runs on {sweep.device.type}"
-        f"; {len(missing)} of {len(sweep.runs)} runs to do"
+        f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
+        f"{_count(options.points, 'grid point')} x {_count(range(options.seeds), 'seed')} = "
+        f"{_count(sweep.runs, 'run')} on {sweep.device.type}; "
+        f"{len(missing)} of {len(sweep.runs)} runs to do"
     ]
     for encoder in sweep.encoders.values():
         lines.append(f"  {encoder.name}: {encoder.origin}")

@@ -43,7 +43,7 @@ class What:
     data_dir: Path | None = option(None, "GLUE's folder: TASK/train.tsv, TASK/dev.tsv, … as released", metavar="DIR")
     load: tuple[Path, ...] | None = option(
         None,
-        "training checkpoint (pretrain_bert.py --save) or Hugging Face folder; give several to compare them",
+        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face folder; give several to compare them",
         nargs="+",
         metavar="DIR",
     )

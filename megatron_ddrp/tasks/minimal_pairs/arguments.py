@@ -38,7 +38,7 @@ class What:
     )
     load: tuple[Path, ...] = option(
         MISSING,
-        "training checkpoint (pretrain_bert.py --save) or Hugging Face masked LM; give several to compare them",
+        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face masked LM; give several to compare them",
         nargs="+",
         metavar="DIR",
     )

@@ -64,8 +64,10 @@ def test_a_model_leaves_as_the_family_it_came_from(tmp_path, case):
 def test_the_printed_command_is_the_model_and_its_objective(tmp_path, offline, folders, capsys, case):
     start = import_folder(folders(case) / "hf", tmp_path / "start")
     (line,) = (line for line in start.summary().splitlines() if line.startswith("resume:"))
-    program, script, data, place, *flags = shlex.split(line.removeprefix("resume:"))
-    assert (program, script, data, place) == ("deepspeed", "pretrain_bert.py", "--data-path", "P")
+    *start_of_line, data, place = (words := shlex.split(line.removeprefix("resume:")))[:6]
+    assert start_of_line == ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
+    assert (data, place) == ("--data-path", "P")
+    flags = words[6:]
     config = parse_arguments(flags).config
     expected = {"masked-lm": "mlm", "replaced-token": "electra", "contextual-replaced-token": "rtd"}
     is_bare = case.head in case.family.bare_heads  # transformers writes a folder without a head then

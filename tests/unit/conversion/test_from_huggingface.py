@@ -312,7 +312,8 @@ def test_command_imports_and_replaces_untrained_imports_alone(tmp_path, hf, voca
     run = tmp_path / "run"
     first = run_tool("--from-hf", hf, "--output", run)
     assert first.returncode == 0, first.stderr
-    assert f"resume:      deepspeed pretrain_bert.py --data-path P --load {run} --save DIR" in first.stdout
+    command = f"deepspeed --module megatron_ddrp pretrain --data-path P --load {run} --save DIR"
+    assert f"resume:      {command}" in first.stdout
     assert "--position-encoding absolute" in first.stdout and "initialised: nothing" in first.stdout
     again = run_tool("--from-hf", hf, "--output", run)
     assert again.returncode == 2 and len(again.stderr.splitlines()) == 1 and "--overwrite" in again.stderr

@@ -74,3 +74,9 @@ def test_a_missing_dataset_comes_with_the_ones_that_are_there(tmp_path, typed, h
     with pytest.raises(UserError) as error:
         IndexedDataset(tmp_path / typed)
     assert f".idx: No such file or directory; {hint.format(tmp_path)}" in str(error.value)
+
+
+def test_a_wrong_prefix_is_reported_before_a_missing_vocabulary(tmp_path):
+    (tmp_path / "corpus_text_document.idx").touch()
+    with pytest.raises(UserError, match=r"corpus\.idx: No such file.*did you mean .*corpus_text_document\?"):
+        completed(TokenizerFlags(), [tmp_path / "corpus"])

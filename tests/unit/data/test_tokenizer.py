@@ -391,7 +391,9 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     twice = complaint("BertWordPieceCase", b"[PAD]\n[UNK]\nthe\r\na\nthe\r\n", vocab_file=file)
     assert f"{file}:5: 'the' is already on line 3" in twice and "[unused-3]" in twice
     assert "No such file" in complaint("BertWordPieceCase", vocab_file=tmp_path / "none")
-    assert "needs --vocab-file" in complaint("BertWordPieceCase", tokenizer_model=vocab_file)
+    assert complaint("BertWordPieceCase", tokenizer_model=vocab_file).endswith(
+        "needs --vocab-file (a local path); --tokenizer-model goes with --tokenizer-type SentencePiece or HuggingFace"
+    )
     assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)
     assert "not a SentencePiece model" in complaint("SentencePiece", b"junk", tokenizer_model=file)
     assert "not a tokenizer.json" in complaint("HuggingFace", b"{}", tokenizer_model=file)

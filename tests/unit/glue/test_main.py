@@ -162,7 +162,7 @@ def test_a_dry_run_tells_runs_and_hours_and_writes_nothing(glue_dir, bert_folder
     out = tmp_path / "out"
     main(arguments(glue_dir, bert_folder, out, "--dry-run", "--lr", "1e-3", "1e-2"))
     printed = capsys.readouterr().out
-    assert "1 encoder x 1 tasks x 2 grid points x 2 seeds = 4 runs on" in printed
+    assert "1 encoder x 1 task x 2 grid points x 2 seeds = 4 runs on" in printed
     assert "CoLA      4 runs of 64 train, 21 dev" in printed
     assert re.search(r"expected: \d+s with one worker \(from a probe", printed)
     assert "missing: none; not used:" in printed

@@ -53,7 +53,7 @@ def test_inspect_shows_counts_lengths_and_text(tiny_corpus, command, tmp_path):
         shutil.copy(f"{tiny_corpus.prefix}{suffix}", f"{moved}{suffix}")
     out = command("inspect", f"{moved}.idx", "--tokens", 3)[1]
     assert f": {ids} …" in out, "the vocabulary is not where the manifest says"
-    assert "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --save DIR" in out
+    assert "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE --save run --load run" in out
 
 
 def test_inspect_finds_the_tokenizer_and_says_how_to_train(tiny_corpus, command):
@@ -64,8 +64,8 @@ def test_inspect_finds_the_tokenizer_and_says_how_to_train(tiny_corpus, command)
     words = shlex.split(without.splitlines()[-1].removeprefix("train on it: "))
     assert words[:2] == ["megatron-ddrp", "pretrain"]
     parsed = parse_arguments(words[2:]).config.data
-    assert parsed.data_path == (str(tiny_corpus.prefix),) and parsed.vocab_file == str(tiny_corpus.vocab_file)
-    assert parsed.tokenizer_type == "BertWordPieceLowerCase"
+    assert parsed.data_path == (str(tiny_corpus.prefix),)
+    assert parsed.vocab_file is None, "the manifest names it"
 
 
 def test_inspect_refuses_another_vocabulary(tiny_corpus, command, tmp_path):
