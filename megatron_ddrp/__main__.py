@@ -17,6 +17,8 @@ from megatron_ddrp.errors import run_command
 from megatron_ddrp.run.launch import first_rank_speaks, run_rank
 
 PROGRAM = "megatron-ddrp"
+LOCAL_RANK = ("--local_rank=", "--local-rank=")
+"""Words that the launchers of DeepSpeed and of older torch put in front of all others."""
 
 
 class Command(NamedTuple):
@@ -62,7 +64,7 @@ def _main_of(command: Command) -> Callable[[], object]:
 def main() -> NoReturn:
     """Run the command that the first argument names."""
     words = sys.argv[1:]
-    launchers = [word for word in words[:1] if word.startswith("--local_rank=")]  # DeepSpeed's launcher adds it
+    launchers = [word for word in words[:1] if word.startswith(LOCAL_RANK)]
     words = words[len(launchers) :]
     with first_rank_speaks():
         name = build_parser().parse_args(words[:1]).command

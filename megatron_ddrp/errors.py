@@ -70,7 +70,9 @@ def _refusal(error: OSError, path: object = None) -> str:
     return str(reason) if where is None else f"{where}: {reason}"
 
 
-_NO_MEMORY = re.compile("can't allocate|not enough memory|out of memory|ALLOC_FAILED|size calculation overflowed", re.I)
+_NO_MEMORY = re.compile(
+    "can(?:'t|not) allocate|not enough memory|out of memory|ALLOC_FAILED|size calculation overflowed", re.I
+)
 """Words of the RuntimeError that torch raises without enough memory, on CPUs and on GPUs."""
 
 NEED_LESS = "use a smaller batch or model, or a machine with more memory"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_ddrp.config import huggingface_flags
+from megatron_ddrp.config.deepspeed_values import load_file
 from megatron_ddrp.config.megatron_flags import (
     ASKS_SETTINGS,
     BY_VALUE,
@@ -164,6 +165,10 @@ def _fp32_sums(value: str, settings: Mapping[str, Any]) -> str:
         raise ValueError(
             "an offloaded pipeline adds up gradients in the run's precision: leave --offload-optimizer out"
         )
+    path = settings.get("deepspeed_config")
+    types = load_file(path).get("data_types") if path else None
+    if isinstance(types, dict) and types.get("grad_accum_dtype", "fp32") not in ("fp32", "auto", None):
+        raise ValueError(f"data_types.grad_accum_dtype is {types['grad_accum_dtype']!r} in {path}: leave it out there")
     return ""
 
 

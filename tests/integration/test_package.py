@@ -139,6 +139,7 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
         ([], "the following arguments are required: COMMAND"),
         (["pretrain", "--num-layer", "3"], "megatron-ddrp pretrain: error: unrecognized arguments: --num-layer 3"),
         (["--local_rank=0", "pretrain", "--num-layers", "x"], "megatron-ddrp pretrain: error: argument --num-layers"),
+        (["--local-rank=0", "pretrain", "--num-layers", "x"], "megatron-ddrp pretrain: error: argument --num-layers"),
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(words: list[str], message: str) -> None:

@@ -57,6 +57,7 @@ def test_the_exit_code_crosses_processes():
         lambda: torch.empty(2**62, 2**62, device="meta"),
         lambda: np.empty(2**50),
         lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+        lambda: fail(RuntimeError("unable to mmap 8 bytes from file </dev/shm/x>: Cannot allocate memory (12)")),
     ],
 )
 def test_memory_that_cannot_be_had_is_one_line(allocate):

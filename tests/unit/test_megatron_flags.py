@@ -201,6 +201,15 @@ def test_loss_scaling_without_fp16_has_no_effect() -> None:
     assert read(words).config.training == Config().replace(training={"bf16": True}).training
 
 
+def test_sums_in_fp32_contradict_a_deepspeed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    words = f"--bf16 --accumulate-allreduce-grads-in-fp32 --deepspeed_config {path}"
+    path.write_text('{"data_types": {"grad_accum_dtype": "bf16"}}', encoding="utf-8")
+    assert "data_types.grad_accum_dtype is 'bf16'" in refusal(words, capsys)
+    path.write_text('{"data_types": {"grad_accum_dtype": "fp32"}}', encoding="utf-8")
+    assert read(words).config.training.bf16
+
+
 def test_a_renamed_flags_value_may_hold_spaces() -> None:
     arguments = parse_arguments(["--data-cache-path", "my cache/of indices"])
     assert arguments.config.data.index_cache_dir == "my cache/of indices"

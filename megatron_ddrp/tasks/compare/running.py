@@ -184,7 +184,9 @@ class Runner:
 def full_command(command: Sequence[str]) -> list[str]:
     """Return a command with this Python and this package in place of `megatron-ddrp`."""
     own = [sys.executable, "-m", "megatron_ddrp"]
-    return [*own, *command[1:]] if command[0] == "megatron-ddrp" else list(command)
+    if command[0] == "megatron-ddrp":
+        return [*own, *command[1:]]
+    return [sys.executable, *command[1:]] if command[0] == "python" else list(command)
 
 
 def last_line(log: Path) -> str:

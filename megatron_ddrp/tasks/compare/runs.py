@@ -19,7 +19,7 @@ from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles
 from megatron_ddrp.tasks.compare.flags import make_config, words
 from megatron_ddrp.tasks.compare.jobs import Job, job_name
-from megatron_ddrp.tasks.compare.plan import Model, Plan
+from megatron_ddrp.tasks.compare.plan import CorpusPlan, Model, Plan
 
 LOGGED = 100
 """Approximate number of log rows that a run writes to metrics.jsonl."""
@@ -32,8 +32,11 @@ _NO_MATTER = {
     "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
     "training": ("num_threads",),
     "data": ("data_path", "vocab_file", "tokenizer_model", "index_cache_dir"),
+    "parallel": ("decided_by_deepspeed_config",),
 }
 """Settings that do not affect the result of a run; `CorpusFiles.key` identifies the corpus."""
+_USUAL = {"tokenizer_type": CorpusPlan.tokenizer_type}
+"""Values of a plan that count as defaults in the names of runs, where a setting's own default is another."""
 
 
 class Arm(NamedTuple):
@@ -152,23 +155,23 @@ def _plan_run(plan: Plan, corpus: CorpusFiles, folder: Path, arm: Arm, schedule:
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
     kind = folder.name.removesuffix("s")
-    name = job_name(kind, f"{arm.label} {seed}", [_facts(config), corpus.key])
+    name = job_name(kind, f"{arm.label} {seed}", [facts_of(config), corpus.key])
     output = folder / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
-    command = (*_start(plan.launcher), *words((settings | places).items()))
+    command = (*start_of(plan.launcher), *words((settings | places).items()))
     needs = tuple(job.name for job in corpus.jobs)
     return TrainingRun(arm, seed, config, Job(kind, name, f"{arm.label}, seed {seed}", command, output, needs, steps))
 
 
-def _start(launcher: str) -> tuple[str, ...]:
+def start_of(launcher: str) -> tuple[str, ...]:
     """Return the words that start pre-training under a launcher."""
-    program, *flags = launcher.split()
-    if program == "python":
+    if launcher == "python":
         return "megatron-ddrp", "pretrain"
+    program, *flags = launcher.split()
     return program, *flags, "--module" if program == "deepspeed" else "-m", "megatron_ddrp", "pretrain"
 
 
-def _facts(config: Config) -> dict[str, dict[str, Any]]:
+def facts_of(config: Config) -> dict[str, dict[str, Any]]:
     """Return the settings that affect the result of a run and differ from their defaults.
 
     Because defaults are left out, finished runs keep their names if a later version adds a flag.
@@ -179,6 +182,7 @@ def _facts(config: Config) -> dict[str, dict[str, Any]]:
         facts[concern] = {
             f.name: getattr(ours, f.name)
             for f in dataclasses.fields(section)
-            if getattr(ours, f.name) != getattr(default, f.name) and f.name not in _NO_MATTER.get(concern, ())
+            if getattr(ours, f.name) != _USUAL.get(f.name, getattr(default, f.name))
+            and f.name not in _NO_MATTER.get(concern, ())
         }
     return facts

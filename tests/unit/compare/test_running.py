@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.flags import make_config
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import Job, job_name, open_store
 from megatron_ddrp.tasks.compare.plan import read_plan
-from megatron_ddrp.tasks.compare.running import Runner
+from megatron_ddrp.tasks.compare.running import Runner, full_command
+from megatron_ddrp.tasks.compare.runs import facts_of, start_of
 
 
 @pytest.fixture
@@ -119,6 +121,43 @@ def test_workers_share_the_cores(runner, folder, monkeypatch):
 def test_names_tell_facts_apart():
     names = {job_name("course", "BERT (MTH α1=0.1)", facts) for facts in ([1], [2], [1, 2])}
     assert len(names) == 3 and all(name.startswith("course-bert-mth-a1-0.1-") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        ("BertWordPieceLowerCase", "708debe29b69"),
+        ("BertWordPieceCase", "538243eabaa2"),
+        ("HuggingFace", "d6d77b193eb7"),
+    ],
+)
+def test_runs_of_earlier_versions_keep_their_names(tokenizer, name):
+    settings = {"tokenizer_type": tokenizer, "position_encoding": "rope", "seed": 1235, "lr": 2e-3, "packing": True}
+    settings |= {"train_iters": 300, "num_layers": 2, "lr_warmup_fraction": 0.05, "bf16": True, "objective": "mth"}
+    places = {"data_path": ("a",), "vocab_file": "v", "log_interval": 3}
+    assert job_name("course", "x", [facts_of(make_config(settings | places, "plan"))]) == f"course-x-{name}"
+
+
+def test_a_file_that_only_says_what_is_so_anyway_leaves_the_name(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    config = make_config({"deepspeed_config": str(path)}, "plan")
+    assert config.parallel.decided_by_deepspeed_config == ("zero_stage",)
+    assert facts_of(config)["parallel"] == {"deepspeed_config": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("python", [sys.executable, "-m", "megatron_ddrp", "pretrain"]),
+        ("python -m torch.distributed.run --nproc-per-node 2", [sys.executable, "-m", "torch.distributed.run"]),
+        ("deepspeed --num_gpus 2", ["deepspeed", "--num_gpus", "2", "--module", "megatron_ddrp", "pretrain"]),
+        ("torchrun --nproc-per-node 2", ["torchrun", "--nproc-per-node", "2", "-m", "megatron_ddrp", "pretrain"]),
+    ],
+)
+def test_a_launcher_keeps_its_own_words(launcher, words):
+    command = full_command(start_of(launcher))
+    assert command[: len(words)] == words and command[-2:] == ["megatron_ddrp", "pretrain"]
 
 
 def test_a_foreign_line_in_the_store_is_named(folder):
