@@ -30,6 +30,8 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 _COUNTS = ("iteration", "consumed_samples", "consumed_tokens")
 SINCE_LOGGED = "since_logged"
 """Key of the sums and counts since the last row of metrics.jsonl. Older versions did not write it."""
+STARTED_FROM = "started_from"
+"""Key of the checkpoint that training began from, null for random weights. Older versions did not write it."""
 _OF_TRAINING = (*_COUNTS, "optimizer_step", "loss_scaler", "layout", "files", "config")
 _OF_IMPORTS = (*_COUNTS, "files", "config")
 _OF_OLDER_VERSIONS = ("iteration", "config")
@@ -107,6 +109,10 @@ def _check_totals(value: Any) -> None:
     _require(all(type(x) in (int, float) and math.isfinite(x) for x in value.values()), "finite numbers")
 
 
+def _check_name(value: Any) -> None:
+    _require(value is None or isinstance(value, str), "null, or a text")
+
+
 def _check_scaler(value: Any) -> None:
     if value is None:
         return
@@ -142,6 +148,7 @@ def _check_config(value: Any) -> None:
 _CHECKS: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys((*_COUNTS, "optimizer_step"), _check_count),
     SINCE_LOGGED: _check_totals,
+    STARTED_FROM: _check_name,
     WEIGHTS_ONLY: _check_flag,
     "loss_scaler": _check_scaler,
     "layout": _check_layout,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ddrp import checkpoint
 from megatron_ddrp.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.conversion.run_flags import changed_flags, model_flags, objective_flags
 from megatron_ddrp.data.batches.blend import read_blend
@@ -69,7 +70,8 @@ def progress(config: Config, state: dict[str, Any]) -> str:
     tokens, samples = state.get("consumed_tokens"), state.get("consumed_samples")
     seen = f", on {samples:,} sequences with {tokens:,} tokens" if tokens and samples else ""
     load, save = config.checkpoint.load, config.checkpoint.save
-    start = f" Training started from the checkpoint `{_last(load)}`." if load and load != save else ""
+    origin = state.get(checkpoint.STARTED_FROM) or (_last(load) if load and load != save else None)
+    start = f" Training started from the checkpoint `{origin}`, which the command needs as `--load`." if origin else ""
     return f"The run made {state['iteration']:,} of {config.training.train_iters:,} steps{seen}.{start}"
 
 

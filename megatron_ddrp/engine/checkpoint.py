@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -43,12 +43,15 @@ class Progress:
     """Tokens other than padding."""
     since_logged: Mapping[str, float] = field(default_factory=dict)
     """Sums and counts of the objective over the steps since the last row of metrics.jsonl, by name."""
+    started_from: str | None = None
+    """Checkpoint of another folder that training began from, `start/iter_0000000`; None for random weights."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """Return the progress in a checkpoint's state. Older versions kept no sums, so theirs start at the resume."""
         sums = state.get(files.SINCE_LOGGED, {})
-        return cls(state["iteration"], state["consumed_samples"], state["consumed_tokens"], sums)
+        counts = (state["iteration"], state["consumed_samples"], state["consumed_tokens"])
+        return cls(*counts, sums, state.get(files.STARTED_FROM))
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
-        return Resumed(Progress(), path, remarks, weights_only=True)
+        return Resumed(Progress(started_from=_name(path)), path, remarks, weights_only=True)
     state_of.create_moments(engine)
     held.fill(stored[state_of.MOMENTS], state_of.MOMENTS)
     state_of.refresh_weights(engine)
@@ -225,7 +228,15 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     state_of.set_loss_scaler(engine, state["loss_scaler"])
     theirs, ours = state["layout"], layout(config, ranks)
     changes = [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
-    return Resumed(Progress.from_state(state), path, (*remarks, *changes, *changed_settings(state["config"], config)))
+    progress = Progress.from_state(state)
+    if path.parent.resolve() != Path(config.checkpoint.save or path.parent).resolve():  # a branch of another run
+        progress = replace(progress, started_from=_name(path))
+    return Resumed(progress, path, (*remarks, *changes, *changed_settings(state["config"], config)))
+
+
+def _name(checkpoint: Path) -> str:
+    """Return a checkpoint's name with its folder's, without the path above."""
+    return f"{checkpoint.parent.resolve().name}/{checkpoint.name}"
 
 
 def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.checkpoint import load_model, read_state
 from megatron_ddrp.errors import FAILURE
 from tests.conftest import TinyCorpus
 from tests.integration.conftest import TINY
@@ -56,6 +56,20 @@ def test_training_goes_on_from_imported_weights(
     moved = {name: (end.get_parameter(name) - weight).abs().max() for name, weight in start.named_parameters()}
     assert max(moved.values()) < 2.5 * LEARNING_RATE, "other weights than the imported ones were trained"
     assert all(change > 0 for name, change in moved.items() if not name.endswith("attention.key.bias"))
+    assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_remembers_the_import_that_it_started_from(
+    imported: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    common = {"position_encoding": "absolute", "relative_distance": 64, "save": tmp_path / "run", "train_iters": 2}
+    start_ranks(flags(**common, load=imported, exit_interval=1)).check()
+    start_ranks(flags(**common, load=tmp_path / "run")).check()
+    assert read_state(tmp_path / "run" / "iter_0000002")["started_from"] == "start/iter_0000000"
+    branch = common | {"load": tmp_path / "run" / "iter_0000001", "save": tmp_path / "branch"}
+    start_ranks(flags(**branch)).check()
+    assert read_state(tmp_path / "branch" / "iter_0000002")["started_from"] == "run/iter_0000001"
 
 
 @pytest.mark.slow

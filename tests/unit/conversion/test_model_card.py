@@ -14,6 +14,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
 from megatron_ddrp.conversion.export_sums import CARD
 from megatron_ddrp.conversion.model_card import Publishing
+from megatron_ddrp.conversion.training_record import progress
 from megatron_ddrp.data.dataset.manifest import MANIFEST_SUM
 from megatron_ddrp.json_files import object_sum
 from tests.unit.conversion.conftest import write_checkpoint
@@ -64,6 +65,15 @@ def card_of(run, output, **publishing):
     return (output / CARD).read_text(encoding="utf-8")
 
 
+def test_the_card_names_the_checkpoint_that_a_resumed_run_once_started_from():
+    state = {"iteration": 3, "started_from": "bert/iter_0000000"}
+    resumed = Config().replace(checkpoint={"load": "run", "save": "run"})
+    assert "started from the checkpoint `bert/iter_0000000`, which the command needs as `--load`." in progress(
+        resumed, state
+    )
+    assert "started from" not in progress(resumed, {**state, "started_from": None})
+
+
 def test_the_card_tells_data_losses_settings_and_command(run, tmp_path):
     card = card_of(run, tmp_path / "hf")
     lines = card.splitlines()
@@ -71,7 +81,8 @@ def test_the_card_tells_data_losses_settings_and_command(run, tmp_path):
     assert rf"| wiki_text_document | 1,234 | 56,789 | 75.0% | {files} |" in lines
     assert "No manifest was found for gone_text_document when this card was written." in lines
     steps = (
-        "The run made 3 of 10 steps, on 96 sequences with 2,100 tokens. Training started from the checkpoint `start`."
+        "The run made 3 of 10 steps, on 96 sequences with 2,100 tokens. Training started from the checkpoint `start`, "
+        "which the command needs as `--load`."
     )
     assert steps in lines
     assert "| metric | training, step 3 | validation, step 3 |" in lines
