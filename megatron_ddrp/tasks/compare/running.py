@@ -65,10 +65,10 @@ class Runner:
     def run(self, jobs: Sequence[Job], wait: bool = True) -> None:
         """Run the jobs; return when each is in the store, has failed, or needs a failed job.
 
-        Without `wait`, return as soon as other commands are doing all remaining jobs.
+        Without `wait`, return as soon as other commands are doing all remaining jobs, or those that they need.
         """
         try:
-            while self._step(jobs) and (wait or not self._taken.issuperset(job.name for job in self.left(jobs))):
+            while self._step(jobs) and (wait or not self._wait_for_others(self.left(jobs))):
                 time.sleep(WAIT)
         finally:
             self._stop()
@@ -76,6 +76,14 @@ class Runner:
     def left(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs that are neither in the store nor failed."""
         return [job for job in self.store.missing(jobs) if job.name not in self.failed]
+
+    def _wait_for_others(self, left: Sequence[Job]) -> bool:
+        """Return whether others hold each job, or one that it needs; jobs stand behind those that they need."""
+        held = set(self._taken)
+        for job in left:
+            if held.intersection(job.needs):
+                held.add(job.name)
+        return all(job.name in held for job in left)
 
     def _step(self, jobs: Sequence[Job]) -> bool:
         """Collect ended processes and start jobs; return whether jobs are left."""

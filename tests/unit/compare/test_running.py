@@ -97,14 +97,19 @@ def test_a_job_that_another_process_holds_is_waited_for(runner, folder):
 def test_a_runner_that_does_not_wait_leaves_what_others_hold(runner, folder):
     held, free = job(folder, "held"), job(folder, "free")
     after = job(folder, "after", needs=["free"])
+    score, table = job(folder, "score", needs=["held"]), job(folder, "table", needs=["score", "free"])
+    jobs = [held, free, after, score, table]
     lease = open_store(folder).lease("held")
     done, _ = runner(1)
-    done.run([held, free, after], wait=False)
+    thread = threading.Thread(target=done.run, args=(jobs, False), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
     assert [row["job"] for row in open_store(folder)] == ["free", "after"]
-    assert done.left([held, free, after]) == [held] and not done.failed
+    assert done.left(jobs) == [held, score, table] and not done.failed
     lease.close()
-    done.run([held, free, after], wait=False)
-    assert done.left([held, free, after]) == []
+    done.run(jobs, wait=False)
+    assert done.left(jobs) == []
 
 
 def test_workers_share_the_cores(runner, folder, monkeypatch):
