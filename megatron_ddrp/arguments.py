@@ -85,6 +85,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         parser.refuse(refused + not_settled)
     for found, text in settled:
         add_renamed(parser, given, found, text.split())
+    if {"lr_warmup_iters", "lr_warmup_fraction"} <= given.keys():
+        parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
     settings |= given
     config = config_of(settings)
     remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)

@@ -145,6 +145,7 @@ def test_a_missing_yaml_is_refused(tmp_path):
         (["--lr"], "--lr: expected one argument"),
         (["--data-path"], "--data-path: expected at least one argument"),
         (["stray"], "unrecognized arguments: stray"),
+        (["--lr-warmup-iters", "0", "--lr-warmup-fraction", "0.1"], "exclude each other: give one of them"),
     ],
 )
 def test_mistakes_in_flags_end_in_one_line_and_exit_code_2(words, message, capsys, monkeypatch):
