@@ -25,7 +25,13 @@ RECIPE: dict[str, Any] = {
     "zero_stage": 0,
     "train_iters": STEPS,
 }
-STABLE: dict[str, Any] = {"optimizer": "muon", "zero_stage": 0, "lr_warmup_iters": 1, "objective": "mlm"}
+STABLE: dict[str, Any] = {
+    "optimizer": "muon",
+    "zero_stage": 0,
+    "lr_warmup_iters": 1,
+    "lr_warmup_fraction": None,
+    "objective": "mlm",
+}
 DECAY: dict[str, Any] = {
     "lr_decay_style": "wsd",
     "lr_wsd_decay_iters": 3,
