@@ -27,7 +27,7 @@ NEEDS_AN_IMAGE = ("apt-get ", "useradd ")
 
 
 class Dockerfile(NamedTuple):
-    """What a Dockerfile says, in its order."""
+    """Instructions of a Dockerfile, in their order."""
 
     instructions: list[tuple[str, str]]
     """(RUN, command), (COPY, . /src), …"""

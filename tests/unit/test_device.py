@@ -1,4 +1,4 @@
-"""What a run says of the device at hand."""
+"""Lines that a run prints about its device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a run, a fine-tuning, a scoring and an analysis are told to lower where memory runs out."""
+"""Remedies that each command names when memory runs out."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from megatron_ddrp.analysis.plotting import run_style, short_names, thousands, w
     ("names", "short"),
     [
         (["runs/a", "runs/b"], ["a", "b"]),
-        (["/work/a/hf/", "/work/b/hf"], ["a", "b"]),
-        (["/work/a/b/m", "/work/a/c/n"], ["b/m", "c/n"]),
-        (["/work/x", "/work/x/y"], ["x", "x/y"]),
+        (["/data/a/hf/", "/data/b/hf"], ["a", "b"]),
+        (["/data/a/b/m", "/data/a/c/n"], ["b/m", "c/n"]),
+        (["/data/x", "/data/x/y"], ["x", "x/y"]),
         (["runs/ddrp/checkpoint"], ["ddrp/checkpoint"]),
         (["bert", "counts alone"], ["bert", "counts alone"]),
         (["a", "runs/a", "runs/b"], ["a", "runs/a", "runs/b"]),  # else two would be called a

@@ -277,7 +277,7 @@ def test_every_mark_is_inside_the_axes(monkeypatch):
 
 def test_the_figure_has_its_whole_title_and_short_names(monkeypatch):
     title = "Development scores of a task with a name that is far longer than any figure of one task is wide"
-    rows = [row(load=f"/work/runs/{name}/export", encoder=name) for name in ("ddrp", "bert")]
+    rows = [row(load=f"/data/runs/{name}/export", encoder=name) for name in ("ddrp", "bert")]
     picture = drawn(rows, monkeypatch, title)
     (axes,), (legend,) = picture.axes, picture.legends
     assert axes.get_title().replace("\n", " ") == title and "\n" in axes.get_title()
