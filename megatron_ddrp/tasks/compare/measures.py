@@ -128,6 +128,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
             ("triangle", wanted.triangle, encoding_class(run.model.encoding).is_relative, ".json"),
             ("attention-maps", wanted.attention_maps, is_first, ".png"),
             ("space", wanted.space, True, ".json"),
+            ("direction", wanted.direction, True, ".json"),
         ):
             if not sentences or not applies:
                 continue

@@ -51,19 +51,25 @@ class Work:
         self.tasks = task_scores(self.plan, self.runs, self.folder)
         self.analyses = analyses(self.plan, self.runs, self.corpus, self.folder)
 
+    def record(self) -> None:
+        """Do nothing: the page reads the outputs of finished jobs."""
+
     def first_jobs(self) -> list[Job]:
         """Return the jobs that must finish before the others can be planned."""
         return [*self.corpus.jobs, *self.probes.values()]
 
     def jobs(self) -> list[Job]:
-        """Return all jobs in order: seed after seed, then GLUE on the earlier checkpoints."""
+        """Return all jobs in order: seed after seed each run with its measures, then GLUE on the earlier checkpoints."""
+        jobs = self.first_jobs()
+        for run in self.runs:
+            jobs += self.jobs_of(run)
+        return jobs + [score.job for score in self.scores if score.step != score.run.steps]
+
+    def jobs_of(self, run: TrainingRun) -> list[Job]:
+        """Return a run's job and those that measure its last checkpoint."""
         last = [score for score in self.scores if score.step == score.run.steps]
         measured: list[Measure | TaskMeasure] = [*self.pairs, *self.analyses, *self.tasks, *last]
-        jobs = self.first_jobs()
-        for seed in self.plan.seeds:
-            jobs += [run.job for run in self.runs if run.seed == seed]
-            jobs += [measure.job for measure in measured if measure.run.seed == seed]
-        return jobs + [score.job for score in self.scores if score.step != score.run.steps]
+        return [run.job, *(measure.job for measure in measured if measure.run == run)]
 
     def plan_text(self) -> str:
         """Return the text of the plan: models, steps, seeds and budget."""

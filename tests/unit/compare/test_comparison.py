@@ -13,7 +13,7 @@ from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all, field_accuracies
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.plan import read_plan
+from tests.unit.compare.conftest import read_plan
 from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
 from megatron_ddrp.tasks.compare.runs import Arm
 from megatron_ddrp.tasks.finetune.predictions import write_predictions

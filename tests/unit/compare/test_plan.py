@@ -9,7 +9,7 @@ import pytest
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.plan import read_plan
+from tests.unit.compare.conftest import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 SCALES = ("cpu-hours", "gpu-30min", "paper")
