@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan_work(options: argparse.Namespace) -> Work | Ladder:
-    """Return the work of the plan's file: that of one plan, or of all `rungs`. Raises `UserError` for a mistake in it."""
+    """Return the work of a plan, or of all `rungs` of its file. Raises `UserError` for a mistake in the file."""
     plans = read_plans(options.plan, options.given)
     store = open_store(options.output_dir)
     if plans[0].is_rung:

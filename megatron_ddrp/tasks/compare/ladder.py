@@ -64,7 +64,13 @@ class Ladder:
 
     def plan_text(self) -> str:
         """Return the text of the plans, rung by rung."""
-        return "\n".join(work.plan_text() for work in self.works)
+        lines = [f"plan {self.plan.file}: {len(self.works)} rungs, into {self.folder}"]
+        for work in self.works:
+            lines.append(f"{f'check, {work.plan.check}' if work.plan.check else 'rung'}: {work.summary()}")
+            lines.append("  " + "; ".join(model.name for model in work.plan.rows))
+            if work.plan.half_budget:
+                lines.append("  and with half the budget: " + "; ".join(work.plan.half_budget))
+        return "\n".join(lines)
 
     def _has_row(self, work: Work, run: TrainingRun) -> bool:
         wanted = {job.name for job in work.jobs_of(run)}
