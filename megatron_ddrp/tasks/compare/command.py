@@ -10,8 +10,8 @@ from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import open_store
-from megatron_ddrp.tasks.compare.ladder import Ladder
 from megatron_ddrp.tasks.compare.plan_file import RUNGS, read_plans
+from megatron_ddrp.tasks.compare.rungs import Rungs
 from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
@@ -34,9 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
     stop_on_sigterm()
-    runner = Runner(forecast, lambda line: print(line, flush=True), work.record)
-    runner.run(work.first_jobs())
-    work.update()  # the probes have given the steps of a budget in minutes
+    if isinstance(work, Work):
+        runner = Runner(forecast, _say)
+        runner.run(work.first_jobs())
+        work.update()  # the probes have given the steps of a budget in minutes
+    else:
+        runner = Runner(forecast, _say, work.record)
     runner.run(work.jobs(), wait=not options.no_wait)
     if left := len(runner.left(work.jobs())):
         print(left_to_others(left, options.output_dir))
@@ -45,18 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FAILURE if runner.failed else 0
 
 
-def plan_work(options: argparse.Namespace) -> Work | Ladder:
+def plan_work(options: argparse.Namespace) -> Work | Rungs:
     """Return the work of a plan, or of all `rungs` of its file. Raises `UserError` for a mistake in the file."""
     plans = read_plans(options.plan, options.given)
     store = open_store(options.output_dir)
     if plans[0].is_rung:
-        return Ladder(plans, options.output_dir, store, options.rows)
+        return Rungs(plans, options.output_dir, store, options.rows)
     if options.rows:
         raise UserError(f"--rows: {options.plan} has no {RUNGS}, so it has no rows; leave it out", WRONG_ARGUMENTS)
     return Work(plans[0], options.output_dir, store)
 
 
-def _write_page(work: Work | Ladder) -> int:
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _write_page(work: Work | Rungs) -> int:
     require_packages("compare", *PAGE_PACKAGES)
     # Imported here, because figures import torch.
     from megatron_ddrp.tasks.compare.page import write_page

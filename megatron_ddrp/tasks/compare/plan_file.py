@@ -41,12 +41,19 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     for number, rung in enumerate(rungs, 1):
         at = place.at(f"{RUNGS}[{number}]")
         plan = read_section(Plan, _replaced(_rung(common, rung, at), given or {}), at)
-        if plan.budget.kind == "minutes":
-            raise at.at("budget").error("minutes, in which models would see different data: use tokens or steps")
-        if plan.analyses.throughput:
-            raise at.at("analyses.throughput").error("not on a rung: use megatron-ddrp analyze throughput")
+        _check_rung(plan, at)
         plans.append(replace(plan, file=file, is_rung=True))
     return plans
+
+
+def _check_rung(plan: Plan, place: Place) -> None:
+    """Raise `UserError` for a key that a row cannot hold."""
+    if plan.budget.kind == "minutes":
+        raise place.at("budget").error("minutes, in which models would see different data: use tokens or steps")
+    if plan.analyses.throughput:
+        raise place.at("analyses.throughput").error("not on a rung: use megatron-ddrp analyze throughput")
+    if plan.glue and plan.glue.checkpoints_of:
+        raise place.at("glue.checkpoints_of").error("not on a rung: leave it out, or compare at one budget")
 
 
 def _rung(common: Mapping[str, Any], rung: Any, place: Place) -> dict[str, Any]:

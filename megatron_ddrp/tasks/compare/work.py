@@ -51,9 +51,6 @@ class Work:
         self.tasks = task_scores(self.plan, self.runs, self.folder)
         self.analyses = analyses(self.plan, self.runs, self.corpus, self.folder)
 
-    def record(self) -> None:
-        """Do nothing: the page reads the outputs of finished jobs."""
-
     def first_jobs(self) -> list[Job]:
         """Return the jobs that must finish before the others can be planned."""
         return [*self.corpus.jobs, *self.probes.values()]

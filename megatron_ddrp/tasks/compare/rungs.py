@@ -29,7 +29,7 @@ def open_rows(path: Path) -> Store:
     return Store(path, lambda row: f"{row['run']} {digest(row['jobs'])}", "a row of a finished run")
 
 
-class Ladder:
+class Rungs:
     """Work of several plans, the rungs of a ladder of budgets, and the rows of its finished runs."""
 
     def __init__(self, plans: Sequence[Plan], folder: Path, store: Store, rows: Path | None):
@@ -38,29 +38,28 @@ class Ladder:
         self.rows = open_rows(rows or folder / ROWS)
         self.works = [Work(plan, folder, store) for plan in plans]
 
-    def first_jobs(self) -> list[Job]:
-        """Return the jobs that build the corpus, if there is anything left to train."""
-        needed = {name for job in self.jobs() for name in job.needs}
-        return [job for job in self.works[0].first_jobs() if job.name in needed]
-
     def jobs(self) -> list[Job]:
         """Return the jobs of all rungs, each once, without those of runs that have a row."""
         found: dict[str, Job] = {}
-        settled: set[str] = set()
-        for work in self.works:
-            found |= {job.name: job for job in work.jobs()}
-            settled |= {job.name for run in work.runs if self._has_row(work, run) for job in work.jobs_of(run)}
-        return [job for name, job in found.items() if name not in settled]
+        for work, run in self._without_row():
+            found |= {job.name: job for job in (*work.corpus.jobs, *work.jobs_of(run))}
+        return list(found.values())
 
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
-        for work in self.works:
-            for run in work.runs:
-                if not self._has_row(work, run) and not self.store.missing(work.jobs_of(run)):
-                    self.rows.append(make_row(work, run))
+        for work, run in self._without_row():
+            if not self.store.missing(work.jobs_of(run)):
+                self.rows.append(make_row(work, run))
 
-    def update(self) -> None:
-        """Do nothing: no rung has a budget in minutes."""
+    def _without_row(self) -> list[tuple[Work, TrainingRun]]:
+        """Return the runs without a row that has all their jobs."""
+        recorded = {row["run"]: set(row["jobs"]) for row in self.rows}
+        return [
+            (work, run)
+            for work in self.works
+            for run in work.runs
+            if not recorded.get(run.job.name, set()).issuperset(job.name for job in work.jobs_of(run))
+        ]
 
     def plan_text(self) -> str:
         """Return the text of the plans, rung by rung."""
@@ -71,10 +70,6 @@ class Ladder:
             if work.plan.half_budget:
                 lines.append("  and with half the budget: " + "; ".join(work.plan.half_budget))
         return "\n".join(lines)
-
-    def _has_row(self, work: Work, run: TrainingRun) -> bool:
-        wanted = {job.name for job in work.jobs_of(run)}
-        return any(row["run"] == run.job.name and wanted <= set(row["jobs"]) for row in self.rows)
 
 
 def make_row(work: Work, run: TrainingRun) -> Row:
