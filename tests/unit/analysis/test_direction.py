@@ -102,6 +102,14 @@ def test_a_known_direction_gives_1_and_symmetric_logits_give_half(monkeypatch):
     assert measure_by_hand(monkeypatch, [-constant]).by_distance == [1.0] * 8
 
 
+def test_d_is_the_right_hand_logit_minus_the_left_hand_one():
+    logits = torch.zeros(1, 1, 5, 5)
+    logits[0, 0, 2] = torch.tensor([1.0, 10, 100, 1000, 10000])
+    expected = torch.zeros(1, 1, 8, 5, dtype=torch.float64)
+    expected[0, 0, 0, 2], expected[0, 0, 1, 2] = 990, 9999
+    assert torch.equal(probe.differences(logits, None), expected)
+
+
 def test_specials_and_padding_are_not_compared(monkeypatch):
     place = torch.arange(24)
     lengths = [24, 24, 12, 12, 9, 9]
@@ -220,6 +228,7 @@ def test_ones_make_left_and_right_one():
 
 def test_cosines_count_only_distances_that_occur():
     assert len(table_cosines(tiny_model(relative_distance=20).eval())) == 6  # rows of 7 tokens
+    assert len(table_cosines(tiny_model(relative_distance=20, local_attention=30).eval())) == 6
     assert len(table_cosines(tiny_model(position_encoding="deberta-v2", relative_distance=16).eval())) == 6
     assert table_cosines(tiny_model(position_encoding="bert-r", relative_distance=1).eval()) == []
     local = tiny_model(position_encoding="deberta", local_attention=4, global_every=2).eval()
