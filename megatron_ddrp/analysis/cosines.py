@@ -32,10 +32,10 @@ def table_cosines(model: Encoder) -> list[float] | None:
     by_layer = []
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
-        terms = layer.terms(state).within(layer.attention.window or longest).by_offset
+        terms = layer.terms(state).within(min(layer.attention.window or longest, longest)).by_offset
         if terms.query_table is None:
             return None
-        steps = torch.arange(1, min(-terms.lowest, terms.highest, longest) + 1, device=terms.query_table.device)
+        steps = torch.arange(1, min(-terms.lowest, terms.highest) + 1, device=terms.query_table.device)
         one, other = (terms.query_table[:, sign * steps - terms.lowest] for sign in (1, -1))  # [1 or heads, k, d]
         by_layer.append(torch.cosine_similarity(one.double(), other.double(), dim=-1).mean(0))
     return pad_sequence(by_layer, batch_first=True, padding_value=math.nan).nanmean(0).tolist()

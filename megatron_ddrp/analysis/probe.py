@@ -133,7 +133,7 @@ def _fit(model: Encoder, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
 
 def _score(model: Encoder, batches: Iterable[Batch], readouts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the right answers `[sentences, 1 + layers, k]` and the number of pairs `[sentences, k]`."""
-    hits, pairs = [], []
+    hits, pairs = [readouts.new_zeros(0, *readouts.shape[:2])], [readouts.new_zeros(0, REACH)]
     for d, counted in _measured(model, batches):
         answers = torch.einsum("bhki,gkh->bgki", d, readouts.to(d.device)).sign()
         hits.append(((1 + answers) / 2 * counted[:, None]).sum(-1).cpu())

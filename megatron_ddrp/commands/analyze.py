@@ -127,7 +127,7 @@ def _direction(parser: argparse.ArgumentParser) -> None:
 
         megatron-ddrp analyze direction --load runs/ddrp runs/bert_r --data-path corpus_text_document --output sides.png
     """
-    _add_common(parser, DIRECTION_SENTENCES, LENGTH, "cut sentences to N tokens")
+    _add_random_init(_add_common(parser, DIRECTION_SENTENCES, LENGTH, "cut sentences to N tokens"))
 
 
 def _space(parser: argparse.ArgumentParser) -> None:
@@ -150,9 +150,7 @@ def _space(parser: argparse.ArgumentParser) -> None:
         help="texts instead of a dataset, in any format that megatron-ddrp preprocess reads (.jsonl: the key text; "
         ".txt: a blank line ends a text); required for encoders with different vocabularies",
     )
-    given.add_argument(
-        "--random-init", action="store_true", help="also measure each --load with random weights drawn from --seed"
-    )
+    _add_random_init(given)
 
 
 def _throughput(parser: argparse.ArgumentParser) -> None:
@@ -248,6 +246,11 @@ def _add_common(
 def _add_data_path(parser: argparse._ActionsContainer, required: bool) -> None:
     prefixes = "dataset prefixes that megatron-ddrp preprocess wrote"
     parser.add_argument("--data-path", nargs="+", required=required, metavar="P", help=prefixes)
+
+
+def _add_random_init(parser: argparse._ActionsContainer) -> None:
+    meaning = "also measure each --load with random weights drawn from --seed"
+    parser.add_argument("--random-init", action="store_true", help=meaning)
 
 
 def _add_device(parser: argparse._ActionsContainer) -> None:
