@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_ddrp.tasks.blocks import read_block, replace_blocks
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-
-
-def _markers(name: str) -> tuple[str, str]:
-    return f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
 
 
 def written_table(document: str, name: str) -> str:
     """Return the table that stands between a document's markers."""
-    begin, end = _markers(name)
-    return (DOCS / document).read_text(encoding="utf-8").split(begin)[1].split(end)[0]
+    return read_block((DOCS / document).read_text(encoding="utf-8"), name)
 
 
 def write_table(document: str, name: str, table: str) -> None:
     """Put a table between a document's markers."""
-    begin, end = _markers(name)
     path = DOCS / document
-    before, rest = path.read_text(encoding="utf-8").split(begin)
-    path.write_text(f"{before}{begin}{table}{end}{rest.split(end)[1]}", encoding="utf-8")
+    path.write_text(replace_blocks(path.read_text(encoding="utf-8"), name, table), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,22 @@ def student_interval(values: Sequence[float]) -> tuple[float, float]:
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     return mean - half, mean + half
+
+
+def seeds_needed(mean: float, deviation: float, most: int = 100_000) -> int | None:
+    """Return the smallest number of seeds n whose 95 % Student interval would exclude 0.
+
+    n is the first with t(0.975, n − 1)·s/√n < |mean|, if the mean and the standard deviation s stay as they are. None
+    for a mean of 0, or if more than `most` seeds were needed.
+    """
+    from scipy.stats import t
+
+    def excludes(count: int) -> bool:
+        return float(t.ppf(0.975, count - 1)) * deviation / math.sqrt(count) < abs(mean)
+
+    if mean == 0 or not excludes(most):
+        return None
+    return bisect.bisect_left(range(most + 1), True, lo=2, key=excludes)  # the half-width falls as n grows
 
 
 @dataclass(frozen=True)

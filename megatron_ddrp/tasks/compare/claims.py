@@ -19,20 +19,11 @@ from megatron_ddrp.tasks.compare.results import (
     Results,
 )
 from megatron_ddrp.tasks.compare.runs import Arm
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES
+from megatron_ddrp.tasks.glue.paper import BETTER, PAPER_NAMES, PAPER_TRIANGLES, average_difference, paper_row
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, ONE_SEED, OPPOSITE, VISIBLE, Difference, paired
 
-PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
-"""Encoding → name in the paper's tables; the paper's TUPE has T5's relative biases, as tupe-r."""
-BETTER = (
-    ("bert-r", "absolute"), ("tupe-r", "absolute"), ("deberta", "absolute"), ("ddrp", "absolute"),
-    ("ddrp", "bert-r"), ("ddrp", "tupe-r"), ("ddrp", "deberta"),
-)  # fmt: skip
-"""Pairs (better, worse) of encodings in section 4.4.1 of the paper."""
 PAPER_COSTS = {"ddrp": "+5 %", "bert-r": "+5 %", "deberta": "+25 to 30 %"}
 PAPER_MTH_COST = "+4 %"
-PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
-"""Shares of sentences in per cent."""
 
 _TITLES = {
     VISIBLE: "*Visible*, the 95 % interval is on the paper's side of 0",
@@ -128,22 +119,19 @@ def _encodings(plan: Plan, better: Arm, worse: Arm) -> list[Claim]:
     return claims
 
 
-def paper_row(arm: Arm) -> str | None:
+def arm_row(arm: Arm) -> str | None:
     """Return the name of an arm's row in the paper's tables; None without such a row."""
     model = arm.model
-    steps = "500k steps" if arm.half else "1M steps"
     objective = model.objective.upper()
     if model.flags:
         only_hcd = model.without_hcd and len(model.flags) == 1
         objective = f"{objective} without HCD" if only_hcd else "other"
-    name = f"{PAPER_NAMES.get(model.encoding, model.encoding)} ({objective}) {steps}"
-    return name if name in PAPER_AVERAGES else None
+    return paper_row(model.encoding, objective, arm.half)
 
 
 def paper_difference(first: Arm, second: Arm) -> str:
     """Return the difference of the paper's GLUE averages as text; empty if the paper lacks one of the two."""
-    ours, theirs = paper_row(first), paper_row(second)
-    return f"{PAPER_AVERAGES[ours] - PAPER_AVERAGES[theirs]:+.2f}" if ours and theirs else ""
+    return average_difference(arm_row(first), arm_row(second))
 
 
 def number(measure: str, value: float, sign: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_ddrp.tasks.compare.claims import PAPER_TRIANGLES, Claim, number, paper_row
+from megatron_ddrp.tasks.compare.claims import Claim, arm_row, number
 from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
 from megatron_ddrp.tasks.compare.results import (
     GLUE,
@@ -19,7 +19,7 @@ from megatron_ddrp.tasks.compare.results import (
     Results,
 )
 from megatron_ddrp.tasks.compare.runs import Arm
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
+from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, PAPER_TRIANGLES
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import paired, spread
@@ -64,7 +64,7 @@ def paper_table(names: Sequence[str], where: str) -> Table:
 
 def score_blocks(results: Results, arms: Sequence[Arm], where: str) -> Blocks:
     """Return the table of these arms and, if the paper has such models, its table."""
-    theirs = [name for arm in arms if (name := paper_row(arm))]
+    theirs = [name for arm in arms if (name := arm_row(arm))]
     return [score_table(results, arms), *([paper_table(theirs, where)] if theirs else [])]
 
 

@@ -1,4 +1,4 @@
-"""Development scores that the DDRP+MTH paper prints (base size). Tables show them apart from our own scores."""
+"""Numbers and comparisons of the DDRP+MTH paper (base size). Tables show its numbers apart from our own."""
 
 from __future__ import annotations
 
@@ -20,3 +20,27 @@ PAPER_ROWS: tuple[tuple[str, tuple[float, ...], float], ...] = (
 
 PAPER_SCORES = {name: dict(zip(PAPER_TASKS, scores, strict=True)) for name, scores, _ in PAPER_ROWS}
 PAPER_AVERAGES = {name: average for name, _, average in PAPER_ROWS}
+
+PAPER_NAMES = {"absolute": "BERT", "bert-r": "BERT-R", "tupe-r": "TUPE", "deberta": "DeBERTa", "ddrp": "DDRP"}
+"""Encoding → name in the paper's tables; the paper's TUPE has T5's relative biases, as tupe-r."""
+BETTER = (
+    ("bert-r", "absolute"), ("tupe-r", "absolute"), ("deberta", "absolute"), ("ddrp", "absolute"),
+    ("ddrp", "bert-r"), ("ddrp", "tupe-r"), ("ddrp", "deberta"),
+)  # fmt: skip
+"""Pairs (better, worse) of encodings in section 4.4.1 of the paper."""
+PAPER_TRIANGLES = {"ddrp": 92.11, "bert-r": 78.94}
+"""Encoding → sentences with the up-down triangle effect in per cent, section 5.3."""
+
+
+def paper_row(encoding: str, objective: str, half: bool = False) -> str | None:
+    """Return the name of the row of a model in `PAPER_ROWS`; None without such a row.
+
+    `objective` is "MLM", "MTH" or "MTH without HCD"; `half` is True for half the budget.
+    """
+    name = f"{PAPER_NAMES.get(encoding, encoding)} ({objective}) {'500k' if half else '1M'} steps"
+    return name if name in PAPER_AVERAGES else None
+
+
+def average_difference(first: str | None, second: str | None) -> str:
+    """Return the difference of two rows' averages as text; empty if a row is None."""
+    return f"{PAPER_AVERAGES[first] - PAPER_AVERAGES[second]:+.2f}" if first and second else ""

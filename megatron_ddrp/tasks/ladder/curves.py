@@ -1,0 +1,151 @@
+"""Figures of the loss and of f(S) and f(H) against tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.analysis.plotting import COLORS, LINES, pyplot, save_figure
+from megatron_ddrp.tasks.compare.results import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.numbers import shown_tokens
+from megatron_ddrp.tasks.ladder.panels import arm_groups, budget_axis, group_styles
+from megatron_ddrp.tasks.ladder.rows import Arm
+from megatron_ddrp.tasks.statistics import mean_and_band, paired, spread
+
+
+def draw_loss(ladder: Ladder, path: Path) -> bool:
+    """Draw the loss at the ends of the rungs, and below it the differences to each group's first arm.
+
+    Return False without drawing if no row has a loss.
+    """
+    groups = arm_groups(ladder)
+    if LOSS not in ladder.measures:
+        return False
+    plt = pyplot()
+    most = max(map(len, groups.values()))
+    size = (0.8 + 4.6 * len(groups), 7.6 + 0.26 * most)
+    figure, axes = plt.subplots(2, len(groups), squeeze=False, figsize=size, sharey="row", layout="constrained")
+    for (top, bottom), (title, arms) in zip(axes.T, groups.items(), strict=True):
+        styles = group_styles(arms)
+        for arm in arms:
+            _loss_line(top, ladder, arm, styles[arm])
+            if arm != arms[0] and not arm.half:
+                _difference_line(bottom, ladder, arm, arms[0], styles[arm])
+        for axis in (top, bottom):
+            budget_axis(axis, ladder)
+        top.set_title(title)
+        bottom.axhline(0, color="black", linewidth=1)
+        bottom.set_title(f"minus {arms[0].label}", fontsize="medium")
+        bottom.set_xlabel("tokens of the rung")
+        handles, labels = top.get_legend_handles_labels()
+        bottom.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small", handlelength=3)
+    axes[0, 0].set_ylabel("validation masked-LM loss [nats]")
+    axes[1, 0].set_ylabel("difference [nats]")
+    save_figure(plt, figure, path)
+    return True
+
+
+def _loss_line(axis: Any, ladder: Ladder, arm: Arm, style: dict[str, Any]) -> None:
+    """Draw an arm's mean loss over its consumed tokens, with a band from the lowest to the highest seed."""
+    points = []
+    for rung in ladder.rungs:
+        found = spread(ladder.of(LOSS, arm, rung))
+        if found:
+            points.append((rung / 2 if arm.half else rung, found.mean, min(found.values), max(found.values)))
+    if points:
+        x, mean, low, high = zip(*points, strict=True)
+        axis.plot(x, mean, label=arm.label, **style)
+        axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def _difference_line(axis: Any, ladder: Ladder, arm: Arm, first: Arm, style: dict[str, Any]) -> None:
+    points = []
+    for rung in ladder.rungs:
+        found = paired(ladder.of(LOSS, arm, rung), ladder.of(LOSS, first, rung))
+        if found:
+            points.append((rung, found.mean, min(found.values), max(found.values)))
+    if points:
+        x, mean, low, high = zip(*points, strict=True)
+        axis.plot(x, mean, **style)
+        axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def draw_training(ladder: Ladder, path: Path) -> bool:
+    """Draw the training loss of every arm, one panel per rung and group; return False if there are no curves."""
+    groups = arm_groups(ladder)
+    curves = [run.curve for run in ladder.runs if run.curve]
+    if not curves:
+        return False
+    plt = pyplot()
+    size = (1.2 + 3.6 * len(ladder.rungs), 0.6 + 3.0 * len(groups))
+    figure, axes = plt.subplots(
+        len(groups), len(ladder.rungs), squeeze=False, figsize=size, sharey=True, layout="constrained"
+    )
+    for row, (title, arms) in zip(axes, groups.items(), strict=True):
+        styles = group_styles(arms)
+        for axis, rung in zip(row, ladder.rungs, strict=True):
+            for arm in arms:
+                points = _mean_curve(ladder, arm, rung)
+                if points:
+                    x, mean, _, _ = zip(*points, strict=True)
+                    style = {key: styles[arm][key] for key in ("color", "linestyle")}
+                    axis.plot(np.array(x) / 1e6, mean, linewidth=1.3, label=arm.label, **style)
+            axis.grid(alpha=0.3)
+            axis.set_title(f"{title}, {shown_tokens(rung)}", fontsize="small")
+        row[0].set_ylabel("training loss [nats]", fontsize="small")
+        handles, labels = _all_handles(row)
+        row[-1].legend(handles, labels, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="x-small")
+    for axis in axes[-1]:
+        axis.set_xlabel("million tokens", fontsize="small")
+    ends = [value for curve in curves for _, value in curve[len(curve) // 10 :]]
+    axes[0, 0].set_ylim(min(ends) - 0.05, float(np.quantile(ends, 0.99)))
+    save_figure(plt, figure, path)
+    return True
+
+
+def _mean_curve(ladder: Ladder, arm: Arm, rung: int) -> list[tuple[float, float, float, float]]:
+    curves: Sequence[Any] = [run.curve for run in ladder.on(rung, arm).values() if run.curve]
+    return mean_and_band(curves) if curves else []
+
+
+def _all_handles(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Return the lines and labels of some panels, each label once."""
+    found = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    return list(found.values()), list(found)
+
+
+def draw_similarity(ladder: Ladder, path: Path) -> bool:
+    """Draw f(S) and f(H) over the tokens, one line per arm, coloured by objective; return False without values."""
+    rungs = [rung for rung in ladder.rungs if any(run.similarity for run in ladder.runs if run.rung == rung)]
+    if not rungs:
+        return False
+    plt = pyplot()
+    objectives = list(dict.fromkeys(arm.objective_name for arm in ladder.arms))
+    size = (1.0 + 4.0 * len(rungs), 7.4)
+    figure, axes = plt.subplots(2, len(rungs), squeeze=False, figsize=size, sharey="row", layout="constrained")
+    for column, rung in zip(axes.T, rungs, strict=True):
+        for arm in ladder.arms_on(rung):
+            triples = [run.similarity for run in ladder.on(rung, arm).values() if run.similarity]
+            number = objectives.index(arm.objective_name)
+            style = {"color": COLORS[number % len(COLORS)], "linestyle": LINES[number % len(LINES)]}
+            for part, axis in enumerate(column, 1):
+                points = mean_and_band([[(point[0], point[part]) for point in triple] for triple in triples])
+                if points and not arm.half:
+                    x, mean, _, _ = zip(*points, strict=True)
+                    label = arm.objective_name
+                    axis.plot(np.array(x) / 1e6, mean, marker="o", markersize=4, linewidth=1.6, label=label, **style)
+        column[0].set_title(f"{shown_tokens(rung)} tokens")
+        column[1].set_xlabel("million tokens")
+        for axis in column:
+            axis.grid(alpha=0.3)
+            axis.axhline(0, color="black", linewidth=1)
+    for axis, measure in zip(axes[:, 0], (TOKEN_SIMILARITY, HEAD_SIMILARITY), strict=True):
+        axis.set_ylabel(f"{measure}, mean cosine of {'tokens' if measure == TOKEN_SIMILARITY else 'heads'}")
+    handles, labels = _all_handles(list(axes.flat))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3)
+    save_figure(plt, figure, path)
+    return True

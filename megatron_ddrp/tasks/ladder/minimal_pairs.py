@@ -1,0 +1,121 @@
+"""Minimal pairs above chance: standard errors over pairs, and differences to the baseline.
+
+The standard error of a run's macro average over k paradigms of n pairs each is √(Σ p(1 − p)/(n − 1))/k with the paradigms'
+accuracies p, as `megatron-ddrp minimal-pairs` prints it. The runs of an arm score the same pairs, so their errors are not
+independent: the error of the mean over seeds is at most the mean of the runs' errors, and that is what the table shows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ddrp.tasks.compare.results import MINIMAL_PAIRS
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread, shown_tokens
+from megatron_ddrp.tasks.ladder.rows import Arm, Run
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.statistics import Difference, Spread, paired, paired_bootstrap, spread
+
+CHANCE = 0.5
+
+
+@dataclass(frozen=True)
+class PairsScore:
+    """Accuracy of an arm on a rung."""
+
+    rung: int
+    arm: Arm
+    accuracy: Spread
+    error: float | None
+    """Standard error over pairs; None if a run has no paradigms or fewer than two pairs per paradigm."""
+    difference: Difference | None
+    """This arm − the baseline at each common seed; None for the baseline and without a common seed."""
+    over_paradigms: tuple[float, float] | None
+    """95 % interval of the mean difference from resampling paradigms; None for fewer than two common paradigms."""
+
+    @property
+    def errors_above_chance(self) -> float | None:
+        """Accuracy minus 50 %, in standard errors; None without an error."""
+        return (self.accuracy.mean - CHANCE) / self.error if self.error else None
+
+
+def standard_error(accuracies: Mapping[str, float], pairs: int) -> float | None:
+    """Return the standard error of the macro average of paradigms with `pairs` pairs each; None if it is unknown."""
+    if not accuracies or pairs < 2:
+        return None
+    return math.sqrt(math.fsum(p * (1 - p) / (pairs - 1) for p in accuracies.values())) / len(accuracies)
+
+
+def pair_scores(ladder: Ladder) -> list[PairsScore]:
+    """Return the accuracies of all arms, rung by rung."""
+    found = []
+    for rung in ladder.rungs:
+        base = ladder.on(rung, ladder.baseline)
+        for arm in ladder.arms_on(rung):
+            values = ladder.of(MINIMAL_PAIRS, arm, rung)
+            accuracy = spread(values)
+            if accuracy is None:
+                continue
+            runs = {seed: run for seed, run in ladder.on(rung, arm).items() if seed in values}
+            errors = [standard_error(run.paradigms, run.pairs) for run in runs.values()]
+            known = [error for error in errors if error is not None]
+            error = statistics.fmean(known) if len(known) == len(errors) else None
+            difference, over_paradigms = None, None
+            if arm != ladder.baseline:
+                difference = paired(values, ladder.of(MINIMAL_PAIRS, ladder.baseline, rung))
+                over_paradigms = _over_paradigms(runs, base)
+            found.append(PairsScore(rung, arm, accuracy, error, difference, over_paradigms))
+    return found
+
+
+def _over_paradigms(runs: Mapping[int, Run], base: Mapping[int, Run]) -> tuple[float, float] | None:
+    """Return the bootstrap interval over paradigms of the mean difference at the common seeds."""
+    both = [(run.paradigms, base[seed].paradigms) for seed, run in runs.items() if seed in base]
+    if not both:
+        return None
+    uids = sorted(set.intersection(*(set(first) & set(second) for first, second in both)))
+    if len(uids) < 2:
+        return None
+    gains = [statistics.fmean(first[uid] - second[uid] for first, second in both) for uid in uids]
+    return paired_bootstrap([np.array([gain]) for gain in gains])
+
+
+def pairs_table(ladder: Ladder) -> Table:
+    """Return the table of accuracies, their distance from chance, and the differences to the baseline."""
+    rows = []
+    for score in pair_scores(ladder):
+        above, difference = score.errors_above_chance, score.difference
+        rows.append(
+            [
+                shown_tokens(score.rung),
+                score.arm.label,
+                shown_spread(MINIMAL_PAIRS, score.accuracy),
+                "" if score.error is None else shown(MINIMAL_PAIRS, score.error),
+                "" if above is None else f"{above:+.1f}",
+                "baseline" if score.arm == ladder.baseline else "",
+                "",
+                str(len(score.accuracy.values)),
+            ]
+        )
+        if difference:
+            over_seeds = shown_interval(MINIMAL_PAIRS, difference.interval)
+            mean = shown(MINIMAL_PAIRS, difference.mean, "+")
+            rows[-1][5] = f"{mean} ({over_seeds})" if over_seeds else mean
+            rows[-1][6] = shown_interval(MINIMAL_PAIRS, score.over_paradigms)
+            rows[-1][7] = str(len(difference.values))
+    header = [
+        *("rung", "model", "pairs right [%]", "standard error", "above chance, in errors"),
+        *(f"− {ladder.baseline.label} (95 % over seeds)", "95 % over paradigms", "seeds"),
+    ]
+    caption = (
+        "Minimal pairs: mean ± standard deviation over the seeds, the standard error over pairs, and (accuracy − 50 %) "
+        "divided by it. Chance is 50 %. The runs of an arm score the same pairs, so the error of their mean is the mean of "
+        "their errors, which is an upper bound. Differences are in points and paired by seed; the last interval resamples "
+        "paradigms."
+    )
+    return Table(header, rows, caption, wordy=(0, 1))

@@ -1,0 +1,43 @@
+"""Numbers as the page shows them."""
+
+from __future__ import annotations
+
+from megatron_ddrp.tasks.compare.claims import number
+from megatron_ddrp.tasks.compare.results import STEP_SECONDS
+from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, SHUFFLED_PROBE
+from megatron_ddrp.tasks.statistics import Difference, Spread
+
+_PLAIN = (COSINE, PROBE, SHUFFLED_PROBE, STEP_SECONDS)
+"""Measures shown as they are, with three digits."""
+
+
+def shown(measure: str, value: float, sign: str = "") -> str:
+    """Return a value of a measure; with `sign` "+" a difference."""
+    return f"{value:{sign}.3f}" if measure in _PLAIN else number(measure, value, sign)
+
+
+def shown_spread(measure: str, values: Spread | None) -> str:
+    """Return mean ± standard deviation over the seeds; only the mean for one seed, nothing for none."""
+    if values is None:
+        return ""
+    mean = shown(measure, values.mean)
+    return mean if values.deviation is None else f"{mean} ± {shown(measure, values.deviation)}"
+
+
+def shown_interval(measure: str, interval: tuple[float, float] | None) -> str:
+    """Return both ends of an interval of a difference; nothing without an interval."""
+    return " to ".join(shown(measure, end, "+") for end in interval or ())
+
+
+def shown_gain(measure: str, gain: Difference) -> str:
+    """Return the mean of a difference, its interval and the number of seeds."""
+    interval = f" ({shown_interval(measure, gain.interval)})" if gain.interval else ""
+    return f"{shown(measure, gain.mean, '+')}{interval}, n = {len(gain.values)}"
+
+
+def shown_tokens(tokens: float) -> str:
+    """Return a number of tokens: 4.19 M, 1.07 G, 524,288."""
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:.3g} {unit}"
+    return f"{tokens:,.0f}"

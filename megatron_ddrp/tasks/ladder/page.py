@@ -1,0 +1,165 @@
+"""Page of a ladder: page.md, page.html, results.json and figures, from rows alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.blocks import block_names, replace_blocks
+from megatron_ddrp.tasks.compare.flags import words
+from megatron_ddrp.tasks.ladder.as_json import results
+from megatron_ddrp.tasks.ladder.claims import Judged, judge, model_claims, paper_claims
+from megatron_ddrp.tasks.ladder.figures import draw_all, is_about_gains
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.minimal_pairs import pairs_table
+from megatron_ddrp.tasks.ladder.rows import read_runs
+from megatron_ddrp.tasks.ladder.summary import summary
+from megatron_ddrp.tasks.ladder.tables import (
+    check_tables,
+    claims_table,
+    of_measure,
+    runs_table,
+    score_tables,
+    seeds_table,
+)
+from megatron_ddrp.tasks.ladder.verdicts import DEFINITIONS, TREND_DEFINITION
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.pages import render, to_html
+
+BLOCK = "ladder "
+"""Begin of the names of our blocks in documents."""
+CLAIMS = ("claims", "claims-glue", "claims-minimal-pairs", "claims-inside")
+NAMES = ("summary", "runs", *CLAIMS, "models", "seeds", "minimal-pairs", "scores", "inside", "checks")
+"""Names of the tables that `--tables` knows."""
+
+
+class LadderPage:
+    """Page of the rows in some files."""
+
+    def __init__(self, paths: Sequence[Path], folder: Path):
+        """Read the rows.
+
+        Raises:
+            UserError: a file is missing or damaged, or all rows belong to checks.
+        """
+        runs = read_runs(paths)
+        self.folder = folder
+        self.ladder = Ladder(runs)
+        if not self.ladder.runs:
+            raise UserError("all rows belong to checks; give the rows of a ladder too")
+        self.checks = {name: Ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
+        self.judged = judge(self.ladder, paper_claims(self.ladder))
+        self.models = judge(self.ladder, model_claims(self.ladder))
+
+    @cached_property
+    def blocks(self) -> dict[str, str]:
+        """Name → table as Markdown, for every one of `NAMES`; empty if there is nothing to show."""
+        ladder = self.ladder
+        tables: dict[str, list[Table]] = {
+            "runs": [runs_table(ladder)],
+            **{name: [claims_table(name, of_measure(self.judged, name), ladder)] for name in CLAIMS},
+            "models": [claims_table("models", self.models, ladder)],
+            "seeds": [seeds_table(self.judged, ladder)],
+            "minimal-pairs": [pairs_table(ladder)],
+            "scores": score_tables(ladder, is_inside=False),
+            "inside": score_tables(ladder, is_inside=True),
+            "checks": check_tables(self.checks),
+        }
+        shown = {name: "\n\n".join(str(table) for table in found if table.rows) for name, found in tables.items()}
+        return {"summary": summary(ladder, self.judged)} | shown
+
+    @property
+    def gains(self) -> list[Judged]:
+        """Claims with a panel in the figure of gains, without repetition of a pair of arms."""
+        found = [item for item in self.judged if is_about_gains(item)]
+        found += [item for item in self.models if item.claim.first.is_plain and item.claim.first.objective == "mlm"]
+        return list({(item.claim.first, item.claim.second): item for item in found}.values())
+
+    def write(self) -> str:
+        """Write all files into the folder; return a line that names them."""
+        figures = draw_all(self.ladder, self.gains, self.folder / "figures")
+        text = self.text(figures)
+        texts = {
+            "page.md": text,
+            "page.html": to_html(text, "The paper's claims as the budget grows", self.folder),
+            "results.json": json.dumps(results(self.ladder, self.judged + self.models), indent=1) + "\n",
+        }
+        for name, content in texts.items():
+            _write(self.folder / name, content)
+        return f"{self.folder / 'page.html'}, page.md, results.json and {len(figures)} figures written"
+
+    def text(self, figures: Sequence[str]) -> str:
+        """Return the text of page.md with these figures."""
+        raws = [run.raw for run in self.ladder.runs]
+        undefined = [f"{run.name}: {', '.join(sorted(run.undefined))}" for run in self.ladder.runs if run.undefined]
+        return render(
+            "ladder.md.jinja",
+            blocks=self.blocks,
+            figures=figures,
+            definitions=DEFINITIONS,
+            trend=TREND_DEFINITION,
+            has_trend=len(self.ladder.rungs) > 1,
+            seeds=sorted({run.seed for run in self.ladder.runs}),
+            flags=" ".join(words(_shared(raws, "common").items())),
+            different=_different(raws),
+            undefined=undefined,
+            machines=list(dict.fromkeys(str(raw["hardware"]) for raw in raws if raw.get("hardware"))),
+            versions=list(dict.fromkeys(", ".join(map(" ".join, raw.get("versions", {}).items())) for raw in raws)),
+            workers=max((int(raw.get("workers", 1)) for raw in raws), default=1),
+        )
+
+    def replace_tables(self, path: Path) -> str:
+        """Replace the blocks `ladder NAME` of a Markdown file; return a line about it.
+
+        Raises:
+            UserError: the file is missing, has no block, an unknown one, or one without an end.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; give a Markdown file") from None
+        names = [name.removeprefix(BLOCK) for name in block_names(text, BLOCK)]
+        unknown = [name for name in names if name not in NAMES]
+        if unknown or not names:
+            got = f"unknown table {unknown[0]!r}" if unknown else "no line <!-- ladder NAME -->"
+            raise UserError(f"{path}: {got}; expected one of {', '.join(NAMES)}")
+        for name in names:
+            try:
+                text = replace_blocks(text, BLOCK + name, self.blocks[name] or "These rows have no such numbers.")
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+        _write(path, text)
+        return f"{path}: {len(names)} tables replaced: {', '.join(names)}"
+
+
+def _write(path: Path, text: str) -> None:
+    with AtomicFile(path) as stream:
+        stream.write(text.encode())
+
+
+def _shared(raws: Sequence[Any], key: str) -> dict[str, Any]:
+    """Return the entries of the objects `key` that are the same in all rows."""
+    first, *others = [raw.get(key, {}) for raw in raws]
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def _different(raws: Sequence[Any]) -> list[str]:
+    """Return one sentence per common flag whose value differs between rows."""
+    names = dict.fromkeys(name for raw in raws for name in raw.get("common", {}))
+    same = _shared(raws, "common")
+    lines = []
+    for name in (name for name in names if name not in same):
+        by_value: dict[str, list[str]] = {}
+        for raw in raws:
+            rungs = by_value.setdefault(str(raw.get("common", {}).get(name, "default")), [])
+            budget = str(raw.get("budget", f"{raw['planned_tokens']:,} tokens"))
+            if budget not in rungs:
+                rungs.append(budget)
+        values = "; ".join(f"{value} at {', '.join(rungs)}" for value, rungs in by_value.items())
+        lines.append(f"{name.replace('_', '-')}: {values}")
+    return lines

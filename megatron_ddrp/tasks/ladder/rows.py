@@ -1,0 +1,167 @@
+"""Rows of runs, as `megatron-ddrp compare` writes them: one JSON line per run with all its measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.jobs.store import Store
+
+Points = tuple[tuple[float, ...], ...]
+"""Points of a curve: consumed tokens, then one value or several."""
+
+
+class Arm(NamedTuple):
+    """A model at the full or half budget."""
+
+    name: str
+    encoding: str
+    objective: str
+    flags: tuple[tuple[str, str], ...]
+    """Further flags of the model in the order of their names, with values as text."""
+    half: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return f"{self.name}, half the budget" if self.half else self.name
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a model without further flags at the full budget."""
+        return not self.flags and not self.half
+
+    @property
+    def objective_name(self) -> str:
+        """Name of the objective in sentences; MTH without one of its terms is "TCD alone" or "HCD alone"."""
+        without = {"hcd_weight": "TCD alone", "tcd_weight": "HCD alone"}
+        names = [without[flag] for flag, value in self.flags if flag in without and value == "0"]
+        is_one_term = self.objective == "mth" and len(names) == len(self.flags) == 1
+        return names[0] if is_one_term else self.objective.upper()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row: a finished training run with its measures."""
+
+    name: str
+    arm: Arm
+    seed: int
+    rung: int
+    """Planned tokens of the rung. An arm at half the budget trains for half of them."""
+    tokens: int
+    """Tokens that the run consumed."""
+    check: str
+    """Name of a side experiment; empty for a run of the ladder."""
+    values: Mapping[str, float]
+    """Measure → finite value."""
+    undefined: tuple[str, ...]
+    """Measures whose value is not finite."""
+    curve: Points
+    validation: Points
+    similarity: Points
+    """Triples of consumed tokens, f(S) and f(H)."""
+    paradigms: Mapping[str, float]
+    """Paradigm of minimal pairs → accuracy."""
+    pairs: int
+    """Number of pairs per paradigm; 0 if it is unknown."""
+    fields: Mapping[str, float]
+    raw: Mapping[str, Any]
+    """Whole row."""
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Return the runs of some files in the order of their rows. A later row of a run replaces an earlier one.
+
+    Raises:
+        UserError: a file is missing or empty or has a damaged line, or two runs claim the same place.
+    """
+    rows: dict[str, Run] = {}
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; give the rows.jsonl that megatron-ddrp compare writes")
+        store = Store(path, lambda row: str(row["run"]), "a row of a run", _checked, on_damage=_refuse)
+        for row in store:
+            rows[row["run"]] = as_run(row)
+    if not rows:
+        raise UserError(f"no row in {', '.join(map(str, paths))}; train a run of the plan first")
+    runs = list(rows.values())
+    _check_places(runs)
+    return runs
+
+
+def as_run(row: Mapping[str, Any]) -> Run:
+    """Return a row as a run. Raises KeyError, TypeError or ValueError for another object."""
+    flags = sorted((name.replace("-", "_"), _text(value)) for name, value in row.get("flags", {}).items())
+    arm = Arm(row["model"], row["encoding"], row["objective"], tuple(flags), bool(row.get("half", False)))
+    values = {str(name): float(value) for name, value in row["values"].items() if value is not None}
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    curve, validation, similarity = (_points(row.get(key, ())) for key in ("curve", "validation", "similarity"))
+    return Run(
+        name=str(row["run"]),
+        arm=arm,
+        seed=int(row["seed"]),
+        rung=int(row["planned_tokens"]),
+        tokens=int(row["tokens"]),
+        check=row.get("check", ""),
+        values=finite,
+        undefined=tuple(values.keys() - finite.keys()),
+        curve=curve,
+        validation=validation,
+        similarity=similarity,
+        paradigms={name: float(value) for name, value in row.get("paradigms", {}).items()},
+        pairs=int(row.get("pairs", 0)),
+        fields={name: float(value) for name, value in row.get("fields", {}).items()},
+        raw=row,
+    )
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    try:
+        as_run(row)
+    except AttributeError as error:  # a list where an object should be
+        raise TypeError(str(error)) from None
+    return row
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _points(points: Iterable[Sequence[float]]) -> Points:
+    """Return the points whose values are all finite."""
+    found = (tuple(map(float, point)) for point in points)
+    return tuple(point for point in found if all(map(math.isfinite, point)))
+
+
+def _refuse(sentence: str) -> None:
+    raise UserError(f"{sentence}; delete this line, and let megatron-ddrp compare write it again")
+
+
+def _check_places(runs: Sequence[Run]) -> None:
+    """Check that no two runs have the same model, seed and rung, and that a name means one model."""
+    places: dict[tuple[object, ...], Run] = {}
+    models: dict[tuple[str, str], Arm] = {}
+    for run in runs:
+        place = (run.check, run.arm.label, run.seed, run.rung)
+        other = places.setdefault(place, run)
+        if other is not run:
+            raise UserError(
+                f"two runs of {run.arm.label}, seed {run.seed}, {run.rung:,} tokens: {other.name} and {run.name}; "
+                "delete the row of one"
+            )
+        first = models.setdefault((run.check, run.arm.name), run.arm)
+        if first._replace(half=run.arm.half) != run.arm:
+            raise UserError(
+                f"two models are called {run.arm.name!r}: {_description(first)} and {_description(run.arm)}; give each "
+                "model of the plans its own name"
+            )
+
+
+def _description(arm: Arm) -> str:
+    flags = ", ".join(f"{name} {value}" for name, value in arm.flags)
+    return " ".join(filter(None, [arm.encoding, arm.objective, f"({flags})" if flags else ""]))

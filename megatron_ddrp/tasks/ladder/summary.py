@@ -1,0 +1,85 @@
+"""Plain sentences about the verdicts, for the head of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS
+from megatron_ddrp.tasks.ladder.claims import SCORED, Judged
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
+from megatron_ddrp.tasks.ladder.verdicts import (
+    CONTRADICTED,
+    DEFINITIONS,
+    EVERY,
+    MEASURED,
+    MIXED,
+    NO_INTERVAL,
+    NOT_TOLD,
+    SOME,
+)
+from megatron_ddrp.tasks.markdown import marked
+
+_MEASURES = {LOSS: "validation loss (nats)", GLUE: "the GLUE average (points)", MINIMAL_PAIRS: "minimal pairs (points)"}
+_LEADS = {
+    EVERY: "Holds on every rung",
+    MEASURED: "Holds on every rung with two common seeds",
+    SOME: "Holds on some rungs",
+    MIXED: "Changes sign between rungs",
+    CONTRADICTED: "Contradicted",
+    NOT_TOLD: "Not told apart",
+    NO_INTERVAL: "One seed, so no interval",
+}
+
+
+def summary(ladder: Ladder, judged: Sequence[Judged]) -> str:
+    """Return the known facts as Markdown: a line per measure, the best minimal pairs, and the number of intervals."""
+    lines = [_line(f"By {shown_measure}", ladder, _of(judged, (m,))) for m, shown_measure in _MEASURES.items()]
+    lines.append(_line("Inside the models", ladder, [item for item in judged if item.claim.measure not in SCORED]))
+    lines.append(_best_pairs(ladder))
+    found = [marked(line) for line in lines if line]
+    if not judged:
+        found.append("No claim of the paper compares two models of these rows.")
+    if intervals := sum(gain.interval is not None for item in judged for gain in item.gains.values()):
+        found.append(
+            f"There are {intervals} intervals of differences. By chance alone about one in twenty of them, here "
+            f"{0.05 * intervals:.1f}, would exclude 0."
+        )
+    return "\n\n".join(found)
+
+
+def _of(judged: Sequence[Judged], measures: tuple[str, ...]) -> list[Judged]:
+    return [item for item in judged if item.claim.measure in measures]
+
+
+def _line(title: str, ladder: Ladder, judged: Sequence[Judged]) -> str:
+    """Return the claims of a measure, grouped by verdict, with the gain on the highest rung with an interval."""
+    if not judged:
+        return ""
+    sentences = []
+    for kind in DEFINITIONS:
+        verdicts = dict.fromkeys(item.verdict for item in judged if item.kind == kind)
+        for verdict in verdicts:
+            texts = [f"{item.claim.text} ({_last(item)})" for item in judged if item.verdict == verdict]
+            lead = "Holds" if kind == EVERY and len(ladder.rungs) == 1 else _LEADS[kind]
+            sentences.append(f"*{lead}{verdict.removeprefix(kind)}*: {'; '.join(texts)}.")
+    return f"{title}. {' '.join(sentences)}"
+
+
+def _last(item: Judged) -> str:
+    rung, gain = item.last
+    return f"{shown(item.claim.measure, gain.mean, '+')} at {shown_tokens(rung)}"
+
+
+def _best_pairs(ladder: Ladder) -> str:
+    """Return a sentence about the arm with the most minimal pairs right on the highest rung that has them."""
+    scores = [score for score in pair_scores(ladder) if score.errors_above_chance is not None]
+    if not scores:
+        return ""
+    last = max(score.rung for score in scores)
+    best = max((score for score in scores if score.rung == last), key=lambda score: score.accuracy.mean)
+    return (
+        f"At {shown_tokens(last)} tokens {best.arm.label} has the most minimal pairs right: "
+        f"{shown(MINIMAL_PAIRS, best.accuracy.mean)} %, {best.errors_above_chance:.1f} standard errors above chance."
+    )

@@ -1,0 +1,156 @@
+"""Tables of the page. Each has a name, under which `--tables` writes it into a document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_ddrp.run.log import duration
+from megatron_ddrp.tasks.compare.results import GLUE, LOSS
+from megatron_ddrp.tasks.ladder.claims import SCORED, Judged, check_claims, judge
+from megatron_ddrp.tasks.ladder.ladder import INSIDE, Ladder
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_gain, shown_spread, shown_tokens
+from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.tasks.statistics import NOT_VISIBLE, seeds_needed, spread
+
+_GAIN = (
+    "Each cell: mean gain of the first model over the second, paired by seed (Student's 95 % interval), number n of common "
+    "seeds, and the verdict on the rung. Positive gains support the claim."
+)
+CAPTIONS = {
+    "claims": f"Validation masked-LM loss. {_GAIN} A gain is a loss lower by so many nats. The paper prints no loss; its "
+    "column has the difference of its GLUE averages in points.",
+    "claims-glue": f"GLUE average, the paper's measure. {_GAIN} All differences are in points.",
+    "claims-minimal-pairs": f"Minimal pairs. {_GAIN} A gain is in points. The paper has no minimal pairs; its column has "
+    "the difference of its GLUE averages in points.",
+    "claims-inside": f"Inside the models. {_GAIN} Gains of f(S) and f(H) are decreases. Triangle shares are in points.",
+    "models": f"Validation masked-LM loss of every model against its reference. {_GAIN}",
+}
+
+
+def claims_table(name: str, judged: Sequence[Judged], ladder: Ladder) -> Table:
+    """Return the table `name` of claims with their gains on every rung and their verdicts."""
+    is_papers = name != "models"
+    rows = []
+    for item in judged:
+        cells = []
+        for rung in ladder.rungs:
+            gain = item.gains.get(rung)
+            cells.append(f"{shown_gain(item.claim.measure, gain)}: {item.verdicts[rung]}" if gain else "")
+        trend = [_slope(item)] if len(ladder.rungs) > 1 else []
+        rows.append([item.claim.text, *([item.claim.paper] * is_papers), *cells, *trend, item.verdict])
+    papers = ["the paper, GLUE" if name in ("claims", "claims-minimal-pairs") else "the paper"] * is_papers
+    trend = ["change per factor of four"] if len(ladder.rungs) > 1 else []
+    header = ["claim" if is_papers else "models", *papers, *_headers(ladder), *trend, "over the ladder"]
+    return Table(header, rows, CAPTIONS[name], wordy=(0, len(header) - 1))
+
+
+def _headers(ladder: Ladder) -> list[str]:
+    return [f"{shown_tokens(rung)} tokens" for rung in ladder.rungs]
+
+
+def _slope(item: Judged) -> str:
+    trend, measure = item.trend, item.claim.measure
+    if trend is None:
+        return ""
+    return f"{shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)}"
+
+
+def seeds_table(judged: Sequence[Judged], ladder: Ladder) -> Table:
+    """Return the table of the seeds that each claim not told apart would need, per rung."""
+    rows = []
+    for item in judged:
+        cells = [_needed(item, rung) for rung in ladder.rungs]
+        if any(cells):
+            rows.append([item.claim.text, item.claim.measure, *cells])
+    caption = (
+        "Smallest number of seeds n with t(0.975, n − 1)·s/√n < |mean gain|, if the mean and the standard deviation s over "
+        "the seeds stay as they are, for gains that are not visible; in brackets the seeds that there are. The mean may "
+        "have either sign. With few seeds s is uncertain, and so is n."
+    )
+    return Table(["claim", "measure", *_headers(ladder)], rows, caption, wordy=(0, 1))
+
+
+def _needed(item: Judged, rung: int) -> str:
+    gain = item.gains.get(rung)
+    if gain is None or item.verdicts[rung] != NOT_VISIBLE or gain.deviation is None:
+        return ""
+    count = seeds_needed(gain.mean, gain.deviation)
+    side = "" if gain.mean >= 0 else ", against the claim"
+    needed = "no number" if gain.mean == 0 else "over 100,000" if count is None else f"{count:,}"
+    return f"{needed} ({len(gain.values)}){side}"
+
+
+def runs_table(ladder: Ladder) -> Table:
+    """Return the table of the rungs: their models, seeds and cost."""
+    rows = []
+    for rung in ladder.rungs:
+        runs = [run for run in ladder.runs if run.rung == rung]
+        seeds = [len(ladder.on(rung, arm)) for arm in ladder.arms_on(rung)]
+        consumed = max(run.tokens for run in runs)
+        steps = {int(run.raw["steps"]) for run in runs if "steps" in run.raw and not run.arm.half}
+        parameters = [int(run.raw["parameters"]) for run in runs if "parameters" in run.raw]
+        rows.append(
+            [
+                str(runs[0].raw.get("budget", f"{rung:,} tokens")),
+                f"{consumed:,}",
+                ", ".join(f"{count:,}" for count in sorted(steps)),
+                str(len(seeds)),
+                _range(seeds),
+                str(len(runs)),
+                _range(parameters),
+                duration(sum(float(run.raw.get("seconds", 0)) for run in runs)),
+            ]
+        )
+    header = ["rung", "tokens consumed", "steps", "models", "seeds per model", "runs", "parameters", "time of the runs"]
+    return Table(header, rows)
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Return the smallest and the largest number, once if they are equal."""
+    return " to ".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)})) if numbers else ""
+
+
+def score_tables(ladder: Ladder, is_inside: bool) -> list[Table]:
+    """Return one table per rung of all arms and measures: those of the inside, or all others."""
+    measures = [name for name in ladder.measures if (name in INSIDE) == is_inside]
+    tables = []
+    for rung in ladder.rungs:
+        rows = []
+        for arm in ladder.arms_on(rung):
+            cells = [shown_spread(measure, spread(ladder.of(measure, arm, rung))) for measure in measures]
+            if any(cells):
+                rows.append([arm.label, *cells, str(len(ladder.on(rung, arm)))])
+        caption = f"{shown_tokens(rung)} tokens: mean ± standard deviation over the seeds."
+        if rows:
+            tables.append(Table(["model", *measures, "seeds"], rows, caption))
+    return tables
+
+
+def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
+    """Return one table per check and rung: its arms side by side, with differences to its first arm."""
+    tables = []
+    for name, check in checks.items():
+        gains = {item.claim.first: item.gains for item in judge(check, check_claims(check))}
+        measures = [measure for measure in check.measures if measure not in INSIDE]
+        for rung in check.rungs:
+            rows = []
+            for arm in check.arms_on(rung):
+                cells = [shown_spread(measure, spread(check.of(measure, arm, rung))) for measure in measures]
+                gain = gains.get(arm, {}).get(rung)
+                rows.append([arm.label, *cells, shown_gain(LOSS, gain) if gain else "", str(len(check.on(rung, arm)))])
+            first = check.arms[0].label
+            caption = (
+                f"Check of {name}, {shown_tokens(rung)} tokens: mean ± standard deviation over the seeds, and the gain over "
+                f"{first} in nats of validation loss (Student's 95 % interval)."
+            )
+            header = ["model", *measures, f"gain over {first}", "seeds"]
+            tables.append(Table(header, rows, caption))
+    return tables
+
+
+def of_measure(judged: Sequence[Judged], name: str) -> list[Judged]:
+    """Return the claims of the table `name`."""
+    scored = {"claims": LOSS, "claims-glue": GLUE, "claims-minimal-pairs": SCORED[2]}
+    if name in scored:
+        return [item for item in judged if item.claim.measure == scored[name]]
+    return [item for item in judged if item.claim.measure not in SCORED]
