@@ -67,8 +67,9 @@ def _write_page(work: Work | Rungs) -> int:
     require_packages("compare", *PAGE_PACKAGES)
     # Imported here, because figures import torch.
     from megatron_ddrp.tasks.compare.page import write_page
+    from megatron_ddrp.tasks.ladder.page import LadderPage
 
     with one_at_a_time(work.folder, "page"):
         work.store.refresh()
-        print(write_page(work))
+        print(write_page(work) if isinstance(work, Work) else LadderPage([work.rows.path], work.folder).write())
     return 0

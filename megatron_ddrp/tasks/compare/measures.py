@@ -137,6 +137,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
             command = (
                 *("megatron-ddrp", "analyze", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
+                *(("--random-init",) if kind == "direction" else ()),
             )
             work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
             job = Job(kind, name, run.job.title, command, output, (run.job.name,), work)

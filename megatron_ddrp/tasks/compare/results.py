@@ -32,8 +32,13 @@ SPACE = {
 }
 """Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
 MINIMAL_PAIRS = "minimal pairs"
-DIRECTION = {"direction probe": "probe", "direction probe, shuffled": "shuffled", "direction cosine": "near"}
-"""Measure → key in the JSON of `megatron-ddrp analyze direction`."""
+DIRECTION = {
+    "direction probe": (0, "probe"),
+    "direction probe, shuffled": (0, "shuffled"),
+    "direction probe, shuffled, random weights": (1, "shuffled"),
+    "direction cosine": (0, "near"),
+}
+"""Measure → place among the models in the JSON of `megatron-ddrp analyze direction --random-init`, and key."""
 
 Curve = list[tuple[float, float]]
 """Pairs (step, value)."""
@@ -124,9 +129,9 @@ class Results:
                     self.values[measure][run.arm][run.seed] = last[key]
             return
         if kind == "direction":
-            for measure, key in DIRECTION.items():
-                if found["models"][0][key] is not None:
-                    self.values[measure][run.arm][run.seed] = found["models"][0][key]
+            for measure, (place, key) in DIRECTION.items():
+                if found["models"][place][key] is not None:
+                    self.values[measure][run.arm][run.seed] = found["models"][place][key]
             return
         if kind == "triangle":
             self.values[TRIANGLE][run.arm][run.seed] = found["models"][0]["share"]
