@@ -52,13 +52,20 @@ class Rungs:
                 self.rows.append(make_row(work, run))
 
     def _without_row(self) -> list[tuple[Work, TrainingRun]]:
-        """Return the runs without a row that has all their jobs."""
+        """Return the runs without a row that has all their jobs, in the order of the rungs.
+
+        A run that a rung and a check share belongs to the rung, which measures more.
+        """
         recorded = {row["run"]: set(row["jobs"]) for row in self.rows}
+        owners: dict[str, tuple[Work, TrainingRun]] = {}
+        for work in sorted(self.works, key=lambda work: bool(work.plan.check)):
+            for run in work.runs:
+                owners.setdefault(run.job.name, (work, run))
+        in_order = dict.fromkeys(run.job.name for work in self.works for run in work.runs)
         return [
-            (work, run)
-            for work in self.works
-            for run in work.runs
-            if not recorded.get(run.job.name, set()).issuperset(job.name for job in work.jobs_of(run))
+            owners[name]
+            for name in in_order
+            if not recorded.get(name, set()).issuperset(job.name for job in owners[name][0].jobs_of(owners[name][1]))
         ]
 
     def plan_text(self) -> str:

@@ -171,6 +171,16 @@ def test_a_run_without_all_its_measures_has_no_row(rungs, open_ladder):
     assert {row["check"] or row["half"] for row in ladder.rows} == {"rate", True}  # they have no analysis
 
 
+def test_a_run_that_a_check_shares_with_a_rung_has_one_row_which_is_the_rungs(rungs, open_ladder):
+    ladder = open_ladder(rungs | {"rungs": [CHECK | {"seeds": [1234]}, LOWEST]})
+    shared = ladder.works[0].runs[0]
+    finish_run(ladder.works[0], shared, 5.0)
+    ladder.record()
+    assert not ladder.rows.rows  # the rung's measures are missing
+    finish(ladder)
+    assert [row["check"] for row in ladder.rows] == [""] * 6
+
+
 def test_the_dry_run_prints_every_rung_and_what_is_left(rungs, write, tmp_path, capsys):
     assert main([str(write(rungs)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
     printed = capsys.readouterr().out
