@@ -1,4 +1,4 @@
-"""Figures of gains against the budget, of minimal pairs by phenomenon, and of direction."""
+"""Figures of minimal pairs by phenomenon and of direction, and the list of all figures."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure, wrapped
-from megatron_ddrp.tasks.compare.results import LOSS
+from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.curves import draw_loss, draw_similarity, draw_training
+from megatron_ddrp.tasks.ladder.gains import draw_claims, draw_gains
 from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, SHUFFLED_PROBE, Ladder
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
-from megatron_ddrp.tasks.ladder.panels import budget_axis, hide_rest
+from megatron_ddrp.tasks.ladder.numbers import shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm
-from megatron_ddrp.tasks.ladder.trend import steps_of_four
 from megatron_ddrp.tasks.statistics import spread
 
-GAIN_COLUMNS = 4
 
-
-def draw_all(ladder: Ladder, gains: Sequence[Judged], folder: Path) -> list[str]:
-    """Draw the figures that have data; return their names. `gains` has the panels of the figure of gains."""
+def draw_all(ladder: Ladder, gains: Mapping[str, Sequence[Judged]], folder: Path) -> list[str]:
+    """Draw the figures that have data; return their names. `gains` maps each figure of gains to its claims."""
     wanted: dict[str, Callable[[Path], bool]] = {
         "loss": partial(draw_loss, ladder),
         "training": partial(draw_training, ladder),
-        "gains": partial(draw_gains, ladder, gains),
+        "claims": partial(draw_claims, ladder, [item for claims in gains.values() for item in claims]),
+        **{name: partial(draw_gains, ladder, claims) for name, claims in gains.items()},
         "minimal-pairs": partial(draw_minimal_pairs, ladder),
         "similarity": partial(draw_similarity, ladder),
         "direction": partial(draw_direction, ladder),
@@ -40,48 +37,6 @@ def draw_all(ladder: Ladder, gains: Sequence[Judged], folder: Path) -> list[str]
         if draw(path):
             drawn.append(name)
     return drawn
-
-
-def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
-    """Draw one panel per claim with its gain on every rung and the trend; return False without claims."""
-    if not gains:
-        return False
-    plt = pyplot()
-    columns = min(GAIN_COLUMNS, len(gains))
-    lines = -(-len(gains) // columns)
-    size = (0.9 + 3.2 * columns, 0.7 + 3.2 * lines)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharey=True, layout="constrained")
-    for axis, item in zip(axes.flat, gains, strict=False):
-        _draw_gain(axis, ladder, item)
-    hide_rest(axes, len(gains))
-    for row in axes:
-        row[0].set_ylabel("gain [nats]")
-    figure.supxlabel("tokens of the rung", fontsize="medium")
-    save_figure(plt, figure, path)
-    return True
-
-
-def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
-    """Draw the gains of one claim: seeds as small dots, means with 95 % intervals, and the trend with its band."""
-    for rung, gain in item.gains.items():
-        axis.plot([rung * 1.12] * len(gain.values), gain.values, ".", color=GREY, alpha=0.6, markersize=5)
-        if gain.interval:
-            axis.plot([rung, rung], gain.interval, color=COLORS[0], linewidth=3, solid_capstyle="butt")
-        axis.plot([rung], [gain.mean], "o", color=COLORS[0], markersize=7)
-    trend, measure = item.trend, item.claim.measure
-    note = ""
-    if trend:
-        ends = [min(item.gains), max(item.gains)]
-        tokens = np.geomspace(ends[0] / 1.3, ends[1] * 1.3, 50)
-        x = [steps_of_four(value, ladder.rungs[0]) for value in tokens]
-        height, half = np.array([trend.at(at) for at in x]), np.array([trend.half_width(at) for at in x])
-        axis.plot(tokens, height, color=COLORS[1], linewidth=2, zorder=1)
-        axis.fill_between(tokens, height - half, height + half, color=COLORS[1], alpha=0.18, linewidth=0, zorder=0)
-        note = f"\nb = {shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)} per ×4"
-    axis.axhline(0, color="black", linewidth=1)
-    budget_axis(axis, ladder)
-    axis.set_xlim(ladder.rungs[0] / 1.8, ladder.rungs[-1] * 1.8)
-    axis.set_title(wrapped(item.claim.text, 3.4) + note, fontsize="small")
 
 
 def draw_minimal_pairs(ladder: Ladder, path: Path) -> bool:
@@ -169,11 +124,3 @@ def _draw_direction_point(
     if shuffled:
         axis.plot([shuffled.mean, found.mean], [height] * 2, color=style["color"], linewidth=1.5, zorder=0)
         axis.plot([shuffled.mean], [height], marker="o", fillstyle="none", markersize=8, **style)
-
-
-def is_about_gains(item: Judged) -> bool:
-    """Return whether a claim by validation loss has a panel in the figure of gains: MTH over MLM, DDRP over BERT-R."""
-    first, second = item.claim.first, item.claim.second
-    is_objective = (first.objective_name, second.objective_name) == ("MTH", "MLM") and not first.half
-    is_ddrp = (first.encoding, second.encoding, first.objective_name) == ("ddrp", "bert-r", "MLM")
-    return item.claim.measure == LOSS and (is_objective or is_ddrp)

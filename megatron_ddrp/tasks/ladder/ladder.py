@@ -52,10 +52,8 @@ class Ladder:
         return found if self.check else sorted(found, key=self._place)
 
     def _place(self, arm: Arm) -> tuple[object, ...]:
-        objectives = [
-            *dict.fromkeys(("mlm", "mth")),
-            *sorted({run.arm.objective for run in self.runs} - {"mlm", "mth"}),
-        ]
+        others = sorted({run.arm.objective for run in self.runs} - {"mlm", "mth"})
+        objectives = ["mlm", "mth", *others]
         encodings = list(ENCODINGS)
         encoding = encodings.index(arm.encoding) if arm.encoding in encodings else len(encodings)
         return (arm.half, objectives.index(arm.objective), bool(arm.flags), encoding, arm.encoding, arm.name)
@@ -91,7 +89,9 @@ class Ladder:
         if not found:
             return {}
         groups = [group for group in found[0][0] if all(group in by_group for by_group, _ in found)]
-        means = {group: statistics.fmean(by_group[group] for by_group, _ in found) for group in sorted(groups)}
+        means = {
+            group: statistics.fmean(by_group[group] for by_group, _ in found) for group in sorted(groups, key=str.lower)
+        }
         return {"all": statistics.fmean(average for _, average in found)} | means
 
 
