@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from measure import benchmark_parser
 
+from megatron_ddrp.analysis.cosines import near_and_far, table_cosines
 from megatron_ddrp.checkpoint import load_model
 from megatron_ddrp.run.metrics import read_rows
 
@@ -30,19 +30,6 @@ FLAGS = """
 """Flags of pretrain_bert.py that all runs share."""
 ARMS = {name: ["--direction-init", name] for name in ("spread", "ones", "free", "embedding")}
 ARMS["bert-r"] = ["--position-encoding", "bert-r"]
-NEAR = 8
-"""Distances of the first cosine."""
-
-
-def cosines(folder: Path) -> tuple[float, float]:
-    """Return the mean cosine of T^q[+k] and T^q[−k] over k = 1 … `NEAR`, and over all k, of a run's last checkpoint."""
-    model, _, config = load_model(folder)
-    encoding = model.embeddings.position
-    terms = encoding.terms(config.model, encoding(torch.arange(config.model.seq_length)[None]))
-    table = terms.query_table[0]  # [num_relative, head_dim]
-    steps = torch.arange(1, min(-terms.lowest, terms.highest) + 1)
-    similar = torch.cosine_similarity(table[steps - terms.lowest], table[-steps - terms.lowest], dim=-1)
-    return similar[:NEAR].mean().item(), similar.mean().item()
 
 
 def main() -> None:
@@ -62,7 +49,8 @@ def main() -> None:
             words = [*data, *FLAGS.split(), *own, "--save", folder, "--load", folder, "--seed", seed]
             subprocess.run([sys.executable, SCRIPT, *words], check=True, stdout=subprocess.DEVNULL)
             losses.append([row["valid_lm_loss"] for row in read_rows(folder) if "valid_lm_loss" in row][-1])
-            found.append(cosines(folder))
+            model, _, _ = load_model(folder)
+            found.append(near_and_far(table_cosines(model)))
         near, far = (statistics.fmean(part) for part in zip(*found, strict=True))
         by_seed = ", ".join(f"{loss:.3f}" for loss in losses)
         print(f"| {arm} | {by_seed} | {statistics.fmean(losses):.3f} | {near:.2f} | {far:.2f} |", flush=True)

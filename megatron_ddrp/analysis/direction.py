@@ -21,18 +21,27 @@ from megatron_ddrp.model.encoder import EncoderLayer
 from megatron_ddrp.model.stages import Draws, Inputs
 
 
-@torch.no_grad()
 def layer_maps(model: Encoder, batch: Batch) -> Iterator[Tensor]:
     """Yield the attention probabilities of each layer, `[batch, heads, seq, seq]`.
 
     They are 0 in the rows and columns of padding, and outside the window of a local layer.
     """
+    for logits, window in layer_logits(model, batch):
+        allowed = allowed_pairs(batch.document_ids, window)
+        yield probabilities(logits, allowed, dropout=0.0).masked_fill(~allowed, 0.0)
+
+
+@torch.no_grad()
+def layer_logits(model: Encoder, batch: Batch) -> Iterator[tuple[Tensor, int | None]]:
+    """Yield the attention logits of each layer, `[batch, heads, seq, seq]`, and its window in tokens.
+
+    The logits have values at padding and outside the window too; the window of a layer without one is None.
+    """
     nothing = Draws.none(len(batch.input_ids), model.config.num_layers, batch.document_ids.device)
     state = model.embeddings(Inputs.of(batch, nothing))
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
-        logits, allowed = layer.logits(state), allowed_pairs(batch.document_ids, layer.attention.window)
-        yield probabilities(logits, allowed, dropout=0.0).masked_fill(~allowed, 0.0)
+        yield layer.logits(state), layer.attention.window
         state = layer(state)
 
 

@@ -1,4 +1,4 @@
-"""Figures of the analyses: f(S) and f(H), triangles, throughput and attention maps."""
+"""Figures of the analyses: f(S) and f(H), triangles, the probe of direction, throughput and attention maps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.analysis.attention_maps import AttentionMap
-from megatron_ddrp.analysis.plotting import FONT_SIZE, legend_below, pyplot, run_style, save_figure, thousands
+from megatron_ddrp.analysis.plotting import FONT_SIZE, GREY, legend_below, pyplot, run_style, save_figure, thousands
 
 Curve = Sequence[tuple[float | None, float]]
 """(step or None, value) pairs."""
+
+LOOKS: dict[str, dict[str, str]] = {
+    "probe": {"linestyle": "-"},
+    "shuffled": {"linestyle": "--", "markerfacecolor": "white"},
+}
+"""Key of a measurement of the probe → style that sets it apart."""
 
 
 def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], path: Path) -> None:
@@ -49,6 +55,26 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
     axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
     axis.grid(alpha=0.3)
     legend_below(figure, _by_label(axis))
+    save_figure(plt, figure, path)
+
+
+def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the probe's accuracy over the distance: per model a solid line for text, a dashed one for shuffled text."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    for number, row in enumerate(rows):
+        style = run_style(number)
+        for key, look in LOOKS.items():
+            known = [(point["distance"], 100 * point[key]) for point in row["distances"] if point[key] is not None]
+            axis.plot(*zip(*known, strict=True), **style | look, label=row["run"] if key == "probe" else None)
+    axis.axhline(50, color=GREY, linestyle=":", linewidth=2)
+    axis.set(xlabel="distance of both keys [tokens]", ylabel="accuracy [%]", title="Left or right, told by attention")
+    axis.set_xticks([point["distance"] for point in rows[0]["distances"]])
+    axis.grid(alpha=0.3)
+    looks = zip(("text", "shuffled text"), LOOKS.values(), strict=True)
+    lines = {name: plt.Line2D([], [], color=GREY, marker="o", linewidth=2, **look) for name, look in looks}
+    chance = {"chance": plt.Line2D([], [], color=GREY, linestyle=":", linewidth=2)}
+    legend_below(figure, _by_label(axis) | lines | chance)
     save_figure(plt, figure, path)
 
 

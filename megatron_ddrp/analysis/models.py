@@ -24,7 +24,7 @@ from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
-from megatron_ddrp.model import Encoder
+from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.tasks.encoder import load_encoder
 
 
@@ -56,12 +56,18 @@ class Snapshot:
     """Seed of random weights that replace the stored ones, or None."""
 
     def load(self) -> Loaded:
-        """Load a checkpoint or a folder of a supported family. Raises `UserError` for another family."""
+        """Load a checkpoint or a folder of a supported family, with random weights if `random_seed` is set.
+
+        Raises `UserError` for another family.
+        """
         if (self.path / STATE).is_file():
             model, tokenizer, config = read_model(self.path)
             sizes = config.model
         else:
             model, tokenizer, sizes = load_hugging_face(self.path)
+        if self.random_seed is not None:
+            torch.manual_seed(self.random_seed)
+            model = build_model(sizes).eval()
         return Loaded(model, tokenizer, sizes.seq_length, sizes.position_encoding)
 
     def load_any(self) -> Loaded:

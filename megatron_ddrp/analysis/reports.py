@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch
 
 from megatron_ddrp.analysis import figures, space_figure
 from megatron_ddrp.analysis.attention_maps import measure_maps
+from megatron_ddrp.analysis.cosines import near_and_far, table_cosines
 from megatron_ddrp.analysis.models import Snapshot, find_snapshots
 from megatron_ddrp.analysis.notes import analyze_notes, summary
-from megatron_ddrp.analysis.session import SHORTEST, Output, Session, check_least, find_device
+from megatron_ddrp.analysis.probe import PASSES as PROBE_PASSES
+from megatron_ddrp.analysis.probe import Probe, measure_probe, shuffle_text
+from megatron_ddrp.analysis.session import SHORTEST, Output, Session, View, check_least, find_device
 from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
 from megatron_ddrp.analysis.triangle import measure_triangles
+from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks import machine
@@ -27,6 +33,8 @@ GPU_TOKENS, CPU_TOKENS = 16384, 2048
 """Tokens per batch of a throughput measurement."""
 DIGITS = 6
 """Decimal places of a map's cells in the JSON."""
+PROBES = (("text", "probe", "probe_error"), ("shuffled", "shuffled", "shuffled_error"))
+"""(name, key of the accuracy, key of its standard error) of both measurements of the probe."""
 
 
 def report_similarity(arguments: argparse.Namespace) -> None:
@@ -117,6 +125,52 @@ def report_triangles(arguments: argparse.Namespace) -> None:
     shares = {row["run"]: [layer["share"] for layer in row["layers"]] for row in rows}
     result = {"threshold": threshold, "models": rows}
     session.write(result, lambda path: figures.draw_triangles(shares, threshold, path))
+
+
+def report_direction(arguments: argparse.Namespace) -> None:
+    """Report how well the newest checkpoint of each folder tells left from right."""
+    check_least("seed", arguments.seed, 0)
+    session = Session(arguments, every_checkpoint=False, passes=2 * PROBE_PASSES)
+    rows = []
+    for view in session.views():
+        text = measure_probe(view.model, view.batches)
+        shuffled = measure_probe(view.model, partial(_shuffled, view, arguments.seed))
+        rows.append(view.facts() | _cosine_fields(table_cosines(view.model)) | _probe_fields(text, shuffled))
+    for row in rows:
+        cosine = "no table" if row["near"] is None else f"cosine {row['near']:.3f} near, {row['far']:.3f} far"
+        probes = (f"{name} {row[key]:.2%}{_margin(row[error])}" for name, key, error in PROBES)
+        print(f"{row['run']}: {cosine}; {', '.join(probes)}")
+    session.write({"models": rows}, lambda path: figures.draw_direction(rows, path))
+
+
+def _shuffled(view: View, seed: int) -> Iterator[Batch]:
+    return shuffle_text(view.batches(), seed)
+
+
+def _cosine_fields(cosines: list[float] | None) -> dict[str, Any]:
+    near, far = near_and_far(cosines)
+    return {"cosines": cosines, "near": near, "far": far}
+
+
+def _probe_fields(text: Probe, shuffled: Probe) -> dict[str, Any]:
+    """Return the fields of a row that hold the probe's results."""
+
+    def by(key: str, ours: list[float | None], theirs: list[float | None]) -> list[dict[str, Any]]:
+        pairs = zip(ours, theirs, strict=True)
+        return [{key: number, "probe": own, "shuffled": other} for number, (own, other) in enumerate(pairs, 1)]
+
+    return {
+        "probe": text.accuracy,
+        "probe_error": text.error,
+        "shuffled": shuffled.accuracy,
+        "shuffled_error": shuffled.error,
+        "layers": by("layer", text.by_layer, shuffled.by_layer),
+        "distances": by("distance", text.by_distance, shuffled.by_distance),
+    }
+
+
+def _margin(error: float | None) -> str:
+    return "" if error is None else f" ± {100 * error:.2f}"
 
 
 def report_throughput(arguments: argparse.Namespace) -> None:

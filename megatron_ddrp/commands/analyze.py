@@ -3,6 +3,7 @@
     megatron-ddrp analyze self-similarity --load runs/mlm runs/mth --data-path corpus_text_document --output f.png
     megatron-ddrp analyze attention-maps --load run --data-path corpus_text_document --output maps.png
     megatron-ddrp analyze triangle --load runs/ddrp runs/bert_r --data-path corpus_text_document --output share.png
+    megatron-ddrp analyze direction --load runs/ddrp runs/bert_r --data-path corpus_text_document --output sides.png
     megatron-ddrp analyze space --load runs/mlm runs/mth some_encoder --text sentences.txt --output space.png
     megatron-ddrp analyze throughput --load runs/mlm some_encoder --lengths 128 512 --output throughput.json
     megatron-ddrp analyze notes --load run --data-path corpus_text_document
@@ -20,7 +21,7 @@ from pathlib import Path
 from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 from megatron_ddrp.errors import allocations_as_user_errors
 
-SENTENCES, MAP_SENTENCES = 5000, 1000
+SENTENCES, MAP_SENTENCES, DIRECTION_SENTENCES = 5000, 1000, 1000
 LENGTH = 64
 SPACE_SENTENCES, SPACE_LENGTH = 1000, 128
 
@@ -34,6 +35,7 @@ def main() -> None:
         "self-similarity": reports.report_similarity,
         "attention-maps": reports.report_maps,
         "triangle": reports.report_triangles,
+        "direction": reports.report_direction,
         "space": reports.report_space,
         "throughput": reports.report_throughput,
         "notes": reports.report_notes,
@@ -66,6 +68,7 @@ def build_parser() -> ArgumentParser:
             _maps,
         ),
         ("triangle", "share of sentences with the up-down triangle effect (the paper's Algorithm 1)", _triangle),
+        ("direction", "how well encodings and attention tell left from right", _direction),
         ("space", "token cosines, isotropy and effective rank, per layer and checkpoint, of any encoder", _space),
         ("throughput", "tokens per second and memory of encoders at inference, per row length", _throughput),
         ("notes", "note dictionary of a run with --notes", _notes),
@@ -115,6 +118,18 @@ def _triangle(parser: argparse.ArgumentParser) -> None:
     measure.add_argument("--threshold", type=float, default=0.7, metavar="T", help=share)
 
 
+def _direction(parser: argparse.ArgumentParser) -> None:
+    """Measure how well the newest checkpoint of each folder tells left from right. Encodings with a table of queries:
+    the cosine of its rows for the keys k places to the right and to the left. All encodings: the accuracy of a linear
+    readout of the heads' attention logits that names the right-hand one of the two keys k = 1 … 8 places beside a
+    token, fitted on half of the sentences and scored on the other half; chance is 50 %. It is measured on the sentences
+    as they are, and with the text of each sentence in a random order, where only positions can tell.
+
+        megatron-ddrp analyze direction --load runs/ddrp runs/bert_r --data-path corpus_text_document --output sides.png
+    """
+    _add_random_init(_add_common(parser, DIRECTION_SENTENCES, LENGTH, "cut sentences to N tokens"))
+
+
 def _space(parser: argparse.ArgumentParser) -> None:
     """Measure the geometry of each layer's hidden states at every saved checkpoint: the mean cosine between two tokens
     of one sentence (f(S)) and of different sentences, both also with the mean of all tokens removed; IsoScore (1 if
@@ -135,9 +150,7 @@ def _space(parser: argparse.ArgumentParser) -> None:
         help="texts instead of a dataset, in any format that megatron-ddrp preprocess reads (.jsonl: the key text; "
         ".txt: a blank line ends a text); required for encoders with different vocabularies",
     )
-    given.add_argument(
-        "--random-init", action="store_true", help="also measure each --load with random weights drawn from --seed"
-    )
+    _add_random_init(given)
 
 
 def _throughput(parser: argparse.ArgumentParser) -> None:
@@ -233,6 +246,11 @@ def _add_common(
 def _add_data_path(parser: argparse._ActionsContainer, required: bool) -> None:
     prefixes = "dataset prefixes that megatron-ddrp preprocess wrote"
     parser.add_argument("--data-path", nargs="+", required=required, metavar="P", help=prefixes)
+
+
+def _add_random_init(parser: argparse._ActionsContainer) -> None:
+    meaning = "also measure each --load with random weights drawn from --seed"
+    parser.add_argument("--random-init", action="store_true", help=meaning)
 
 
 def _add_device(parser: argparse._ActionsContainer) -> None:

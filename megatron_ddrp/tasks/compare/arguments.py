@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser
 
-DESCRIPTION = """Compare models at one budget.
+DESCRIPTION = """Compare models at one budget, or on a ladder of budgets.
 
 The command trains all models of a plan with the same seeds and data order, scores them on minimal pairs, GLUE and your
 own tasks, analyses them, and writes one page, which also has the numbers of the DDRP+MTH paper (Zhang et al., "Better
@@ -19,6 +19,9 @@ The plan is a YAML file (examples/compare/*.yaml; docs/compare.md explains its k
 finished job, OUT/logs/ the output of each job, OUT/courses/ the checkpoints. Run the same command again to do what is
 missing: it repeats no finished job, and a run resumes from its last checkpoint. Several commands may share one OUT. You
 may change the plan: jobs that it shares with the old plan are not repeated.
+
+A plan with rungs (examples/compare/ladder.yaml) has several budgets. Then OUT/rows.jsonl has one line per finished run
+with all its measures, and the page is made from these rows: see megatron-ddrp ladder.
 
   expected time  megatron-ddrp compare PLAN.yaml --output-dir OUT --dry-run
   run it         megatron-ddrp compare PLAN.yaml --output-dir OUT
@@ -40,6 +43,13 @@ def build_parser() -> ArgumentParser:
     instead.add_argument("--minimal-pairs-dir", metavar="DIR", help="minimal_pairs.data_dir: folder of paradigms")
     instead.add_argument("--no-minimal-pairs", action="store_true", help="leave minimal pairs out")
     instead.add_argument("--no-tasks", action="store_true", help="leave the plan's own tasks out")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="for a plan with rungs: file with a row per finished run (default: OUT/rows.jsonl); a run with a row is "
+        "not repeated, even if OUT is empty",
+    )
     instead.add_argument("--workers", type=int, metavar="N", help="jobs at once, each with its share of the cores")
     mode = parser.add_argument_group("mode")
     mode.add_argument("--page-only", action="store_true", help="run nothing; write the page from the finished jobs")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Sequence
 
-from megatron_ddrp.errors import FAILURE
+from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import open_store
-from megatron_ddrp.tasks.compare.plan import read_plan
+from megatron_ddrp.tasks.compare.plan_file import RUNGS, read_plans
+from megatron_ddrp.tasks.compare.rungs import Rungs
 from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
@@ -21,31 +23,53 @@ PAGE_PACKAGES = ("markdown", "matplotlib")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do the missing jobs and write the page. Return 1 if a job failed, otherwise 0."""
     options = parse_arguments(arguments)
-    plan = read_plan(options.plan, options.given)
-    store = open_store(options.output_dir)
-    work = Work(plan, options.output_dir, store)
-    failed = False
-    if not options.page_only:
-        forecast = JobForecast(plan, store)
-        print("\n".join([work.plan_text(), *forecast.plan_lines(work.jobs())]), flush=True)
-        if options.dry_run:
-            for job in work.jobs():
-                print(f"{'done' if job.name in store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
-            return 0
-        require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
-        stop_on_sigterm()
-        runner = Runner(forecast, lambda line: print(line, flush=True))
+    work = plan_work(options)
+    if options.page_only:
+        return _write_page(work)
+    forecast = JobForecast(work.plan, work.store)
+    print("\n".join([work.plan_text(), *forecast.plan_lines(work.jobs())]), flush=True)
+    if options.dry_run:
+        for job in work.jobs():
+            print(f"{'done' if job.name in work.store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
+        return 0
+    require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
+    stop_on_sigterm()
+    if isinstance(work, Work):
+        runner = Runner(forecast, _say)
         runner.run(work.first_jobs())
         work.update()  # the probes have given the steps of a budget in minutes
-        runner.run(work.jobs(), wait=not options.no_wait)
-        failed = bool(runner.failed)
-        if left := len(runner.left(work.jobs())):
-            print(left_to_others(left, options.output_dir))
-            return FAILURE if failed else 0
-    require_packages("compare", *PAGE_PACKAGES)
-    from megatron_ddrp.tasks.compare.page import write_page  # here, because figures import torch
+    else:
+        runner = Runner(forecast, _say, work.record)
+    runner.run(work.jobs(), wait=not options.no_wait)
+    if left := len(runner.left(work.jobs())):
+        print(left_to_others(left, options.output_dir))
+    else:
+        _write_page(work)
+    return FAILURE if runner.failed else 0
 
-    with one_at_a_time(options.output_dir, "page"):
-        store.refresh()
-        print(write_page(work))
-    return FAILURE if failed else 0
+
+def plan_work(options: argparse.Namespace) -> Work | Rungs:
+    """Return the work of a plan, or of all `rungs` of its file. Raises `UserError` for a mistake in the file."""
+    plans = read_plans(options.plan, options.given)
+    store = open_store(options.output_dir)
+    if plans[0].is_rung:
+        return Rungs(plans, options.output_dir, store, options.rows)
+    if options.rows:
+        raise UserError(f"--rows: {options.plan} has no {RUNGS}, so it has no rows; leave it out", WRONG_ARGUMENTS)
+    return Work(plans[0], options.output_dir, store)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _write_page(work: Work | Rungs) -> int:
+    require_packages("compare", *PAGE_PACKAGES)
+    # Imported here, because figures import torch.
+    from megatron_ddrp.tasks.compare.page import write_page
+    from megatron_ddrp.tasks.ladder.page import LadderPage
+
+    with one_at_a_time(work.folder, "page"):
+        work.store.refresh()
+        print(write_page(work) if isinstance(work, Work) else LadderPage([work.rows.path], work.folder).write())
+    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from megatron_ddrp.data.progress import tracked
 from megatron_ddrp.tasks.compare.items import Interval
 from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
 from megatron_ddrp.tasks.compare.runs import Arm
@@ -34,7 +35,8 @@ def measures(results: Results) -> list[str]:
 def compare_all(results: Results) -> dict[str, list[Compared]]:
     """Return measure → models with a value, for the measures of the table and then for GLUE's single tasks."""
     tasks = results.plan.glue.tasks if results.plan.glue else ()
-    return {measure: compare(results, measure) for measure in (*measures(results), *tasks)}
+    every = (*measures(results), *tasks)
+    return {measure: compare(results, measure) for measure in tracked(every, "measure", "resampling items")}
 
 
 def compare(results: Results, measure: str) -> list[Compared]:

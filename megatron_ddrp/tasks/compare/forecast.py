@@ -15,7 +15,7 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 _USUAL = {
     "vocabulary": 60.0, "dataset": 120.0, "probe": 30.0, "self-similarity": 30.0, "triangle": 15.0,
-    "attention-maps": 15.0, "space": 60.0, "throughput": 60.0,
+    "attention-maps": 15.0, "space": 60.0, "direction": 20.0, "throughput": 60.0,
 }  # fmt: skip
 """Kind → assumed seconds of a small job until a job of its kind is finished."""
 

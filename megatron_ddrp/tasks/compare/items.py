@@ -29,17 +29,18 @@ class Items:
     """Outcomes of a plan's runs per item, by arm and seed."""
 
     def __init__(self) -> None:
-        self._samples: dict[str, dict[Arm, dict[int, np.ndarray]]] = defaultdict(lambda: defaultdict(dict))
-        """Task → arm → seed → scores of the bootstrap samples of its rows, `[samples]`."""
+        self._cells: dict[str, dict[Arm, dict[int, tuple[Cell, Path]]]] = defaultdict(lambda: defaultdict(dict))
+        """Task → arm → seed → score with the folder of its predictions."""
+        self._samples: dict[tuple[str, Arm, int], np.ndarray | None] = {}
+        """Scores of the bootstrap samples of a task's rows, `[samples]`, computed when they are first needed."""
         self._pairs: dict[Arm, dict[int, Paradigms]] = defaultdict(dict)
         self._rows: dict[str, int] = {}
         """Task → number of rows of its development set."""
 
     def add_cell(self, task: str, run: TrainingRun, cell: Cell, folder: Path) -> None:
-        """Add the predictions behind a score of a run, unless they are missing or damaged."""
+        """Add a score of a run and the folder of its predictions."""
         self._rows[task] = cell.rows[0]["dev_examples"]
-        if (samples := _resampled(cell, folder)) is not None:
-            self._samples[task][run.arm][run.seed] = samples
+        self._cells[task][run.arm][run.seed] = cell, folder
 
     def add_pairs(self, run: TrainingRun, paradigms: Paradigms) -> None:
         """Add the results of a run on minimal pairs, unless the file of scores is missing."""
@@ -53,11 +54,20 @@ class Items:
         """
         differences = []
         for task in tasks:
-            ours, theirs = (self._samples[task].get(arm, {}) for arm in (first, second))
-            if not all(seed in by_seed for by_seed in (ours, theirs) for seed in seeds):
-                return None
-            differences += [ours[seed] - theirs[seed] for seed in seeds]
+            for seed in seeds:
+                ours, theirs = (self._samples_of(task, arm, seed) for arm in (first, second))
+                if ours is None or theirs is None:
+                    return None
+                differences.append(ours - theirs)
         return percentile_interval(np.mean(differences, axis=0)) if differences else None
+
+    def _samples_of(self, task: str, arm: Arm, seed: int) -> np.ndarray | None:
+        """Return the scores of the samples `[samples]`; None if predictions are missing or damaged."""
+        key = task, arm, seed
+        if key not in self._samples:
+            found = self._cells[task][arm].get(seed)
+            self._samples[key] = _resampled(*found) if found else None
+        return self._samples[key]
 
     def of_pairs(self, first: Arm, second: Arm, seeds: Sequence[int]) -> Interval | None:
         """Return the interval of `first` − `second` on resampled paradigms and pairs, averaged over the seeds.

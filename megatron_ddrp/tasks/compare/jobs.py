@@ -19,7 +19,7 @@ RUN = "course"
 """Kind of a training run in names of jobs and folders, kept from the first version; `shown_kind` shows "run"."""
 KINDS = (
     "vocabulary", "dataset", "probe", RUN, "minimal-pairs", "finetune", "glue", "self-similarity", "triangle",
-    "attention-maps", "space", "throughput",
+    "attention-maps", "space", "direction", "throughput",
 )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
             ("triangle", wanted.triangle, encoding_class(run.model.encoding).is_relative, ".json"),
             ("attention-maps", wanted.attention_maps, is_first, ".png"),
             ("space", wanted.space, True, ".json"),
+            ("direction", wanted.direction, True, ".json"),
         ):
             if not sentences or not applies:
                 continue
@@ -136,6 +137,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
             command = (
                 *("megatron-ddrp", "analyze", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
+                *(("--random-init",) if kind == "direction" else ()),
             )
             work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
             job = Job(kind, name, run.job.title, command, output, (run.job.name,), work)

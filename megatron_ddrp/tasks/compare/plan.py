@@ -1,4 +1,4 @@
-"""Plan of a comparison: models, seeds, one budget, one corpus. It is read from YAML and checked before anything runs.
+"""Plan of a comparison: models, seeds, one budget, one corpus, checked before anything runs.
 
 The keys `model` and `training` and a model's `flags` take flags of `pretrain_bert.py` without the leading dashes. Flags
 that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md explains the keys.
@@ -7,7 +7,6 @@ that the plan itself determines (seed, steps, folders, data) are refused there. 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +14,7 @@ from typing import Any
 
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
 from megatron_ddrp.config.option import COUNT, option, refuse
-from megatron_ddrp.config.reading import (
-    Option,
-    Place,
-    load_yaml,
-    options_of,
-    read_section,
-    read_value,
-)
+from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.tasks.compare.flags import Flags, read_flags
 from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, read_glue, read_tasks
 
@@ -109,6 +101,7 @@ class Analyses:
     triangle: int = option(0, "up-down triangles", within="[0, inf)")
     attention_maps: int = option(0, "mean attention maps", within="[0, inf)")
     space: int = option(0, "cosines, IsoScore and effective rank", within="[0, inf)")
+    direction: int = option(0, "left and right", within="[0, inf)")
     throughput: tuple[int, ...] = option((), "lengths of rows at inference", within="[3, inf)", distinct=True)
 
 
@@ -167,6 +160,9 @@ class Plan:
     launcher: str = option("python", "command that starts pretrain_bert.py")
     workers: int = option(1, "jobs at once", within=COUNT)
     expected: Expected = option(Expected(), "times, for the forecast")
+    check: str = option("", "question that these runs answer, apart from the ladder")
+    is_rung: bool = False
+    """True if this is one of the `rungs` of a file."""
     file: Path = Path()
 
     def __post_init__(self) -> None:
@@ -227,33 +223,3 @@ class Plan:
     def named(self, name: str) -> Model:
         """Return the model with this name."""
         return next(model for model in self.models if model.name == name)
-
-
-def read_plan(file: Path, given: Mapping[str, Any] | None = None) -> Plan:
-    """Read and check a plan. `given` has values of the command line by dotted key; they replace the file's values.
-
-    Raises:
-        UserError: one line with the file, the key and the allowed values.
-    """
-    place = Place(str(file))
-    if not file.is_file():
-        raise place.error("no such file; give a plan such as examples/compare/cpu-hours.yaml")
-    return replace(read_section(Plan, _replaced(load_yaml(file, place), given or {}), place), file=file)
-
-
-def _replaced(values: Any, given: Mapping[str, Any]) -> Any:
-    """Return the file's values with those of `given` replaced; None removes a value."""
-    if not isinstance(values, Mapping):
-        return values
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    for path, value in given.items():
-        key, _, inner = path.partition(".")
-        key = next((name for name in found if str(name).replace("-", "_") == key), key)
-        if not inner:
-            found[key] = value
-        elif isinstance(found.setdefault(key, {}), dict):
-            found[key][inner] = value
-    for section in found.values():
-        for key in [key for key, value in section.items() if value is None] if isinstance(section, dict) else ():
-            del section[key]
-    return {key: value for key, value in found.items() if value is not None}

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.progress import tracked
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.items import Items, read_right
 from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
@@ -33,6 +32,13 @@ SPACE = {
 }
 """Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
 MINIMAL_PAIRS = "minimal pairs"
+DIRECTION = {
+    "direction probe": (0, "probe"),
+    "direction probe, shuffled": (0, "shuffled"),
+    "direction probe, shuffled, random weights": (1, "shuffled"),
+    "direction cosine": (0, "near"),
+}
+"""Measure → place among the models in the JSON of `megatron-ddrp analyze direction --random-init`, and key."""
 
 Curve = list[tuple[float, float]]
 """Pairs (step, value)."""
@@ -43,9 +49,10 @@ Scores = dict[str, float]
 class Results:
     """Values from the finished jobs of a plan."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, only: TrainingRun | None = None):
+        """Read the values of all finished runs, or of one."""
         self.plan: Plan = work.plan
-        self.runs = [run for run in work.runs if run.job.name in work.store]
+        self.runs = [run for run in ([only] if only else work.runs) if run.job.name in work.store]
         self.values: dict[str, dict[Arm, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.maps: dict[Arm, Path] = {}
@@ -57,23 +64,23 @@ class Results:
         for run in self.runs:
             self._read_metrics(run)
         for analysis in work.analyses:
-            if analysis.job.name in work.store:
+            if analysis.run in self.runs and analysis.job.name in work.store:
                 self._read_analysis(analysis.run, analysis.job.kind, analysis.job.output)
         self.collapsed: dict[str, dict[Arm, int]] = defaultdict(lambda: defaultdict(int))
         """Task → arm → number of undefined fine-tuning runs on the last checkpoints."""
         self.facts: dict[str, dict[str, Any]] = {}
         """Task → one of its lines in runs.jsonl, which has the sizes of the data."""
         scores: dict[TrainingRun, dict[int, Scores]] = defaultdict(dict)
-        for score in tracked(work.scores, "run", "reading scores"):
-            if score.job.name in work.store and (found := self._read_scores(score)):
+        for score in work.scores:
+            if score.run in self.runs and score.job.name in work.store and (found := self._read_scores(score)):
                 scores[score.run][score.step] = found
         self.averaged = self._average_last(scores)
         self.averaged_on_the_way = self._average_curves(scores)
         for pairs in work.pairs:
-            if pairs.job.name in work.store:
+            if pairs.run in self.runs and pairs.job.name in work.store:
                 self._read_pairs(pairs)
         for task in work.tasks:
-            if task.job.name in work.store:
+            if task.run in self.runs and task.job.name in work.store:
                 self._read_task(task)
 
     @property
@@ -120,6 +127,11 @@ class Results:
             for measure, key in SPACE.items():
                 if last[key] is not None:
                     self.values[measure][run.arm][run.seed] = last[key]
+            return
+        if kind == "direction":
+            for measure, (place, key) in DIRECTION.items():
+                if found["models"][place][key] is not None:
+                    self.values[measure][run.arm][run.seed] = found["models"][place][key]
             return
         if kind == "triangle":
             self.values[TRIANGLE][run.arm][run.seed] = found["models"][0]["share"]

@@ -51,7 +51,9 @@ class _Running:
 class Runner:
     """Driver of a comparison's jobs; the plan's `workers` limits the number of processes at once."""
 
-    def __init__(self, forecast: JobForecast, say: Callable[[str], object]):
+    def __init__(self, forecast: JobForecast, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
+        """`say` prints a line; `after` runs whenever a job is finished."""
+        self.after = after
         self.forecast, self.store, self.workers, self.say = forecast, forecast.store, forecast.plan.workers, say
         self.folder = self.store.path.parent
         self.running: list[_Running] = []
@@ -151,6 +153,7 @@ class Runner:
             if code == 0 and job.output.exists():
                 seconds = time.monotonic() - running.began
                 self.store.append(self._row(running, seconds))
+                self.after()
                 done = len(jobs) - len(self.store.missing(jobs))
                 self.say(f"[{done}/{len(jobs)}] " + self.forecast.line(job, seconds, self.left(jobs)))
                 return

@@ -56,29 +56,34 @@ class Work:
         return [*self.corpus.jobs, *self.probes.values()]
 
     def jobs(self) -> list[Job]:
-        """Return all jobs in order: seed after seed, then GLUE on the earlier checkpoints."""
+        """Return all jobs in order: every run with its measures, then GLUE on the earlier checkpoints."""
+        jobs = self.first_jobs()
+        for run in self.runs:
+            jobs += self.jobs_of(run)
+        return jobs + [score.job for score in self.scores if score.step != score.run.steps]
+
+    def jobs_of(self, run: TrainingRun) -> list[Job]:
+        """Return a run's job and those that measure its last checkpoint."""
         last = [score for score in self.scores if score.step == score.run.steps]
         measured: list[Measure | TaskMeasure] = [*self.pairs, *self.analyses, *self.tasks, *last]
-        jobs = self.first_jobs()
-        for seed in self.plan.seeds:
-            jobs += [run.job for run in self.runs if run.seed == seed]
-            jobs += [measure.job for measure in measured if measure.run.seed == seed]
-        return jobs + [score.job for score in self.scores if score.step != score.run.steps]
+        return [run.job, *(measure.job for measure in measured if measure.run == run)]
 
     def plan_text(self) -> str:
         """Return the text of the plan: models, steps, seeds and budget."""
-        plan = self.plan
-        few = f" (fewer than {NUM_SEEDS}: too few for a reliable spread)" if len(plan.seeds) < NUM_SEEDS else ""
-        lines = [
-            f"plan {plan.file}: {len(plan.models)} models x {len(plan.seeds)} seeds ({', '.join(map(str, plan.seeds))})"
-            f"{few}, {plan.budget} each, into {self.folder}"
-        ]
-        for model in plan.rows:
-            count = f"as many steps as fit into {plan.budget}"
+        lines = [f"plan {self.plan.file}: {self.summary()}, into {self.folder}"]
+        for model in self.plan.rows:
+            count = f"as many steps as fit into {self.plan.budget}"
             if model.name in self.steps:
                 count = f"{self.steps[model.name]:,} steps"
-            half = ", and half of it" if model.name in plan.half_budget else ""
+            half = ", and half of it" if model.name in self.plan.half_budget else ""
             lines.append(f"  {model.name}: {model.encoding}, {model.objective}, {count}{half}")
-        if not plan.glue:
+        if not self.plan.glue:
             lines.append("  no GLUE in this plan")
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return the numbers of models and seeds, and the budget, in words."""
+        models, seeds = len(self.plan.models), self.plan.seeds
+        few = f" (fewer than {NUM_SEEDS}: too few for a reliable spread)" if len(seeds) < NUM_SEEDS else ""
+        counts = f"{models} model{'s' * (models > 1)} x {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+        return f"{counts} ({', '.join(map(str, seeds))}){few}, {self.plan.budget} each"

@@ -44,16 +44,21 @@ def test_self_similarity_covers_every_checkpoint_and_export(run_folder, analyze_
     assert "ddrp step 20: f(S)" in capsys.readouterr().out
 
 
-def test_a_plain_bert_is_read_too(run_folder, tiny_corpus, analyze_main, tmp_path):
-    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
-
+def save_run(folder, run_folder, tiny_corpus, **changes):
+    """A run of step 1 with random weights, like `run_folder` but with `changes` to its model."""
     state = json.loads((run_folder / "iter_0000020" / checkpoint.STATE).read_text())
-    config = Config.from_dict(state["config"]).replace(model={"position_encoding": "absolute"})
-    path = tmp_path / "bert" / checkpoint.tag(1)
+    config = Config.from_dict(state["config"]).replace(model=changes)
+    path = folder / checkpoint.tag(1)
     path.mkdir(parents=True)
     checkpoint.save_weights(dict(build_model(config.model).named_parameters()), path)
     (path / checkpoint.STATE).write_text(json.dumps({"iteration": 1, "config": config.to_dict()}))
-    build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file).save(tmp_path / "bert" / checkpoint.TOKENIZER)
+    build_tokenizer("BertWordPieceLowerCase", tiny_corpus.vocab_file).save(folder / checkpoint.TOKENIZER)
+
+
+def test_a_plain_bert_is_read_too(run_folder, tiny_corpus, analyze_main, tmp_path):
+    from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+
+    save_run(tmp_path / "bert", run_folder, tiny_corpus, position_encoding="absolute")
     export_checkpoint(tmp_path / "bert", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "bert"
     more = ("--sentences", 20, "--split", "80,20,0")
@@ -71,6 +76,32 @@ def test_triangle_takes_the_newest_checkpoint(run_folder, analyze_main, tmp_path
     assert model["share"] == model["layers"][-1]["share"]
     assert 0 < model["layers"][0]["group_1_up"] < 1
     assert is_png(tmp_path / "t.png")
+
+
+def test_direction_of_checkpoints_with_and_without_a_table(run_folder, analyze_main, tmp_path, tiny_corpus, capsys):
+    pytest.importorskip("matplotlib")
+    save_run(tmp_path / "nope", run_folder, tiny_corpus, position_encoding="nope", relative_distance=None)
+    loads = [run_folder, tmp_path / "nope"]
+    result = analyze_main("direction", loads, tmp_path / "d.png", "--sentences", 40)
+    ddrp, nope = result["models"]
+    assert (ddrp["iteration"], ddrp["sentences"], ddrp["max_length"]) == (20, 40, 24)
+    assert len(ddrp["cosines"]) == 23 and ddrp["near"] != ddrp["far"]
+    assert nope["cosines"] is nope["near"] is nope["far"] is None
+    assert abs(nope["shuffled"] - 0.5) < 4 * nope["shuffled_error"] < 0.1
+    for model in (ddrp, nope):
+        assert [layer["layer"] for layer in model["layers"]] == [1, 2]
+        assert [point["distance"] for point in model["distances"]] == list(range(1, 9))
+        for key in ("probe", "shuffled"):
+            assert model[key] == pytest.approx(sum(point[key] for point in model["distances"]) / 8)
+            assert model[f"{key}_error"] > 0 and all(0 < layer[key] < 1 for layer in model["layers"])
+    assert is_png(tmp_path / "d.png")
+    [first, second] = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("ddrp: cosine ") and second.startswith("nope: no table; text ")
+    more = ("--max-length", 10, "--random-init")
+    short, random = analyze_main("direction", run_folder, tmp_path / "s.png", *more)["models"]
+    assert (random["run"], random["iteration"]) == ("ddrp, random weights", None)
+    assert random["near"] != short["near"] and random["probe"] != short["probe"]
+    assert [point["probe"] is None for point in short["distances"]] == [False] * 3 + [True] * 5
 
 
 def test_maps_of_groups_and_of_single_heads(run_folder, analyze_main, tmp_path):
@@ -145,6 +176,8 @@ def test_progress_moves_on_with_every_batch():
         ("triangle", ("--device", "tpu9"), "--device tpu9"),
         ("attention-maps", ("--layer", 3), "--layer is 3: this model has 1 to 2"),
         ("attention-maps", ("--head", 0), "--head is 0: this model has 1 to 4"),
+        ("direction", ("--seed", -1), "--seed is -1: it must be at least 0"),
+        ("direction", ("--max-length", 4), "too few or too short to probe left and right"),
         ("self-similarity", ("--split", "100,0,0"), "no sample in documents"),
     ],
 )

@@ -9,11 +9,18 @@ import pytest
 import yaml
 
 from megatron_ddrp.tasks.compare.jobs import Job, open_store
-from megatron_ddrp.tasks.compare.plan import read_plan
+from megatron_ddrp.tasks.compare.plan import Plan
+from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
 
 HARDWARE = {"hardware": "2 cores of Some CPU", "versions": {"Python": "3.11.0"}, "workers": 2, "threads": "1"}
+
+
+def read_plan(file, given=None) -> Plan:
+    """The plan of a file without rungs."""
+    (plan,) = read_plans(file, given)
+    return plan
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all, field_accuracies
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.plan import read_plan
 from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
 from megatron_ddrp.tasks.compare.runs import Arm
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
@@ -21,7 +20,7 @@ from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.statistics import student_interval
-from tests.unit.compare.conftest import finish_run, record
+from tests.unit.compare.conftest import finish_run, read_plan, record
 
 PAIRS = {"agreement": ("morphology", 50), "islands": ("syntax", 100), "binding": ("syntax", 50)}
 """Paradigm → field and number of pairs."""

@@ -9,7 +9,8 @@ import pytest
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.plan import read_plan
+from megatron_ddrp.tasks.compare.plan_file import read_plans
+from tests.unit.compare.conftest import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 SCALES = ("cpu-hours", "gpu-30min", "paper")
@@ -192,8 +193,9 @@ def test_a_run_keeps_its_name_when_the_plan_grows(values, open_work):
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_a_ready_plan_is_a_plan(file):
-    plan = read_plan(file)
-    assert len(plan.seeds) >= 3
+    plans = read_plans(file)
+    plan = plans[0]
+    assert len(plan.seeds) >= 3 or plan.is_rung
     if file.stem in SCALES:  # the paper's comparison, whole
         assert plan.half_budget and plan.glue and plan.analyses.self_similarity
     head = file.read_text(encoding="utf-8").split("models:")[0]
@@ -201,7 +203,7 @@ def test_a_ready_plan_is_a_plan(file):
 
 
 def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two_backbones():
-    plans = {file.stem: read_plan(file) for file in READY}
+    plans = {file.stem: read_plan(file) for file in READY if file.stem != "ladder"}
     assert set(plans) == {*SCALES, "backbones", "measures"}
     assert plans["measures"].minimal_pairs and plans["measures"].glue and len(plans["measures"].seeds) == 5
     backbones = plans["backbones"].models
@@ -210,6 +212,17 @@ def test_the_ready_plans_are_the_paper_at_three_scales_and_every_encoding_in_two
     kinds = {(m.encoding, m.objective) for m in plans["gpu-30min"].models}
     assert len(kinds) == 12
     assert {w for m in plans["paper"].grid for w in m.weights or ()} == {0.01, 0.1, 1.0}
+
+
+def test_the_ladder_has_three_budgets_and_every_measure_of_every_run():
+    (file,) = [file for file in READY if file.stem == "ladder"]
+    rungs = [plan for plan in read_plans(file) if not plan.check]
+    seeds = {budget: set() for budget in (2**22, 2**24, 2**26)}
+    for plan in rungs:
+        seeds[plan.budget.amount] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
+        assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
+    counts = [{sum(model == name for model, _ in of_rung) for name, _ in of_rung} for of_rung in seeds.values()]
+    assert counts == [{4, 6}, {3}, {2}] and len({model for model, _ in seeds[2**22]}) == 21
 
 
 @pytest.mark.parametrize("with_glue", [True, False])

@@ -13,9 +13,9 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.flags import make_config
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import Job, job_name, open_store
-from megatron_ddrp.tasks.compare.plan import read_plan
 from megatron_ddrp.tasks.compare.running import Runner, full_command
 from megatron_ddrp.tasks.compare.runs import facts_of, start_of
+from tests.unit.compare.conftest import read_plan
 
 
 @pytest.fixture

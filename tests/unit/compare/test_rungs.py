@@ -1,0 +1,188 @@
+"""Rungs of a plan, and the rows of their finished runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.compare.arguments import parse_arguments
+from megatron_ddrp.tasks.compare.command import main, plan_work
+from megatron_ddrp.tasks.compare.plan_file import read_plans
+from megatron_ddrp.tasks.compare.rungs import Rungs, open_rows
+from tests.unit.compare.conftest import finish_run, finish_similarity
+
+LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}
+MORE_SEEDS = {"budget": {"tokens": 5120}, "seeds": [1236], "models": ["BERT (MTH)"]}
+HIGHEST = {"budget": {"tokens": 20480}, "seeds": 1, "models": ["BERT (MTH)", "BERT (MLM)"], "baseline": "BERT (MLM)"}
+CHECK = {"check": "rate", "budget": {"tokens": 5120}, "seeds": [1], "models": ["BERT (MLM)"], "analyses": {}}
+
+
+@pytest.fixture
+def rungs(values):
+    """Values of a plan with four rungs."""
+    for key in ("budget", "seeds", "half_budget"):
+        del values[key]
+    return values | {"rungs": [CHECK, LOWEST, MORE_SEEDS, HIGHEST]}
+
+
+@pytest.fixture
+def open_ladder(write, tmp_path):
+    """Values, more words → the ladder of an output folder."""
+
+    def make(values, *words) -> Rungs:
+        options = parse_arguments([str(write(values)), "--output-dir", str(tmp_path / "out"), *words])
+        ladder = plan_work(options)
+        assert isinstance(ladder, Rungs)
+        return ladder
+
+    return make
+
+
+def finish(ladder: Rungs, loss: float = 5.0) -> None:
+    """Finish every job of the ladder."""
+    for work in ladder.works:
+        for run in work.runs:
+            if run.job.name not in ladder.store:
+                finish_run(work, run, loss + run.seed / 1e4 + run.arm.half)
+        for analysis in work.analyses:
+            if analysis.job.name not in ladder.store:
+                finish_similarity(work, analysis.run, 0.3, 0.2)
+    ladder.record()
+
+
+def test_an_entry_of_rungs_replaces_keys_of_the_file(rungs, write):
+    plans = read_plans(write(rungs))
+    assert [plan.budget.amount for plan in plans] == [5120, 5120, 5120, 20480]
+    assert [plan.seeds for plan in plans] == [(1,), (1234, 1235), (1236,), (1234,)]
+    assert [[m.name for m in plan.models] for plan in plans[2:]] == [["BERT (MTH)"], ["BERT (MTH)", "BERT (MLM)"]]
+    assert len(plans[1].models) == 2 and plans[1].half_budget == ("BERT (MTH)",) and not plans[2].half_budget
+    assert [plan.check for plan in plans] == ["rate", "", "", ""] and plans[0].analyses.self_similarity == 0
+    assert all(plan.is_rung and plan.flags == plans[0].flags for plan in plans)
+
+
+def test_the_command_line_replaces_values_on_every_rung(rungs, write):
+    plans = read_plans(write(rungs), {"workers": 2})
+    assert [plan.workers for plan in plans] == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("rung", "expected"),
+    [
+        ("5 tokens", "rungs[2]: got '5 tokens', expected keys of a plan"),
+        ({"seeds": 2}, "rungs[2].budget: missing"),
+        (
+            LOWEST | {"models": ["DDRP"]},
+            "rungs[2].models: got 'DDRP', expected names of models: BERT (MLM), BERT",
+        ),
+        (LOWEST | {"models": [{"name": "X"}]}, "rungs[2].models: got {'name': 'X'}, expected names of models: BERT"),
+        (LOWEST | {"budget": {"minutes": 1}}, "rungs[2].budget: minutes, in which models would see different data"),
+        (LOWEST | {"analyses": {"throughput": [64]}}, "rungs[2].analyses.throughput: not on a rung"),
+        (
+            LOWEST | {"glue": {"data_dir": "g", "tasks": ["RTE"], "checkpoints_of": ["BERT (MLM)"]}},
+            "rungs[2].glue.checkpoints_of: not on a rung",
+        ),
+        (LOWEST | {"sedes": 2}, "rungs[2]: unknown setting 'sedes'; did you mean seeds?"),
+        (LOWEST | {"models": ["BERT (MLM)"]}, "rungs[2]: half_budget: got 'BERT (MTH)', expected one of BERT (MLM)"),
+    ],
+)
+def test_a_mistake_in_a_rung_is_one_line(rungs, write, rung, expected):
+    file = write(rungs | {"rungs": [HIGHEST, rung]})
+    with pytest.raises(UserError) as caught:
+        read_plans(file)
+    assert str(caught.value).startswith(f"{file}: {expected}") and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("none", [[], {}, 3, None])
+def test_rungs_are_a_list_with_an_entry(rungs, write, none):
+    with pytest.raises(UserError, match="rungs: expected a list of rungs"):
+        read_plans(write(rungs | {"rungs": none}))
+
+
+def test_rows_and_checks_are_for_plans_with_rungs(values, write, tmp_path):
+    with pytest.raises(UserError, match="check: only for an entry of rungs"):
+        read_plans(write(values | {"check": "rate"}))
+    words = [str(write(values)), "--output-dir", str(tmp_path), "--rows", "rows.jsonl"]
+    with pytest.raises(UserError, match="--rows: .*plan.yaml has no rungs"):
+        main(words)
+
+
+def test_jobs_stand_in_the_order_of_the_rungs_each_once_and_a_run_before_its_measures(rungs, open_ladder):
+    again = open_ladder(rungs | {"rungs": [*rungs["rungs"], LOWEST]})
+    ladder = open_ladder(rungs)
+    names = [job.name for job in ladder.jobs()]
+    assert names == [job.name for job in again.jobs()] and len(names) == len(set(names))
+    runs = [run for work in ladder.works for run in work.runs]
+    assert len(runs) == 1 + 2 * 3 + 1 + 2
+    places = {name: place for place, name in enumerate(names)}
+    assert [places[run.job.name] for run in runs] == sorted(places[run.job.name] for run in runs)
+    assert all(places[need] < places[job.name] for job in ladder.jobs() for need in job.needs)
+
+
+def test_a_row_has_everything_about_a_run(rungs, open_ladder):
+    ladder = open_ladder(rungs)
+    finish(ladder)
+    rows = ladder.rows.rows
+    assert len(rows) == 10 and not ladder.jobs()
+    (row,) = [row for row in rows if row["half"] and row["seed"] == 1235]
+    assert row["values"]["validation masked-LM loss"] == pytest.approx(6.1235)
+    assert (row["planned_tokens"], row["steps"], row["budget"]) == (5120, 20, "5,120 tokens")
+    assert (row["model"], row["encoding"], row["objective"], row["check"]) == ("BERT (MTH)", "absolute", "mth", "")
+    (row,) = [row for row in rows if row["planned_tokens"] == 20480 and row["model"] == "BERT (MTH)"]
+    assert row["values"]["f(S)"] == 0.3 and row["values"]["f(H)"] == 0.2 and row["tokens"] == 100 * 160
+    assert row["validation"] == [[8000, pytest.approx(5.9234)], [16000, pytest.approx(5.1234)]]
+    assert row["similarity"] == [[8000, 0.3, 0.2], [16000, 0.3, 0.2]] and row["baseline"] == "BERT (MLM)"
+    assert row["parameters"] > 0 and row["seconds"] == 20.0 and row["common"]["hidden_size"] == 16
+    assert [row["check"] for row in rows if row["seed"] == 1] == ["rate"]
+
+
+def test_a_run_with_a_row_is_not_repeated_in_an_empty_folder(rungs, open_ladder, tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    ladder = open_ladder(rungs, "--rows", str(kept))
+    finish(ladder)
+    shutil.rmtree(tmp_path / "out")
+    again = open_ladder(rungs, "--rows", str(kept))
+    assert not again.jobs()
+    (tmp_path / "out").mkdir(exist_ok=True)
+    kept.unlink()
+    assert len([job for job in open_ladder(rungs, "--rows", str(kept)).jobs() if job.kind == "course"]) == 10
+
+
+def test_a_new_measure_repeats_a_run_whose_folder_is_gone_and_its_row_replaces_the_old(rungs, open_ladder, tmp_path):
+    ladder = open_ladder(rungs)
+    finish(ladder)
+    more = rungs | {"analyses": {"self-similarity": 11}}
+    wanted = open_ladder(more).jobs()
+    kinds = [job.kind for job in wanted if job.name not in ladder.store]
+    assert set(kinds) == {"self-similarity"}  # the runs themselves are in the store
+    finish(open_ladder(more))
+    rows = open_rows(tmp_path / "out" / "rows.jsonl").rows
+    assert len(rows) == 10 + 7 and len({row["run"] for row in rows}) == 10
+
+
+def test_a_run_without_all_its_measures_has_no_row(rungs, open_ladder):
+    ladder = open_ladder(rungs)
+    for work in ladder.works:
+        for run in work.runs:
+            finish_run(work, run, 5.0)
+    ladder.record()
+    assert {row["check"] or row["half"] for row in ladder.rows} == {"rate", True}  # they have no analysis
+
+
+def test_the_dry_run_prints_every_rung_and_what_is_left(rungs, write, tmp_path, capsys):
+    assert main([str(write(rungs)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 rungs" in printed and "rung: 2 models x 1 seed (1234)" in printed and "20,480 tokens each" in printed
+    assert (
+        "check, rate: 1 model x 1 seed (1)" in printed
+        and "with half the budget: BERT (MTH)" in printed
+        and not (tmp_path / "out").exists()
+    )
+
+
+def test_rows_are_json(rungs, open_ladder, tmp_path):
+    finish(open_ladder(rungs))
+    lines = (tmp_path / "out" / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len([json.loads(line)["crc32"] for line in lines]) == 10
