@@ -15,7 +15,7 @@ from megatron_ddrp.tasks.compare.results import (
     TRIANGLE,
 )
 from megatron_ddrp.tasks.glue.paper import BETTER, PAPER_NAMES, PAPER_TRIANGLES, average_difference, paper_row
-from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.ladder import SHUFFLED, Ladder
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.ladder.trend import Trend, fit, steps_of_four
 from megatron_ddrp.tasks.ladder.verdicts import over_the_ladder, with_trend
@@ -201,3 +201,5 @@ def _inside(ladder: Ladder) -> Iterator[Claim]:
         if first and second:
             text = f"{_name(more)} shows the triangle in more sentences than {_name(fewer)} under {objective}"
             yield Claim(text, TRIANGLE, first, second, f"{PAPER_TRIANGLES[more] - PAPER_TRIANGLES[fewer]:+.2f}")
+            text = f"{_name(more)} tells left from right better than {_name(fewer)} under {objective}"
+            yield Claim(text, SHUFFLED, first, second)

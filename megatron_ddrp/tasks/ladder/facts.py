@@ -12,6 +12,8 @@ from megatron_ddrp.tasks.ladder.ladder import Ladder
 def facts(ladder: Ladder) -> list[str]:
     """Return one sentence per fact."""
     rows = [run.raw for run in ladder.runs]
+    if not rows:
+        return []
     shared = _shared(rows)
     lines = [f"Flags of every run: `{' '.join(words(shared.items()))}`."] if shared else []
     lines += [_difference(name, rows) for name in _flags(rows) if name not in shared]

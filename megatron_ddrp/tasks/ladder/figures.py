@@ -13,10 +13,18 @@ from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.curves import draw_loss, draw_similarity, draw_training
 from megatron_ddrp.tasks.ladder.gains import draw_claims, draw_gains
-from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, SHUFFLED_PROBE, Ladder
+from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, RANDOM, SHUFFLED, Ladder
+from megatron_ddrp.tasks.ladder.minimal_pairs import CHANCE
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.statistics import spread
+
+DIRECTION_PANELS = {
+    SHUFFLED: "probe on shuffled text, accuracy",
+    PROBE: "probe on text, accuracy",
+    COSINE: "cosine of T[+k] and T[−k]",
+}
+"""Measure → label of its axis. Only positions can tell left from right in shuffled text."""
 
 
 def draw_all(ladder: Ladder, gains: Mapping[str, Sequence[Judged]], folder: Path) -> list[str]:
@@ -34,7 +42,7 @@ def draw_all(ladder: Ladder, gains: Mapping[str, Sequence[Judged]], folder: Path
     for name, draw in wanted.items():
         path = folder / f"{name}.png"
         path.unlink(missing_ok=True)  # an old figure may show data that no longer exist
-        if draw(path):
+        if ladder.runs and draw(path):
             drawn.append(name)
     return drawn
 
@@ -78,49 +86,42 @@ def _percent(arms: Mapping[Arm, Mapping[str, float]], groups: Sequence[str]) -> 
 
 
 def draw_direction(ladder: Ladder, path: Path) -> bool:
-    """Draw how well attention tells left from right: the cosine of +k and −k, and the probe beside its shuffled twin.
-
-    Return False if no row has such a value.
-    """
-    measures = [measure for measure in (PROBE, COSINE) if measure in ladder.measures]
-    if not measures:
+    """Draw how well attention tells left from right, with open dots for random weights; return False without values."""
+    panels = {name: label for name, label in DIRECTION_PANELS.items() if name in ladder.measures}
+    if not panels:
         return False
-    arms = [arm for arm in ladder.arms if any(ladder.of(m, arm, rung) for m in measures for rung in ladder.rungs)]
+    arms = [arm for arm in ladder.arms if any(ladder.of(name, arm, rung) for name in panels for rung in ladder.rungs)]
     plt = pyplot()
-    size = (3.2 + 4.6 * len(measures), 1.9 + 0.42 * len(arms))
-    figure, axes = plt.subplots(1, len(measures), squeeze=False, figsize=size, sharey=True, layout="constrained")
-    for axis, measure in zip(axes.flat, measures, strict=True):
+    size = (3.0 + 3.6 * len(panels), 1.9 + 0.42 * len(arms))
+    figure, axes = plt.subplots(1, len(panels), squeeze=False, figsize=size, sharey=True, layout="constrained")
+    handles = {}
+    for axis, (measure, label) in zip(axes.flat, panels.items(), strict=True):
         for number, rung in enumerate(ladder.rungs):
             shift = 0.22 * (number - (len(ladder.rungs) - 1) / 2)
-            style = {"color": COLORS[number % len(COLORS)], "linestyle": ""}
+            style = {"color": COLORS[number % len(COLORS)], "linestyle": "", "marker": "o", "markersize": 7}
             for place, arm in enumerate(arms):
-                _draw_direction_point(axis, ladder, (measure, arm, rung), place + shift, style)
+                _draw_dots(axis, ladder, (measure, arm, rung), place + shift, style)
+            handles[f"{shown_tokens(rung)} tokens"] = plt.Line2D([], [], **style)
         axis.grid(alpha=0.3)
-        axis.set_xlabel("probe of left or right, accuracy" if measure == PROBE else "cosine of offsets +k and −k")
+        axis.set_xlabel(label)
+        axis.axvline(CHANCE if measure != COSINE else 1.0, color="black", linewidth=1)
+    if RANDOM in ladder.measures and SHUFFLED in panels:
+        handles["random weights"] = plt.Line2D([], [], **style | {"color": GREY, "fillstyle": "none"})
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in arms])
     axes[0, 0].set_ylim(len(arms) - 0.5, -0.5)
-    handles = [
-        plt.Line2D([], [], marker="o", linestyle="", color=COLORS[n % len(COLORS)]) for n in range(len(ladder.rungs))
-    ]
-    labels = [f"{shown_tokens(rung)} tokens" for rung in ladder.rungs]
-    if SHUFFLED_PROBE in ladder.measures:
-        handles.append(plt.Line2D([], [], marker="o", linestyle="", color=GREY, fillstyle="none"))
-        labels.append("shuffled")
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     save_figure(plt, figure, path)
     return True
 
 
-def _draw_direction_point(
-    axis: Any, ladder: Ladder, what: tuple[str, Arm, int], height: float, style: dict[str, Any]
-) -> None:
-    """Draw the mean of a measure over the seeds as a dot, joined with an open dot for the shuffled probe."""
+def _draw_dots(axis: Any, ladder: Ladder, what: tuple[str, Arm, int], height: float, style: dict[str, Any]) -> None:
+    """Draw the mean of a measure over the seeds as a dot, joined to an open dot for random weights."""
     measure, arm, rung = what
     found = spread(ladder.of(measure, arm, rung))
     if found is None:
         return
-    axis.plot([found.mean], [height], marker="o", markersize=8, **style)
-    shuffled = spread(ladder.of(SHUFFLED_PROBE, arm, rung)) if measure == PROBE else None
-    if shuffled:
-        axis.plot([shuffled.mean, found.mean], [height] * 2, color=style["color"], linewidth=1.5, zorder=0)
-        axis.plot([shuffled.mean], [height], marker="o", fillstyle="none", markersize=8, **style)
+    axis.plot([found.mean], [height], **style)
+    random = spread(ladder.of(RANDOM, arm, rung)) if measure == SHUFFLED else None
+    if random:
+        axis.plot([random.mean, found.mean], [height] * 2, color=style["color"], linewidth=1.5, zorder=0)
+        axis.plot([random.mean], [height], fillstyle="none", **style)

@@ -41,16 +41,10 @@ class LadderPage:
     """Page of the rows in some files."""
 
     def __init__(self, paths: Sequence[Path], folder: Path):
-        """Read the rows.
-
-        Raises:
-            UserError: a file is missing or damaged, or all rows belong to checks.
-        """
+        """Read the rows. Raises `UserError` for a missing, empty or damaged file."""
         runs = read_runs(paths)
         self.folder = folder
         self.ladder = Ladder(runs)
-        if not self.ladder.runs:
-            raise UserError("all rows belong to checks; give the rows of a ladder too")
         self.checks = {name: Ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
         self.judged = judge(self.ladder, paper_claims(self.ladder))
         self.models = judge(self.ladder, model_claims(self.ladder))
@@ -58,7 +52,10 @@ class LadderPage:
     @cached_property
     def blocks(self) -> dict[str, str]:
         """Name → table as Markdown, for every one of `NAMES`; empty if there is nothing to show."""
-        ladder = self.ladder
+        ladder, checks = self.ladder, check_tables(self.checks)
+        if not ladder.runs:
+            found = {"summary": "All rows belong to checks.", "checks": "\n\n".join(map(str, checks))}
+            return dict.fromkeys(NAMES, "") | found
         tables: dict[str, list[Table]] = {
             "runs": [runs_table(ladder)],
             **{name: [claims_table(name, of_measure(self.judged, name), ladder)] for name in CLAIMS},
@@ -67,7 +64,7 @@ class LadderPage:
             "minimal-pairs": [pairs_table(ladder)],
             "scores": score_tables(ladder, is_inside=False),
             "inside": score_tables(ladder, is_inside=True),
-            "checks": check_tables(self.checks),
+            "checks": checks,
         }
         shown = {name: "\n\n".join(str(table) for table in found if table.rows) for name, found in tables.items()}
         return {"summary": summary(ladder, self.judged), "verdicts": definitions(len(ladder.rungs))} | shown

@@ -93,7 +93,8 @@ def full_row(model: str, seed: int, number: int, **other: Any) -> Row:
         "minimal pairs": sum(paradigms.values()) / len(paradigms), "STS-B": 0.12 + generator.gauss(0, 0.03),
         "CoLA": 0.02, "GLUE average": 0.07 + generator.gauss(0, 0.02), "IsoScore": 0.2 + 0.1 * mth,
         "effective rank": 40 + 20 * mth + generator.gauss(0, 2), "seconds of a step": 0.12,
-        "direction probe": 0.7, "direction probe, shuffled": 0.5, "direction cosine": 0.9,
+        "direction probe": 0.7, "direction probe, shuffled": 0.65, "direction cosine": 0.9,
+        "direction probe, shuffled, random weights": 0.6, "tokens": RUNGS[number],
     }  # fmt: skip
     tokens = RUNGS[number] * (0.5 if other.get("half") else 1.0)
     curve = [(tokens * part / 20, loss + 3 * math.exp(-part / 3)) for part in range(1, 21)]

@@ -142,8 +142,14 @@ def test_a_wrong_document_is_one_line_and_stays_as_it_is(page_of, tmp_path, text
     assert document.read_text() == text
 
 
-def test_a_missing_document_and_rows_of_checks_alone(page_of, tmp_path):
+def test_a_missing_document(page_of, tmp_path):
     with pytest.raises(UserError, match="No such file or directory; give a Markdown file"):
         page_of(full_rows(num_rungs=1, num_seeds=1)).replace_tables(tmp_path / "none.md")
-    with pytest.raises(UserError, match="all rows belong to checks"):
-        page_of([row for row in full_rows() if row["check"]])
+
+
+def test_rows_of_checks_alone_give_a_page_of_checks(page_of, tmp_path):
+    """A plan may begin with its checks, and every row may be the last for now."""
+    assert "0 figures written" in page_of([row for row in full_rows() if row["check"]]).write()
+    text = (tmp_path / "out" / "page.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Checks"]
+    assert "All rows belong to checks." in text
