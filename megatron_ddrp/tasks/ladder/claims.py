@@ -15,7 +15,7 @@ from megatron_ddrp.tasks.compare.results import (
     TRIANGLE,
 )
 from megatron_ddrp.tasks.glue.paper import BETTER, PAPER_NAMES, PAPER_TRIANGLES, average_difference, paper_row
-from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.ladder import SHUFFLED, Ladder
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.ladder.trend import Trend, fit, steps_of_four
 from megatron_ddrp.tasks.ladder.verdicts import over_the_ladder, with_trend
@@ -30,7 +30,7 @@ SCORED = (LOSS, GLUE, MINIMAL_PAIRS)
 class Claim:
     """Claim that the first arm gains over the second by a measure.
 
-    A gain is first − second, or second − first for a measure of which less is better, so a claim is about positive gains.
+    A gain is first − second, or second − first for a measure of which less is better. A claim holds if it is positive.
     """
 
     text: str
@@ -78,7 +78,16 @@ class Judged:
     def kind(self) -> str:
         """Verdict over the ladder without a word for the trend."""
         verdicts = [verdict for verdict in self.verdicts.values() if verdict != ONE_SEED]
-        return over_the_ladder(verdicts, len(self.ladder.rungs))
+        return over_the_ladder(verdicts, len(self.ladder.rungs), self.band)
+
+    @property
+    def band(self) -> int:
+        """Sign of the gain if the trend's 95 % band lies on one side of 0 on every rung of the claim, otherwise 0."""
+        if self.trend is None:
+            return 0
+        places = {x for x, _ in self.points}
+        sides = {self.trend.side(x) for x in places}
+        return sides.pop() if len(sides) == 1 else 0
 
     @property
     def verdict(self) -> str:
@@ -111,8 +120,8 @@ def paper_claims(ladder: Ladder) -> list[Claim]:
 def model_claims(ladder: Ladder) -> list[Claim]:
     """Return one claim by validation loss per arm: it gains over its reference.
 
-    The reference of another encoding is the baseline. An arm with another objective or with flags has the plain masked LM
-    of its encoding as reference, if that ran.
+    The reference of another encoding is the baseline. An arm with another objective or with flags has the plain masked
+    LM of its encoding as reference, if that ran.
     """
     find = _finder(ladder)
     claims = []
@@ -120,14 +129,14 @@ def model_claims(ladder: Ladder) -> list[Claim]:
         plain = find(arm.encoding, "MLM")
         reference = ladder.baseline if plain in (None, arm) else plain
         if reference and arm != reference and not arm.half:
-            claims.append(Claim(f"{arm.label} − {reference.label}", LOSS, arm, reference))
+            claims.append(Claim(f"{arm.label} over {reference.label}", LOSS, arm, reference))
     return claims
 
 
 def check_claims(check: Ladder) -> list[Claim]:
     """Return one claim by validation loss per other arm of a check: it gains over the first arm."""
     first, *others = check.arms
-    return [Claim(f"{arm.label} − {first.label}", LOSS, arm, first) for arm in others]
+    return [Claim(f"{arm.label} over {first.label}", LOSS, arm, first) for arm in others]
 
 
 def _finder(ladder: Ladder) -> Callable[[str, str], Arm | None]:
@@ -192,3 +201,5 @@ def _inside(ladder: Ladder) -> Iterator[Claim]:
         if first and second:
             text = f"{_name(more)} shows the triangle in more sentences than {_name(fewer)} under {objective}"
             yield Claim(text, TRIANGLE, first, second, f"{PAPER_TRIANGLES[more] - PAPER_TRIANGLES[fewer]:+.2f}")
+            text = f"{_name(more)} tells left from right better than {_name(fewer)} under {objective}"
+            yield Claim(text, SHUFFLED, first, second)

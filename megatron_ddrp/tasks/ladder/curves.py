@@ -28,13 +28,14 @@ def draw_loss(ladder: Ladder, path: Path) -> bool:
     plt = pyplot()
     most = max(map(len, groups.values()))
     size = (0.8 + 4.6 * len(groups), 7.6 + 0.26 * most)
-    figure, axes = plt.subplots(2, len(groups), squeeze=False, figsize=size, sharey="row", layout="constrained")
+    figure, axes = plt.subplots(2, len(groups), squeeze=False, figsize=size, layout="constrained")
     for (top, bottom), (title, arms) in zip(axes.T, groups.items(), strict=True):
         styles = group_styles(arms)
-        for arm in arms:
+        for number, arm in enumerate(arms):
             _loss_line(top, ladder, arm, styles[arm])
             if arm != arms[0] and not arm.half:
-                _difference_line(bottom, ladder, arm, arms[0], styles[arm])
+                aside = 1.05 ** (number - len(arms) / 2)  # beside each other, because many lie at one height
+                _difference_line(bottom, ladder, (arm, arms[0]), aside, styles[arm])
         for axis in (top, bottom):
             budget_axis(axis, ladder)
         top.set_title(title)
@@ -62,12 +63,14 @@ def _loss_line(axis: Any, ladder: Ladder, arm: Arm, style: dict[str, Any]) -> No
         axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _difference_line(axis: Any, ladder: Ladder, arm: Arm, first: Arm, style: dict[str, Any]) -> None:
+def _difference_line(axis: Any, ladder: Ladder, arms: tuple[Arm, Arm], aside: float, style: dict[str, Any]) -> None:
+    """Draw the mean difference of two arms over the budgets times `aside`, with a band over the seeds."""
     points = []
     for rung in ladder.rungs:
-        found = paired(ladder.of(LOSS, arm, rung), ladder.of(LOSS, first, rung))
+        first, second = (ladder.of(LOSS, arm, rung) for arm in arms)
+        found = paired(first, second)
         if found:
-            points.append((rung, found.mean, min(found.values), max(found.values)))
+            points.append((rung * aside, found.mean, min(found.values), max(found.values)))
     if points:
         x, mean, low, high = zip(*points, strict=True)
         axis.plot(x, mean, **style)
@@ -95,6 +98,7 @@ def draw_training(ladder: Ladder, path: Path) -> bool:
                     style = {key: styles[arm][key] for key in ("color", "linestyle")}
                     axis.plot(np.array(x) / 1e6, mean, linewidth=1.3, label=arm.label, **style)
             axis.grid(alpha=0.3)
+            axis.tick_params(labelsize="small")
             axis.set_title(f"{title}, {shown_tokens(rung)}", fontsize="small")
         row[0].set_ylabel("training loss [nats]", fontsize="small")
         handles, labels = _all_handles(row)
@@ -137,12 +141,22 @@ def draw_similarity(ladder: Ladder, path: Path) -> bool:
                 if points and not arm.half:
                     x, mean, _, _ = zip(*points, strict=True)
                     label = arm.objective_name
-                    axis.plot(np.array(x) / 1e6, mean, marker="o", markersize=4, linewidth=1.6, label=label, **style)
+                    axis.plot(
+                        np.array(x) / 1e6,
+                        mean,
+                        marker="o",
+                        markersize=4,
+                        linewidth=1.6,
+                        alpha=0.8,
+                        label=label,
+                        **style,
+                    )
         column[0].set_title(f"{shown_tokens(rung)} tokens")
         column[1].set_xlabel("million tokens")
         for axis in column:
             axis.grid(alpha=0.3)
             axis.axhline(0, color="black", linewidth=1)
+            axis.locator_params(axis="x", nbins=5)
     for axis, measure in zip(axes[:, 0], (TOKEN_SIMILARITY, HEAD_SIMILARITY), strict=True):
         axis.set_ylabel(f"{measure}, mean cosine of {'tokens' if measure == TOKEN_SIMILARITY else 'heads'}")
     handles, labels = _all_handles(list(axes.flat))

@@ -1,4 +1,4 @@
-"""Figures of gains against the budget, of minimal pairs by phenomenon, and of direction."""
+"""Figures of minimal pairs by phenomenon and of direction, and the list of all figures."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure, wrapped
-from megatron_ddrp.tasks.compare.results import LOSS
+from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.curves import draw_loss, draw_similarity, draw_training
-from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, SHUFFLED_PROBE, Ladder
-from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
-from megatron_ddrp.tasks.ladder.panels import budget_axis, hide_rest
+from megatron_ddrp.tasks.ladder.gains import draw_claims, draw_gains
+from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, RANDOM, SHUFFLED, Ladder
+from megatron_ddrp.tasks.ladder.minimal_pairs import CHANCE
+from megatron_ddrp.tasks.ladder.numbers import shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm
-from megatron_ddrp.tasks.ladder.trend import steps_of_four
 from megatron_ddrp.tasks.statistics import spread
 
-GAIN_COLUMNS = 4
+DIRECTION_PANELS = {
+    SHUFFLED: "probe on shuffled text, accuracy",
+    PROBE: "probe on text, accuracy",
+    COSINE: "cosine of T[+k] and T[−k]",
+}
+"""Measure → label of its axis. Only positions can tell left from right in shuffled text."""
 
 
-def draw_all(ladder: Ladder, gains: Sequence[Judged], folder: Path) -> list[str]:
-    """Draw the figures that have data; return their names. `gains` has the panels of the figure of gains."""
+def draw_all(ladder: Ladder, gains: Mapping[str, Sequence[Judged]], folder: Path) -> list[str]:
+    """Draw the figures that have data; return their names. `gains` maps each figure of gains to its claims."""
     wanted: dict[str, Callable[[Path], bool]] = {
         "loss": partial(draw_loss, ladder),
         "training": partial(draw_training, ladder),
-        "gains": partial(draw_gains, ladder, gains),
+        "claims": partial(draw_claims, ladder, [item for claims in gains.values() for item in claims]),
+        **{name: partial(draw_gains, ladder, claims) for name, claims in gains.items()},
         "minimal-pairs": partial(draw_minimal_pairs, ladder),
         "similarity": partial(draw_similarity, ladder),
         "direction": partial(draw_direction, ladder),
@@ -37,51 +42,9 @@ def draw_all(ladder: Ladder, gains: Sequence[Judged], folder: Path) -> list[str]
     for name, draw in wanted.items():
         path = folder / f"{name}.png"
         path.unlink(missing_ok=True)  # an old figure may show data that no longer exist
-        if draw(path):
+        if ladder.runs and draw(path):
             drawn.append(name)
     return drawn
-
-
-def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
-    """Draw one panel per claim with its gain on every rung and the trend; return False without claims."""
-    if not gains:
-        return False
-    plt = pyplot()
-    columns = min(GAIN_COLUMNS, len(gains))
-    lines = -(-len(gains) // columns)
-    size = (0.9 + 3.2 * columns, 0.7 + 3.2 * lines)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharey=True, layout="constrained")
-    for axis, item in zip(axes.flat, gains, strict=False):
-        _draw_gain(axis, ladder, item)
-    hide_rest(axes, len(gains))
-    for row in axes:
-        row[0].set_ylabel("gain [nats]")
-    figure.supxlabel("tokens of the rung", fontsize="medium")
-    save_figure(plt, figure, path)
-    return True
-
-
-def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
-    """Draw the gains of one claim: seeds as small dots, means with 95 % intervals, and the trend with its band."""
-    for rung, gain in item.gains.items():
-        axis.plot([rung * 1.12] * len(gain.values), gain.values, ".", color=GREY, alpha=0.6, markersize=5)
-        if gain.interval:
-            axis.plot([rung, rung], gain.interval, color=COLORS[0], linewidth=3, solid_capstyle="butt")
-        axis.plot([rung], [gain.mean], "o", color=COLORS[0], markersize=7)
-    trend, measure = item.trend, item.claim.measure
-    note = ""
-    if trend:
-        ends = [min(item.gains), max(item.gains)]
-        tokens = np.geomspace(ends[0] / 1.3, ends[1] * 1.3, 50)
-        x = [steps_of_four(value, ladder.rungs[0]) for value in tokens]
-        height, half = np.array([trend.at(at) for at in x]), np.array([trend.half_width(at) for at in x])
-        axis.plot(tokens, height, color=COLORS[1], linewidth=2, zorder=1)
-        axis.fill_between(tokens, height - half, height + half, color=COLORS[1], alpha=0.18, linewidth=0, zorder=0)
-        note = f"\nb = {shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)} per ×4"
-    axis.axhline(0, color="black", linewidth=1)
-    budget_axis(axis, ladder)
-    axis.set_xlim(ladder.rungs[0] / 1.8, ladder.rungs[-1] * 1.8)
-    axis.set_title(wrapped(item.claim.text, 3.4) + note, fontsize="small")
 
 
 def draw_minimal_pairs(ladder: Ladder, path: Path) -> bool:
@@ -123,57 +86,42 @@ def _percent(arms: Mapping[Arm, Mapping[str, float]], groups: Sequence[str]) -> 
 
 
 def draw_direction(ladder: Ladder, path: Path) -> bool:
-    """Draw how well attention tells left from right: the cosine of +k and −k, and the probe beside its shuffled twin.
-
-    Return False if no row has such a value.
-    """
-    measures = [measure for measure in (PROBE, COSINE) if measure in ladder.measures]
-    if not measures:
+    """Draw how well attention tells left from right, with open dots for random weights; return False without values."""
+    panels = {name: label for name, label in DIRECTION_PANELS.items() if name in ladder.measures}
+    if not panels:
         return False
-    arms = [arm for arm in ladder.arms if any(ladder.of(m, arm, rung) for m in measures for rung in ladder.rungs)]
+    arms = [arm for arm in ladder.arms if any(ladder.of(name, arm, rung) for name in panels for rung in ladder.rungs)]
     plt = pyplot()
-    size = (3.2 + 4.6 * len(measures), 1.9 + 0.42 * len(arms))
-    figure, axes = plt.subplots(1, len(measures), squeeze=False, figsize=size, sharey=True, layout="constrained")
-    for axis, measure in zip(axes.flat, measures, strict=True):
+    size = (3.0 + 3.6 * len(panels), 1.9 + 0.42 * len(arms))
+    figure, axes = plt.subplots(1, len(panels), squeeze=False, figsize=size, sharey=True, layout="constrained")
+    handles = {}
+    for axis, (measure, label) in zip(axes.flat, panels.items(), strict=True):
         for number, rung in enumerate(ladder.rungs):
             shift = 0.22 * (number - (len(ladder.rungs) - 1) / 2)
-            style = {"color": COLORS[number % len(COLORS)], "linestyle": ""}
+            style = {"color": COLORS[number % len(COLORS)], "linestyle": "", "marker": "o", "markersize": 7}
             for place, arm in enumerate(arms):
-                _draw_direction_point(axis, ladder, (measure, arm, rung), place + shift, style)
+                _draw_dots(axis, ladder, (measure, arm, rung), place + shift, style)
+            handles[f"{shown_tokens(rung)} tokens"] = plt.Line2D([], [], **style)
         axis.grid(alpha=0.3)
-        axis.set_xlabel("probe of left or right, accuracy" if measure == PROBE else "cosine of offsets +k and −k")
+        axis.set_xlabel(label)
+        axis.axvline(CHANCE if measure != COSINE else 1.0, color="black", linewidth=1)
+    if RANDOM in ladder.measures and SHUFFLED in panels:
+        handles["random weights"] = plt.Line2D([], [], **style | {"color": GREY, "fillstyle": "none"})
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in arms])
     axes[0, 0].set_ylim(len(arms) - 0.5, -0.5)
-    handles = [
-        plt.Line2D([], [], marker="o", linestyle="", color=COLORS[n % len(COLORS)]) for n in range(len(ladder.rungs))
-    ]
-    labels = [f"{shown_tokens(rung)} tokens" for rung in ladder.rungs]
-    if SHUFFLED_PROBE in ladder.measures:
-        handles.append(plt.Line2D([], [], marker="o", linestyle="", color=GREY, fillstyle="none"))
-        labels.append("shuffled")
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     save_figure(plt, figure, path)
     return True
 
 
-def _draw_direction_point(
-    axis: Any, ladder: Ladder, what: tuple[str, Arm, int], height: float, style: dict[str, Any]
-) -> None:
-    """Draw the mean of a measure over the seeds as a dot, joined with an open dot for the shuffled probe."""
+def _draw_dots(axis: Any, ladder: Ladder, what: tuple[str, Arm, int], height: float, style: dict[str, Any]) -> None:
+    """Draw the mean of a measure over the seeds as a dot, joined to an open dot for random weights."""
     measure, arm, rung = what
     found = spread(ladder.of(measure, arm, rung))
     if found is None:
         return
-    axis.plot([found.mean], [height], marker="o", markersize=8, **style)
-    shuffled = spread(ladder.of(SHUFFLED_PROBE, arm, rung)) if measure == PROBE else None
-    if shuffled:
-        axis.plot([shuffled.mean, found.mean], [height] * 2, color=style["color"], linewidth=1.5, zorder=0)
-        axis.plot([shuffled.mean], [height], marker="o", fillstyle="none", markersize=8, **style)
-
-
-def is_about_gains(item: Judged) -> bool:
-    """Return whether a claim by validation loss has a panel in the figure of gains: MTH over MLM, DDRP over BERT-R."""
-    first, second = item.claim.first, item.claim.second
-    is_objective = (first.objective_name, second.objective_name) == ("MTH", "MLM") and not first.half
-    is_ddrp = (first.encoding, second.encoding, first.objective_name) == ("ddrp", "bert-r", "MLM")
-    return item.claim.measure == LOSS and (is_objective or is_ddrp)
+    axis.plot([found.mean], [height], **style)
+    random = spread(ladder.of(RANDOM, arm, rung)) if measure == SHUFFLED else None
+    if random:
+        axis.plot([random.mean, found.mean], [height] * 2, color=style["color"], linewidth=1.5, zorder=0)
+        axis.plot([random.mean], [height], fillstyle="none", **style)

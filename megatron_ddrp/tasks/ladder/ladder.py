@@ -8,6 +8,7 @@ from functools import cached_property
 
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.tasks.compare.results import (
+    DIRECTION,
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
@@ -15,14 +16,17 @@ from megatron_ddrp.tasks.compare.results import (
     SPACE,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
+    TOKENS,
     TRIANGLE,
 )
 from megatron_ddrp.tasks.ladder.phenomena import phenomenon
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
 from megatron_ddrp.tasks.statistics import BySeed
 
-COSINE, PROBE, SHUFFLED_PROBE = "direction cosine", "direction probe", "direction probe, shuffled"
-INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, COSINE, PROBE, SHUFFLED_PROBE, STEP_SECONDS)
+PROBE, SHUFFLED, RANDOM, COSINE = DIRECTION
+"""Measures of direction: a linear probe of left and right on text, on shuffled text, where only positions can tell, on
+shuffled text with random weights, and the cosine of the table's rows for offsets +k and −k."""
+INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION, STEP_SECONDS)
 """Measures of the tables about the inside of the models and the cost; all others are scores."""
 
 
@@ -52,10 +56,8 @@ class Ladder:
         return found if self.check else sorted(found, key=self._place)
 
     def _place(self, arm: Arm) -> tuple[object, ...]:
-        objectives = [
-            *dict.fromkeys(("mlm", "mth")),
-            *sorted({run.arm.objective for run in self.runs} - {"mlm", "mth"}),
-        ]
+        others = sorted({run.arm.objective for run in self.runs} - {"mlm", "mth"})
+        objectives = ["mlm", "mth", *others]
         encodings = list(ENCODINGS)
         encoding = encodings.index(arm.encoding) if arm.encoding in encodings else len(encodings)
         return (arm.half, objectives.index(arm.objective), bool(arm.flags), encoding, arm.encoding, arm.name)
@@ -64,7 +66,7 @@ class Ladder:
     def measures(self) -> list[str]:
         """Measures with a value: the loss, minimal pairs, tasks, the GLUE average, then those of the inside."""
         found = dict.fromkeys(name for run in self.runs for name in run.values)
-        tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, *INSIDE)]
+        tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, TOKENS, *INSIDE)]
         return [name for name in (LOSS, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
     def on(self, rung: int, arm: Arm) -> dict[int, Run]:
@@ -91,7 +93,9 @@ class Ladder:
         if not found:
             return {}
         groups = [group for group in found[0][0] if all(group in by_group for by_group, _ in found)]
-        means = {group: statistics.fmean(by_group[group] for by_group, _ in found) for group in sorted(groups)}
+        means = {
+            group: statistics.fmean(by_group[group] for by_group, _ in found) for group in sorted(groups, key=str.lower)
+        }
         return {"all": statistics.fmean(average for _, average in found)} | means
 
 

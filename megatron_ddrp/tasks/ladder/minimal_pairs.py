@@ -1,8 +1,9 @@
 """Minimal pairs above chance: standard errors over pairs, and differences to the baseline.
 
-The standard error of a run's macro average over k paradigms of n pairs each is √(Σ p(1 − p)/(n − 1))/k with the paradigms'
-accuracies p, as `megatron-ddrp minimal-pairs` prints it. The runs of an arm score the same pairs, so their errors are not
-independent: the error of the mean over seeds is at most the mean of the runs' errors, and that is what the table shows.
+The standard error of a run's macro average over k paradigms of n pairs each is √(Σ p(1 − p)/(n − 1))/k with the
+accuracies p of the paradigms, as `megatron-ddrp minimal-pairs` prints it. The runs of an arm score the same pairs, so
+their errors are not independent. The error of the mean over the seeds is at most the mean of the runs' errors, and the
+table shows that mean.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def pairs_table(ladder: Ladder) -> Table:
     ]
     caption = (
         "Minimal pairs: mean ± standard deviation over the seeds, the standard error over pairs, and (accuracy − 50 %) "
-        "divided by it. Chance is 50 %. The runs of an arm score the same pairs, so the error of their mean is the mean of "
-        "their errors, which is an upper bound. Differences are in points and paired by seed; the last interval resamples "
-        "paradigms."
+        "divided by it. Chance is 50 %. The runs of a model score the same pairs, so the error of their mean is at "
+        "most the mean of their errors, which stands here. Differences are in points and paired by seed; the last "
+        "interval resamples paradigms."
     )
     return Table(header, rows, caption, wordy=(0, 1))

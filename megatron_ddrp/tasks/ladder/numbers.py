@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from megatron_ddrp.tasks.compare.claims import number
-from megatron_ddrp.tasks.compare.results import STEP_SECONDS
-from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, SHUFFLED_PROBE
+from megatron_ddrp.tasks.compare.results import DIRECTION, STEP_SECONDS
 from megatron_ddrp.tasks.statistics import Difference, Spread
 
-_PLAIN = (COSINE, PROBE, SHUFFLED_PROBE, STEP_SECONDS)
+_PLAIN = (*DIRECTION, STEP_SECONDS)
 """Measures shown as they are, with three digits."""
 
 

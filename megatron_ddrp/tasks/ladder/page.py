@@ -6,15 +6,14 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.blocks import block_names, replace_blocks
-from megatron_ddrp.tasks.compare.flags import words
 from megatron_ddrp.tasks.ladder.as_json import results
 from megatron_ddrp.tasks.ladder.claims import Judged, judge, model_claims, paper_claims
-from megatron_ddrp.tasks.ladder.figures import draw_all, is_about_gains
+from megatron_ddrp.tasks.ladder.facts import facts
+from megatron_ddrp.tasks.ladder.figures import draw_all
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.minimal_pairs import pairs_table
 from megatron_ddrp.tasks.ladder.rows import read_runs
@@ -27,14 +26,14 @@ from megatron_ddrp.tasks.ladder.tables import (
     score_tables,
     seeds_table,
 )
-from megatron_ddrp.tasks.ladder.verdicts import DEFINITIONS, TREND_DEFINITION
+from megatron_ddrp.tasks.ladder.verdicts import definitions
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.pages import render, to_html
 
 BLOCK = "ladder "
 """Begin of the names of our blocks in documents."""
 CLAIMS = ("claims", "claims-glue", "claims-minimal-pairs", "claims-inside")
-NAMES = ("summary", "runs", *CLAIMS, "models", "seeds", "minimal-pairs", "scores", "inside", "checks")
+NAMES = ("summary", "runs", "verdicts", *CLAIMS, "models", "seeds", "minimal-pairs", "scores", "inside", "checks")
 """Names of the tables that `--tables` knows."""
 
 
@@ -42,16 +41,10 @@ class LadderPage:
     """Page of the rows in some files."""
 
     def __init__(self, paths: Sequence[Path], folder: Path):
-        """Read the rows.
-
-        Raises:
-            UserError: a file is missing or damaged, or all rows belong to checks.
-        """
+        """Read the rows. Raises `UserError` for a missing, empty or damaged file."""
         runs = read_runs(paths)
         self.folder = folder
         self.ladder = Ladder(runs)
-        if not self.ladder.runs:
-            raise UserError("all rows belong to checks; give the rows of a ladder too")
         self.checks = {name: Ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
         self.judged = judge(self.ladder, paper_claims(self.ladder))
         self.models = judge(self.ladder, model_claims(self.ladder))
@@ -59,7 +52,10 @@ class LadderPage:
     @cached_property
     def blocks(self) -> dict[str, str]:
         """Name → table as Markdown, for every one of `NAMES`; empty if there is nothing to show."""
-        ladder = self.ladder
+        ladder, checks = self.ladder, check_tables(self.checks)
+        if not ladder.runs:
+            found = {"summary": "All rows belong to checks.", "checks": "\n\n".join(map(str, checks))}
+            return dict.fromkeys(NAMES, "") | found
         tables: dict[str, list[Table]] = {
             "runs": [runs_table(ladder)],
             **{name: [claims_table(name, of_measure(self.judged, name), ladder)] for name in CLAIMS},
@@ -68,17 +64,18 @@ class LadderPage:
             "minimal-pairs": [pairs_table(ladder)],
             "scores": score_tables(ladder, is_inside=False),
             "inside": score_tables(ladder, is_inside=True),
-            "checks": check_tables(self.checks),
+            "checks": checks,
         }
         shown = {name: "\n\n".join(str(table) for table in found if table.rows) for name, found in tables.items()}
-        return {"summary": summary(ladder, self.judged)} | shown
+        return {"summary": summary(ladder, self.judged), "verdicts": definitions(len(ladder.rungs))} | shown
 
     @property
-    def gains(self) -> list[Judged]:
-        """Claims with a panel in the figure of gains, without repetition of a pair of arms."""
-        found = [item for item in self.judged if is_about_gains(item)]
-        found += [item for item in self.models if item.claim.first.is_plain and item.claim.first.objective == "mlm"]
-        return list({(item.claim.first, item.claim.second): item for item in found}.values())
+    def gains(self) -> dict[str, list[Judged]]:
+        """Figure of gains → its claims: the paper's by validation loss, then models that no claim of it is about."""
+        claims = [item for item in of_measure(self.judged, "claims") if not item.claim.first.half]
+        pairs = {(item.claim.first, item.claim.second) for item in claims}
+        others = [item for item in self.models if (item.claim.first, item.claim.second) not in pairs]
+        return {"gains": claims, "gains-others": others}
 
     def write(self) -> str:
         """Write all files into the folder; return a line that names them."""
@@ -95,22 +92,12 @@ class LadderPage:
 
     def text(self, figures: Sequence[str]) -> str:
         """Return the text of page.md with these figures."""
-        raws = [run.raw for run in self.ladder.runs]
-        undefined = [f"{run.name}: {', '.join(sorted(run.undefined))}" for run in self.ladder.runs if run.undefined]
         return render(
             "ladder.md.jinja",
             blocks=self.blocks,
             figures=figures,
-            definitions=DEFINITIONS,
-            trend=TREND_DEFINITION,
-            has_trend=len(self.ladder.rungs) > 1,
             seeds=sorted({run.seed for run in self.ladder.runs}),
-            flags=" ".join(words(_shared(raws, "common").items())),
-            different=_different(raws),
-            undefined=undefined,
-            machines=list(dict.fromkeys(str(raw["hardware"]) for raw in raws if raw.get("hardware"))),
-            versions=list(dict.fromkeys(", ".join(map(" ".join, raw.get("versions", {}).items())) for raw in raws)),
-            workers=max((int(raw.get("workers", 1)) for raw in raws), default=1),
+            facts=facts(self.ladder),
         )
 
     def replace_tables(self, path: Path) -> str:
@@ -140,26 +127,3 @@ class LadderPage:
 def _write(path: Path, text: str) -> None:
     with AtomicFile(path) as stream:
         stream.write(text.encode())
-
-
-def _shared(raws: Sequence[Any], key: str) -> dict[str, Any]:
-    """Return the entries of the objects `key` that are the same in all rows."""
-    first, *others = [raw.get(key, {}) for raw in raws]
-    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-
-
-def _different(raws: Sequence[Any]) -> list[str]:
-    """Return one sentence per common flag whose value differs between rows."""
-    names = dict.fromkeys(name for raw in raws for name in raw.get("common", {}))
-    same = _shared(raws, "common")
-    lines = []
-    for name in (name for name in names if name not in same):
-        by_value: dict[str, list[str]] = {}
-        for raw in raws:
-            rungs = by_value.setdefault(str(raw.get("common", {}).get(name, "default")), [])
-            budget = str(raw.get("budget", f"{raw['planned_tokens']:,} tokens"))
-            if budget not in rungs:
-                rungs.append(budget)
-        values = "; ".join(f"{value} at {', '.join(rungs)}" for value, rungs in by_value.items())
-        lines.append(f"{name.replace('_', '-')}: {values}")
-    return lines

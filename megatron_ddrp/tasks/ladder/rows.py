@@ -41,7 +41,7 @@ class Arm(NamedTuple):
         without = {"hcd_weight": "TCD alone", "tcd_weight": "HCD alone"}
         names = [without[flag] for flag, value in self.flags if flag in without and value == "0"]
         is_one_term = self.objective == "mth" and len(names) == len(self.flags) == 1
-        return names[0] if is_one_term else self.objective.upper()
+        return names[0] if is_one_term else {"mlm": "MLM", "mth": "MTH"}.get(self.objective, self.objective)
 
 
 @dataclass(frozen=True)

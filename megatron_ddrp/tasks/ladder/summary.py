@@ -10,50 +10,34 @@ from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
 from megatron_ddrp.tasks.ladder.verdicts import (
-    CONTRADICTED,
     DEFINITIONS,
-    EVERY,
-    MEASURED,
-    MIXED,
     NO_INTERVAL,
     NOT_TOLD,
-    SOME,
 )
 from megatron_ddrp.tasks.markdown import marked
 
 _MEASURES = {LOSS: "validation loss (nats)", GLUE: "the GLUE average (points)", MINIMAL_PAIRS: "minimal pairs (points)"}
-_LEADS = {
-    EVERY: "Holds on every rung",
-    MEASURED: "Holds on every rung with two common seeds",
-    SOME: "Holds on some rungs",
-    MIXED: "Changes sign between rungs",
-    CONTRADICTED: "Contradicted",
-    NOT_TOLD: "Not told apart",
-    NO_INTERVAL: "One seed, so no interval",
-}
+_UNDECIDED = (NOT_TOLD, NO_INTERVAL)
 
 
 def summary(ladder: Ladder, judged: Sequence[Judged]) -> str:
     """Return the known facts as Markdown: a line per measure, the best minimal pairs, and the number of intervals."""
-    lines = [_line(f"By {shown_measure}", ladder, _of(judged, (m,))) for m, shown_measure in _MEASURES.items()]
-    lines.append(_line("Inside the models", ladder, [item for item in judged if item.claim.measure not in SCORED]))
+    lines = [_line(f"By {name}", [i for i in judged if i.claim.measure == m]) for m, name in _MEASURES.items()]
+    lines.append(_line("Inside the models", [item for item in judged if item.claim.measure not in SCORED]))
     lines.append(_best_pairs(ladder))
     found = [marked(line) for line in lines if line]
     if not judged:
         found.append("No claim of the paper compares two models of these rows.")
     if intervals := sum(gain.interval is not None for item in judged for gain in item.gains.values()):
         found.append(
-            f"There are {intervals} intervals of differences. By chance alone about one in twenty of them, here "
-            f"{0.05 * intervals:.1f}, would exclude 0."
+            "In brackets stands the mean gain on the highest rung that has an interval; a gain is positive where the "
+            f"claim holds. There are {intervals} intervals of differences. By chance alone about one in twenty of "
+            f"them, here {0.05 * intervals:.1f}, would exclude 0."
         )
     return "\n\n".join(found)
 
 
-def _of(judged: Sequence[Judged], measures: tuple[str, ...]) -> list[Judged]:
-    return [item for item in judged if item.claim.measure in measures]
-
-
-def _line(title: str, ladder: Ladder, judged: Sequence[Judged]) -> str:
+def _line(title: str, judged: Sequence[Judged]) -> str:
     """Return the claims of a measure, grouped by verdict, with the gain on the highest rung with an interval."""
     if not judged:
         return ""
@@ -62,8 +46,9 @@ def _line(title: str, ladder: Ladder, judged: Sequence[Judged]) -> str:
         verdicts = dict.fromkeys(item.verdict for item in judged if item.kind == kind)
         for verdict in verdicts:
             texts = [f"{item.claim.text} ({_last(item)})" for item in judged if item.verdict == verdict]
-            lead = "Holds" if kind == EVERY and len(ladder.rungs) == 1 else _LEADS[kind]
-            sentences.append(f"*{lead}{verdict.removeprefix(kind)}*: {'; '.join(texts)}.")
+            if kind in _UNDECIDED and judged[0].claim.measure != LOSS and len(texts) > 1:
+                texts = [f"{len(texts)} claims"]  # a list of them would hide the others
+            sentences.append(f"*{verdict[0].upper()}{verdict[1:]}*: {'; '.join(texts)}.")
     return f"{title}. {' '.join(sentences)}"
 
 

@@ -13,16 +13,17 @@ from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, seeds_needed, spread
 
 _GAIN = (
-    "Each cell: mean gain of the first model over the second, paired by seed (Student's 95 % interval), number n of common "
-    "seeds, and the verdict on the rung. Positive gains support the claim."
+    "Each cell: mean gain of the first model over the second, paired by seed (Student's 95 % interval), number n of "
+    "common seeds, and the verdict on the rung. Positive gains support the claim."
 )
 CAPTIONS = {
-    "claims": f"Validation masked-LM loss. {_GAIN} A gain is a loss lower by so many nats. The paper prints no loss; its "
-    "column has the difference of its GLUE averages in points.",
+    "claims": f"Validation masked-LM loss. {_GAIN} A gain is a loss lower by so many nats. The paper prints no loss; "
+    "its column has the difference of its GLUE averages in points.",
     "claims-glue": f"GLUE average, the paper's measure. {_GAIN} All differences are in points.",
-    "claims-minimal-pairs": f"Minimal pairs. {_GAIN} A gain is in points. The paper has no minimal pairs; its column has "
-    "the difference of its GLUE averages in points.",
-    "claims-inside": f"Inside the models. {_GAIN} Gains of f(S) and f(H) are decreases. Triangle shares are in points.",
+    "claims-minimal-pairs": f"Minimal pairs. {_GAIN} A gain is in points. The paper has no minimal pairs; its column "
+    "has the difference of its GLUE averages in points.",
+    "claims-inside": f"Inside the models. {_GAIN} Gains of f(S) and f(H) are decreases. Triangle shares are in points. "
+    "Left from right is the accuracy of the linear probe on shuffled text, where only positions can tell.",
     "models": f"Validation masked-LM loss of every model against its reference. {_GAIN}",
 }
 
@@ -63,9 +64,9 @@ def seeds_table(judged: Sequence[Judged], ladder: Ladder) -> Table:
         if any(cells):
             rows.append([item.claim.text, item.claim.measure, *cells])
     caption = (
-        "Smallest number of seeds n with t(0.975, n − 1)·s/√n < |mean gain|, if the mean and the standard deviation s over "
-        "the seeds stay as they are, for gains that are not visible; in brackets the seeds that there are. The mean may "
-        "have either sign. With few seeds s is uncertain, and so is n."
+        "Smallest number of seeds n with t(0.975, n − 1)·s/√n < |mean gain|, if the mean and the standard deviation s "
+        "over the seeds stay as they are, for gains that are not visible; in brackets the seeds that there are. With "
+        "few seeds s is uncertain, and so is n."
     )
     return Table(["claim", "measure", *_headers(ladder)], rows, caption, wordy=(0, 1))
 
@@ -140,8 +141,8 @@ def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
                 rows.append([arm.label, *cells, shown_gain(LOSS, gain) if gain else "", str(len(check.on(rung, arm)))])
             first = check.arms[0].label
             caption = (
-                f"Check of {name}, {shown_tokens(rung)} tokens: mean ± standard deviation over the seeds, and the gain over "
-                f"{first} in nats of validation loss (Student's 95 % interval)."
+                f"Check of {name}, {shown_tokens(rung)} tokens: mean ± standard deviation over the seeds, and the gain "
+                f"over {first} in nats of validation loss (Student's 95 % interval)."
             )
             header = ["model", *measures, f"gain over {first}", "seeds"]
             tables.append(Table(header, rows, caption))

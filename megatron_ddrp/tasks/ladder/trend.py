@@ -1,8 +1,8 @@
 """Trend of a gain over the budgets: a straight line in the logarithm of the budget, by least squares.
 
-With x = log₄(budget / first budget), the line is a + b·x, and b is the change of the gain per factor of four. All paired
-differences of all seeds and rungs count as independent measurements with one variance s² (Draper and Smith, Applied
-Regression Analysis, 1998, section 1.4). Then, over n points with Sxx = Σ(x − x̄)²,
+With x = log₄(budget / first budget), the line is a + b·x, and b is the change of the gain per factor of four. All
+paired differences of all seeds and rungs count as independent measurements with one variance s² (Draper and Smith,
+Applied Regression Analysis, 1998, chapter 1). Then, over n points with Sxx = Σ(x − x̄)²,
 
     s² = Σ(y − a − b·x)² / (n − 2),   half-width of b = t·s/√Sxx,   half-width of the line = t·s·√(1/n + (x − x̄)²/Sxx),
 
@@ -43,6 +43,13 @@ class Trend:
     def half_width(self, x: float) -> float:
         """Return half the width of the 95 % interval of the line's height."""
         return self._t * self.deviation * math.sqrt(1 / self.count + (x - self.center) ** 2 / self.spread)
+
+    def side(self, x: float) -> int:
+        """Return 1 if the 95 % interval of the line's height is above 0, −1 if it is below, 0 if it contains 0."""
+        height = self.at(x)
+        if abs(height) <= self.half_width(x):
+            return 0
+        return 1 if height > 0 else -1
 
     @property
     def slope_half_width(self) -> float:

@@ -5,49 +5,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ddrp.tasks.ladder.trend import Trend
+from megatron_ddrp.tasks.markdown import marked
 from megatron_ddrp.tasks.statistics import OPPOSITE, VISIBLE
 
-EVERY, MEASURED, SOME = "holds on every rung", "holds where measured", "holds on some rungs"
+HOLDS, EVERY, MEASURED, SOME = "holds", "holds on every rung", "holds where measured", "holds on some rungs"
+BY_TREND, AGAINST_BY_TREND = "holds by the trend", "contradicted by the trend"
 MIXED, CONTRADICTED, NOT_TOLD, NO_INTERVAL = "changes sign", "contradicted", "not told apart", "no interval"
 
 DEFINITIONS = {
+    HOLDS: "visible on the only rung of the ladder",
     EVERY: "visible on every rung of the ladder",
     MEASURED: "visible on every rung with at least two common seeds, while another rung has fewer",
-    SOME: "visible on a rung, not visible on another, opposite on none",
+    BY_TREND: "opposite on no rung, and not visible on at least one, but the 95 % band of the trend is above 0 on "
+    "every rung that the claim was measured on",
+    SOME: "visible on a rung, not visible on another, opposite on none, and the band does not decide",
     MIXED: "visible on a rung and opposite on another",
     CONTRADICTED: "opposite on a rung, visible on none",
-    NOT_TOLD: "neither visible nor opposite on any rung",
+    AGAINST_BY_TREND: "neither visible nor opposite on any rung, but the band is below 0 on every rung",
+    NOT_TOLD: "neither visible nor opposite on any rung, and the band does not decide",
     NO_INTERVAL: "no rung has two common seeds",
 }
 """Verdict over the ladder → its definition. On one rung a gain is visible if its interval is above 0, opposite if the
 interval is below 0, and not visible if the interval contains 0."""
-
-RISING, FALLING = "gain rising", "gain falling"
 TREND_DEFINITION = (
-    "The gain is *growing* or *shrinking* (where the claim holds), *rising* or *falling* (elsewhere) if the 95 % interval "
-    "of the trend's slope excludes 0; without such a word it contains 0, or there are fewer than two rungs or three "
-    "differences"
+    "The gain is *growing* or *shrinking* (where the claim holds), *rising* or *falling* (elsewhere) if the 95 % "
+    "interval of the trend's slope excludes 0; without such a word it contains 0, or there are fewer than two rungs or "
+    "three differences"
 )
 
 
-def over_the_ladder(verdicts: Sequence[str], num_rungs: int) -> str:
-    """Return the verdict over a ladder of `num_rungs` rungs from the verdicts on its rungs with an interval."""
+def definitions(num_rungs: int) -> str:
+    """Return the verdicts that a ladder of so many rungs can have, with their definitions, as Markdown."""
+    words = (HOLDS, CONTRADICTED, NOT_TOLD, NO_INTERVAL) if num_rungs == 1 else tuple(DEFINITIONS)[1:]
+    shown = DEFINITIONS if num_rungs > 1 else DEFINITIONS | {NOT_TOLD: "not visible on the rung"}
+    on_a_rung = (
+        "On one rung a gain is *visible* if its interval is above 0, *opposite* if the interval is below 0, and *not "
+        "visible* if the interval contains 0. A rung with one common seed has no interval and no verdict. A claim that "
+        'a model is "at least as good" is contradicted only if the model is worse.'
+    )
+    trend = [
+        f"{TREND_DEFINITION}. The trend is the straight line a + b·log4(tokens / tokens of the first rung) by least "
+        "squares through all paired differences of all seeds and rungs. Tables show b, the change per factor of four, "
+        "with half the width of its 95 % interval (Student's t). The fit treats the differences as independent with "
+        "one variance, although seeds recur on every rung."
+    ]
+    listed = "\n".join(f"- *{word}*: {shown[word]}" for word in words)
+    return "\n\n".join(map(marked, [on_a_rung, *(trend if num_rungs > 1 else [])])) + "\n\n" + listed
+
+
+def over_the_ladder(verdicts: Sequence[str], num_rungs: int, band: int) -> str:
+    """Return the verdict over a ladder of `num_rungs` rungs, without a word for the trend.
+
+    `verdicts` are those of the rungs with an interval. `band` is 1 if the trend's band is above 0 on every rung of the
+    claim, −1 if it is below 0 on all of them, otherwise 0.
+    """
     if not verdicts:
         return NO_INTERVAL
-    if VISIBLE in verdicts and OPPOSITE in verdicts:
-        return MIXED
     if OPPOSITE in verdicts:
-        return CONTRADICTED
-    if VISIBLE not in verdicts:
-        return NOT_TOLD
-    if set(verdicts) != {VISIBLE}:
+        return MIXED if VISIBLE in verdicts else CONTRADICTED
+    if set(verdicts) == {VISIBLE}:
+        return (HOLDS if num_rungs == 1 else EVERY) if len(verdicts) == num_rungs else MEASURED
+    if band > 0:
+        return BY_TREND
+    if VISIBLE in verdicts:
         return SOME
-    return EVERY if len(verdicts) == num_rungs else MEASURED
+    return AGAINST_BY_TREND if band < 0 else NOT_TOLD
 
 
 def with_trend(verdict: str, trend: Trend | None) -> str:
     """Return a verdict with a word for the trend, if its slope differs from 0."""
     if trend is None or trend.direction == 0 or verdict == NO_INTERVAL:
         return verdict
-    words = ("growing", "shrinking") if verdict in (EVERY, MEASURED, SOME) else (RISING, FALLING)
+    holds = verdict in (EVERY, MEASURED, BY_TREND, SOME)  # HOLDS is about one rung, which has no trend
+    words = ("growing", "shrinking") if holds else ("gain rising", "gain falling")
     return f"{verdict}, {words[trend.direction < 0]}"

@@ -1,0 +1,99 @@
+"""Figures of gains by validation loss: all claims side by side, and each claim against the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ddrp.analysis.plotting import COLORS, GREY, MARKERS, pyplot, save_figure, wrapped
+from megatron_ddrp.tasks.ladder.claims import Judged
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
+from megatron_ddrp.tasks.ladder.panels import budget_axis, hide_rest
+from megatron_ddrp.tasks.ladder.trend import steps_of_four
+
+GAIN_COLUMNS = 4
+
+
+def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
+    """Draw one line per claim with its gain and 95 % interval on every rung; return False without claims."""
+    if not gains:
+        return False
+    plt = pyplot()
+    size = (12.0, 1.7 + (0.2 + 0.08 * len(ladder.rungs)) * len(gains))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    for place, item in enumerate(gains):
+        for rung, gain in item.gains.items():
+            number = ladder.rungs.index(rung)
+            height = place + 0.24 * (number - (len(ladder.rungs) - 1) / 2)
+            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+            label = f"{shown_tokens(rung)} tokens"
+            if gain.interval:
+                axis.plot(gain.interval, [height] * 2, color=color, linewidth=2)
+            axis.plot([gain.mean], [height], marker=marker, markersize=6, linestyle="", color=color, label=label)
+        if place % 2:
+            axis.axhspan(place - 0.5, place + 0.5, color=GREY, alpha=0.08, linewidth=0)
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_xlim(_limits(gains))
+    axis.set_ylim(len(gains) - 0.5, -0.5)
+    axis.set_yticks(range(len(gains)), [item.claim.text for item in gains], fontsize="small")
+    axis.set_xlabel("gain in validation loss [nats]; right of 0 the claim holds")
+    axis.grid(axis="x", alpha=0.3)
+    handles, labels = axis.get_legend_handles_labels()
+    found = dict(zip(labels, handles, strict=True))
+    order = [label for rung in ladder.rungs if (label := f"{shown_tokens(rung)} tokens") in found]
+    figure.legend([found[label] for label in order], order, loc="outside lower center", ncols=len(order))
+    save_figure(plt, figure, path)
+    return True
+
+
+def _limits(gains: Sequence[Judged]) -> tuple[float, float]:
+    """Return the limits of an axis that shows all seeds; intervals of two seeds may be many times longer."""
+    values = [0.0, *(value for item in gains for _, value in item.points)]
+    margin = 0.2 * (max(values) - min(values)) or 1.0
+    return min(values) - margin, max(values) + margin
+
+
+def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
+    """Draw one panel per claim with a trend, with its gain on every rung; return False if no claim has one."""
+    gains = [item for item in gains if item.trend]
+    if not gains:
+        return False
+    plt = pyplot()
+    columns = min(GAIN_COLUMNS, len(gains))
+    lines = -(-len(gains) // columns)
+    size = (0.9 + 3.2 * columns, 0.7 + 3.2 * lines)
+    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharey=True, layout="constrained")
+    for axis, item in zip(axes.flat, gains, strict=False):
+        _draw_gain(axis, ladder, item)
+    hide_rest(axes, len(gains))
+    axes[0, 0].set_ylim(_limits(gains))
+    for row in axes:
+        row[0].set_ylabel("gain [nats]")
+    figure.supxlabel("tokens of the rung", fontsize="medium")
+    save_figure(plt, figure, path)
+    return True
+
+
+def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
+    """Draw the gains of one claim: seeds as small dots, means with 95 % intervals, and the trend with its band."""
+    for rung, gain in item.gains.items():
+        axis.plot([rung * 1.12] * len(gain.values), gain.values, ".", color=GREY, alpha=0.6, markersize=5)
+        if gain.interval:
+            axis.plot([rung, rung], gain.interval, color=COLORS[0], linewidth=3, solid_capstyle="butt")
+        axis.plot([rung], [gain.mean], "o", color=COLORS[0], markersize=7)
+    trend, measure = item.trend, item.claim.measure
+    assert trend is not None
+    tokens = np.geomspace(min(item.gains) / 1.3, max(item.gains) * 1.3, 50)
+    x = [steps_of_four(value, ladder.rungs[0]) for value in tokens]
+    height, half = np.array([trend.at(at) for at in x]), np.array([trend.half_width(at) for at in x])
+    axis.plot(tokens, height, color=COLORS[1], linewidth=2, zorder=1)
+    axis.fill_between(tokens, height - half, height + half, color=COLORS[1], alpha=0.18, linewidth=0, zorder=0)
+    slope = f"b = {shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)} per ×4"
+    axis.axhline(0, color="black", linewidth=1)
+    budget_axis(axis, ladder)
+    axis.set_xlim(ladder.rungs[0] / 1.8, ladder.rungs[-1] * 1.8)
+    axis.set_title(f"{wrapped(item.claim.text, 3.6)}\n{slope}", fontsize="small")

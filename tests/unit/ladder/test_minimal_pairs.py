@@ -1,0 +1,71 @@
+"""Minimal pairs above chance, against loops over pairs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores, standard_error
+from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result
+from tests.unit.ladder.conftest import RUNGS, ladder_of, make_row
+
+
+def pairs_row(model, seed, accuracies, pairs=4):
+    paradigms = {f"p{place}": accuracy for place, accuracy in enumerate(accuracies)}
+    values = {"minimal pairs": sum(accuracies) / len(accuracies)}
+    return make_row(model, seed, RUNGS[0], values, paradigms=paradigms, pairs=pairs)
+
+
+def slow_error(paradigms):
+    """Square root of the sum of s²/n over paradigms, divided by their number; s² is the variance of the 0s and 1s."""
+    total = 0.0
+    for right in paradigms:
+        mean = sum(right) / len(right)
+        variance = 0.0
+        for value in right:
+            variance += (value - mean) ** 2 / (len(right) - 1)
+        total += variance / len(right)
+    return math.sqrt(total) / len(paradigms)
+
+
+def test_the_standard_error_is_that_of_the_pairs():
+    paradigms = [[1, 1, 0, 1], [0, 1, 0, 0], [1, 1, 1, 1]]
+    accuracies = {str(place): sum(right) / 4 for place, right in enumerate(paradigms)}
+    assert standard_error(accuracies, 4) == pytest.approx(slow_error(paradigms), rel=1e-12)
+    cells = {str(place): Cell(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(paradigms)}
+    assert standard_error(accuracies, 4) == pytest.approx(Result("", cells).standard_error, rel=1e-12)
+
+
+@pytest.mark.parametrize(("accuracies", "pairs"), [({}, 200), ({"a": 0.5}, 1), ({"a": 0.5}, 0)])
+def test_no_error_without_pairs(accuracies, pairs):
+    assert standard_error(accuracies, pairs) is None
+
+
+def test_the_error_of_a_mean_over_seeds_is_an_upper_bound():
+    """Seeds score the same pairs: the error of the mean of their results per pair is at most the mean of the errors."""
+    first, second = [[1, 1, 0, 1], [0, 1, 0, 0]], [[1, 0, 0, 1], [0, 1, 1, 0]]
+    rows = [pairs_row("absolute", seed, [sum(r) / 4 for r in runs]) for seed, runs in enumerate((first, second))]
+    (score,) = pair_scores(ladder_of(rows))
+    assert score.error == pytest.approx((slow_error(first) + slow_error(second)) / 2)
+    together = [[(a + b) / 2 for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
+    assert slow_error(together) < score.error
+    assert score.errors_above_chance == pytest.approx((score.accuracy.mean - 0.5) / score.error)
+
+
+def test_differences_are_paired_by_seed_and_by_paradigm():
+    rows = [pairs_row("absolute", seed, [0.5 + seed / 10, 0.7, 0.6]) for seed in range(3)]
+    rows += [pairs_row("ddrp", seed, [0.6 + seed / 10, 0.7, 0.7]) for seed in range(1, 4)]
+    base, score = pair_scores(ladder_of(rows))
+    assert base.difference is None
+    assert score.difference.values == pytest.approx((0.2 / 3, 0.2 / 3))  # seeds 1 and 2
+    low, high = score.over_paradigms
+    assert 0.0 <= low < 0.2 / 3 < high <= 0.1 + 1e-12  # every paradigm's difference is 0 or 0.1
+
+
+def test_rows_without_paradigms_have_an_accuracy_alone():
+    rows = [make_row(model, 1, RUNGS[0], {"minimal pairs": 0.55}) for model in ("absolute", "ddrp")]
+    _, score = pair_scores(ladder_of(rows))
+    assert (score.error, score.errors_above_chance, score.over_paradigms) == (None, None, None)
+    assert score.difference.interval is None

@@ -1,0 +1,155 @@
+"""The page: everything that the rows have, nothing else, and tables in documents."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.ladder import page as page_module
+from megatron_ddrp.tasks.ladder.command import main
+from megatron_ddrp.tasks.ladder.page import NAMES, LadderPage
+from tests.unit.ladder.conftest import LOSS, RUNGS, full_rows, gain_rows, make_row
+
+
+@pytest.fixture
+def page_of(write_rows, tmp_path):
+    """Return a function from rows to their page, without figures."""
+    return lambda rows: LadderPage([write_rows(rows)], tmp_path / "out")
+
+
+def test_the_command_writes_a_page_with_all_figures(write_rows, tmp_path, capsys):
+    out = tmp_path / "out"
+    (out / "figures").mkdir(parents=True)
+    (out / "figures" / "gains-others.png").write_bytes(b"old")
+    rows = [row for row in full_rows() if row["model"] != "ddrp+free"]
+    assert main([str(write_rows(rows)), "--output-dir", str(out)]) == 0
+    assert "7 figures written" in capsys.readouterr().out
+    text, html = (out / "page.md").read_text(encoding="utf-8"), (out / "page.html").read_text(encoding="utf-8")
+    drawn = ["claims", "direction", "gains", "loss", "minimal-pairs", "similarity", "training"]
+    assert sorted(path.stem for path in (out / "figures").iterdir()) == drawn  # the old figure is gone
+    assert sorted(re.findall(r"\(figures/(\S+)\.png\)", text)) == drawn
+    assert html.count("data:image/png;base64,") == len(drawn)
+    assert not re.search(r'(src|href)="(?!data:)', html)
+
+
+def test_sections_stand_in_the_order_of_a_reader(page_of):
+    page = page_of(full_rows())
+    text = page.text([])
+    titles = re.findall(r"^## (.*)$", text, re.M)
+    assert titles == [
+        "Claims by validation loss",
+        "Claims by the GLUE average and by minimal pairs",
+        "Claims about the inside of the models",
+        "Every model against its reference",
+        "Seeds that would be needed",
+        "Gains and losses against the budget",
+        "Minimal pairs above chance",
+        "Inside the models",
+        "All scores",
+        "Checks",
+    ]
+    assert "| 4,194,304 tokens | 4,194,304 | 2,048 | 7 | 2 | 14 | 1,468,160 |" in text
+    assert "`--num-layers 2 --hidden-size 128 --bf16 --lr 0.002`" in text
+    assert "Check of learning rate, 4.19 M tokens" in text
+    assert "| absolute+0.002 | 6.0000 | 2.00 | +0.1000, n = 1 | 1 |" in text
+    assert all(page.blocks.values())
+
+
+def test_a_page_of_one_rung_and_one_seed_claims_nothing(page_of):
+    text = page_of(full_rows(num_rungs=1, num_seeds=1)).text([])
+    assert "per factor of four" not in text
+    assert "trend" not in text
+    assert "one seed: no spread" in text
+    assert "no interval" in text
+    assert "intervals of differences" not in text
+    assert "±" not in text.replace("mean ± standard deviation", "")
+
+
+def test_rows_with_a_loss_alone(page_of):
+    page = page_of(gain_rows({"rope": (0.05, 0.05)}))
+    assert {name for name in NAMES if page.blocks[name]} == {"summary", "runs", "verdicts", "models", "scores"}
+    assert "No claim of the paper compares two models of these rows." in page.text([])
+    assert "| rope over absolute | +0.0" in page.blocks["models"]
+
+
+def test_the_head_says_what_holds(page_of):
+    text = page_of(gain_rows({"ddrp": (0.05, 0.05), "bert-r": (0.05, 0.05)})).blocks["summary"]
+    assert re.search(r"\*Holds on every rung\*: BERT-R is better than BERT \(\+0\.0\d+ at 16\.8 M\); DDRP is", text)
+    assert "*Not told apart*: DDRP is better than BERT-R" in text
+    assert "There are 6 intervals of differences." in text
+
+
+def test_facts_about_the_runs(page_of):
+    first = make_row("absolute", 1, RUNGS[0], {LOSS: float("inf")})
+    second = make_row("absolute", 1, RUNGS[1], {LOSS: 5.0}, common={"num_layers": 2, "lr": 0.001}, hardware="1 core")
+    text = page_of([first, second]).text([])
+    assert "- Flags of every run: `--num-layers 2`." in text
+    assert "- Flag that differs: `--lr` is 0.002 at 4,194,304 tokens; 0.001 at 16,777,216 tokens." in text
+    assert f"Values that are not finite are left out: {LOSS} of absolute-1-4194304-False-." in text
+    assert "- Hardware: 2 cores.\n- Hardware: 1 core." in text
+
+
+def test_json_has_the_numbers_of_the_tables(page_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "draw_all", lambda *_: [])
+    page = page_of(full_rows())
+    page.write()
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["rungs"] == list(RUNGS[:2])
+    claim = next(c for c in found["claims"] if c["claim"].startswith("MTH is better than MLM") and c["measure"] == LOSS)
+    gain = claim["gains"]["4194304"]
+    assert f"{gain['mean']:+.4f}" in page.blocks["claims"]
+    assert gain["values"] == pytest.approx(
+        [found["values"]["4194304"]["absolute"][LOSS][s] - found["values"]["4194304"]["absolute+mth"][LOSS][s]
+         for s in ("1234", "1235")]
+    )  # fmt: skip
+    assert found["minimal_pairs"][0]["accuracy"] == pytest.approx(found["phenomena"]["4194304"]["absolute"]["all"])
+
+
+def test_tables_of_a_document_are_replaced_and_a_second_time_nothing_changes(page_of, tmp_path):
+    document = tmp_path / "results.md"
+    document.write_text(
+        "# Results\n\n<!-- ladder claims -->\nstale\n<!-- end of ladder claims -->\n\ntext\n\n"
+        "<!-- ladder summary -->\n<!-- end of ladder summary -->\n<!-- other -->\nkept\n<!-- end of other -->\n"
+    )
+    page = page_of(full_rows())
+    assert page.replace_tables(document) == f"{document}: 2 tables replaced: claims, summary"
+    text = document.read_text(encoding="utf-8")
+    assert f"<!-- ladder claims -->\n{page.blocks['claims']}\n<!-- end of ladder claims -->\n\ntext\n" in text
+    assert page.blocks["summary"] in text and "stale" not in text and "\nkept\n" in text
+    page.replace_tables(document)
+    assert document.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "<!-- ladder claim -->\n<!-- end of ladder claim -->\n",
+            "unknown table 'claim'; expected one of summary, runs,",
+        ),
+        ("nothing", "no line <!-- ladder NAME -->; expected one of summary"),
+        ("<!-- ladder claims -->\n", "expected a line <!-- ladder claims --> before every line <!-- end of"),
+    ],
+)
+def test_a_wrong_document_is_one_line_and_stays_as_it_is(page_of, tmp_path, text, message):
+    document = tmp_path / "results.md"
+    document.write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        page_of(full_rows(num_rungs=1, num_seeds=1)).replace_tables(document)
+    assert document.read_text() == text
+
+
+def test_a_missing_document(page_of, tmp_path):
+    with pytest.raises(UserError, match="No such file or directory; give a Markdown file"):
+        page_of(full_rows(num_rungs=1, num_seeds=1)).replace_tables(tmp_path / "none.md")
+
+
+def test_rows_of_checks_alone_give_a_page_of_checks(page_of, tmp_path):
+    """A plan may begin with its checks, and every row may be the last for now."""
+    assert "0 figures written" in page_of([row for row in full_rows() if row["check"]]).write()
+    text = (tmp_path / "out" / "page.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Checks"]
+    assert "All rows belong to checks." in text
