@@ -24,10 +24,10 @@ TIMEOUT = 400.0
 
 
 @contextlib.contextmanager
-def driver_of(plan: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+def driver_of(plan: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """`python -m tasks.compare`, ended with the block at the latest, and its jobs with it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tasks.compare", str(plan), "--output-dir", str(out)]
+    command = [sys.executable, "-m", "tasks.compare", str(plan), "--output-dir", str(out), *words]
     driver = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         yield driver
@@ -104,3 +104,31 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         said, _ = driver.communicate(timeout=TIMEOUT)
     assert driver.returncode == 0 and "0 of 7 jobs to do" in said
     assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+
+
+def test_two_rungs_become_two_rows_that_need_no_folder(tiny_corpus, tmp_path):
+    plan, rows = tmp_path / "ladder.yaml", tmp_path / "rows.jsonl"
+    values = {
+        "models": [{"name": "DDRP", "encoding": "ddrp", "objective": "mth"}],
+        "rungs": [{"budget": {"tokens": 1024}}, {"budget": {"tokens": 4096}}],
+        "seeds": 1,
+        "checkpoints": 1,
+        "corpus": {"data_path": [str(tiny_corpus.prefix)], "vocab_file": str(tiny_corpus.vocab_file)},
+        "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
+        "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
+        "analyses": {"direction": 8},
+        "workers": 2,
+    }
+    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
+    with driver_of(plan, tmp_path / "out", "--rows", str(rows)) as driver:
+        said, _ = driver.communicate(timeout=TIMEOUT)
+    assert driver.returncode == 0, said
+    lower, higher = sorted(map(json.loads, rows.read_text().splitlines()), key=lambda row: row["steps"])
+    assert (lower["steps"], higher["steps"]) == (8, 32) and lower["planned_tokens"] == 1024
+    assert higher["values"]["validation masked-LM loss"] < lower["values"]["validation masked-LM loss"]
+    assert 0 <= higher["values"]["direction probe, shuffled"] <= 1 and len(higher["curve"]) == 32
+    assert "1,024 tokens" in (tmp_path / "out" / "page.md").read_text()
+    with driver_of(plan, tmp_path / "elsewhere", "--rows", str(rows)) as driver:
+        said, _ = driver.communicate(timeout=TIMEOUT)
+    assert driver.returncode == 0 and "0 of 0 jobs to do" in said
+    assert (tmp_path / "elsewhere" / "page.html").is_file() and not (tmp_path / "elsewhere" / "courses").exists()
