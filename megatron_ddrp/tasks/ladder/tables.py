@@ -88,18 +88,18 @@ def runs_table(ladder: Ladder) -> Table:
         runs = [run for run in ladder.runs if run.rung == rung]
         seeds = [len(ladder.on(rung, arm)) for arm in ladder.arms_on(rung)]
         consumed = max(run.tokens for run in runs)
-        steps = {int(run.raw["steps"]) for run in runs if "steps" in run.raw and not run.arm.half}
-        parameters = [int(run.raw["parameters"]) for run in runs if "parameters" in run.raw]
+        steps = {run.facts.steps for run in runs if run.facts.steps and not run.arm.half}
+        parameters = [run.facts.parameters for run in runs if run.facts.parameters]
         rows.append(
             [
-                str(runs[0].raw.get("budget", f"{rung:,} tokens")),
+                runs[0].facts.budget,
                 f"{consumed:,}",
                 ", ".join(f"{count:,}" for count in sorted(steps)),
                 str(len(seeds)),
                 _range(seeds),
                 str(len(runs)),
                 _range(parameters),
-                duration(sum(float(run.raw.get("seconds", 0)) for run in runs)),
+                duration(sum(run.facts.seconds for run in runs)),
             ]
         )
     header = ["rung", "tokens consumed", "steps", "models", "seeds per model", "runs", "parameters", "time of the runs"]
