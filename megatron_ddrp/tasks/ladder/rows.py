@@ -185,8 +185,8 @@ def _check_places(runs: Sequence[Run]) -> None:
         other = places.setdefault(place, run)
         if other is not run:
             raise UserError(
-                f"two runs of {run.arm.label}, seed {run.seed}, {run.rung:,} tokens: {other.name} and {run.name}; "
-                "delete the row of one"
+                f"two runs of {run.arm.label}, seed {run.seed}, {run.rung:,} tokens: {other.name} and {run.name}"
+                f"{_different(other, run)}; delete the row of one"
             )
         first = models.setdefault((run.check, run.arm.name), run.arm)
         if first._replace(half=run.arm.half) != run.arm:
@@ -194,6 +194,13 @@ def _check_places(runs: Sequence[Run]) -> None:
                 f"two models are called {run.arm.name!r}: {_description(first)} and {_description(run.arm)}; give each "
                 "model of the plans its own name"
             )
+
+
+def _different(first: Run, second: Run) -> str:
+    """Return the names of the common flags in which two runs differ, in words; empty if there are none."""
+    flags, others = first.facts.common, second.facts.common
+    names = [name for name in {**flags, **others} if flags.get(name) != others.get(name)]
+    return f", which differ in {', '.join(names)}" if names else ""
 
 
 def _description(arm: Arm) -> str:

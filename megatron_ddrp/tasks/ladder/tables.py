@@ -128,7 +128,7 @@ def score_tables(ladder: Ladder, is_inside: bool) -> list[Table]:
 
 
 def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
-    """Return one table per check and rung: its arms side by side, with differences to its first arm."""
+    """Return one table per check and rung: its arms side by side, with differences to its baseline."""
     tables = []
     for name, check in checks.items():
         gains = {item.claim.first: item.gains for item in judge(check, check_claims(check))}
@@ -139,12 +139,12 @@ def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
                 cells = [shown_spread(measure, spread(check.of(measure, arm, rung))) for measure in measures]
                 gain = gains.get(arm, {}).get(rung)
                 rows.append([arm.label, *cells, shown_gain(LOSS, gain) if gain else "", str(len(check.on(rung, arm)))])
-            first = check.arms[0].label
+            base = check.baseline.label
             caption = (
                 f"Check of {name}, {shown_tokens(rung)} tokens: mean ± standard deviation over the seeds, and the gain "
-                f"over {first} in nats of validation loss (Student's 95 % interval)."
+                f"over {base} in nats of validation loss (Student's 95 % interval)."
             )
-            header = ["model", *measures, f"gain over {first}", "seeds"]
+            header = ["model", *measures, f"gain over {base}", "seeds"]
             tables.append(Table(header, rows, caption))
     return tables
 
