@@ -134,9 +134,9 @@ def model_claims(ladder: Ladder) -> list[Claim]:
 
 
 def check_claims(check: Ladder) -> list[Claim]:
-    """Return one claim by validation loss per other arm of a check: it gains over the first arm."""
-    first, *others = check.arms
-    return [Claim(f"{arm.label} over {first.label}", LOSS, arm, first) for arm in others]
+    """Return one claim by validation loss per other arm of a check: it gains over the check's baseline."""
+    base = check.baseline
+    return [Claim(f"{arm.label} over {base.label}", LOSS, arm, base) for arm in check.arms if arm != base]
 
 
 def _finder(ladder: Ladder) -> Callable[[str, str], Arm | None]:

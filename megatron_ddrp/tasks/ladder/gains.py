@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,35 +20,52 @@ GAIN_COLUMNS = 4
 
 
 def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
-    """Draw one line per claim with its gain and 95 % interval on every rung; return False without claims."""
+    """Draw one line per claim with its gain and 95 % interval on every rung, and on the right the small gains enlarged.
+
+    Return False without claims.
+    """
     if not gains:
         return False
     plt = pyplot()
-    size = (12.0, 1.7 + (0.2 + 0.08 * len(ladder.rungs)) * len(gains))
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    for place, item in enumerate(gains):
-        for rung, gain in item.gains.items():
-            number = ladder.rungs.index(rung)
-            height = place + 0.24 * (number - (len(ladder.rungs) - 1) / 2)
-            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-            label = f"{shown_tokens(rung)} tokens"
-            if gain.interval:
-                axis.plot(gain.interval, [height] * 2, color=color, linewidth=2)
-            axis.plot([gain.mean], [height], marker=marker, markersize=6, linestyle="", color=color, label=label)
-        if place % 2:
-            axis.axhspan(place - 0.5, place + 0.5, color=GREY, alpha=0.08, linewidth=0)
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_xlim(_limits(gains))
-    axis.set_ylim(len(gains) - 0.5, -0.5)
-    axis.set_yticks(range(len(gains)), [item.claim.text for item in gains], fontsize="small")
-    axis.set_xlabel("gain in validation loss [nats]; right of 0 the claim holds")
-    axis.grid(axis="x", alpha=0.3)
-    handles, labels = axis.get_legend_handles_labels()
+    size = (13.0, 1.7 + (0.2 + 0.08 * len(ladder.rungs)) * len(gains))
+    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    for axis, limits in zip(axes, (_limits(gains), _close_limits(gains)), strict=True):
+        for place, item in enumerate(gains):
+            _draw_claim(axis, ladder, item, place)
+        axis.axvline(0, color="black", linewidth=1)
+        axis.set_xlim(limits)
+        axis.grid(axis="x", alpha=0.3)
+        axis.locator_params(axis="x", nbins=5)
+    axes[0].set_ylim(len(gains) - 0.5, -0.5)
+    axes[0].set_yticks(range(len(gains)), [item.claim.text for item in gains], fontsize="small")
+    axes[0].set_xlabel("gain in validation loss [nats]")
+    axes[1].set_xlabel("the same, enlarged")
+    handles, labels = axes[0].get_legend_handles_labels()
     found = dict(zip(labels, handles, strict=True))
     order = [label for rung in ladder.rungs if (label := f"{shown_tokens(rung)} tokens") in found]
     figure.legend([found[label] for label in order], order, loc="outside lower center", ncols=len(order))
     save_figure(plt, figure, path)
     return True
+
+
+def _draw_claim(axis: Any, ladder: Ladder, item: Judged, place: int) -> None:
+    """Draw the gains of one claim around the height `place`, the lowest rung on top."""
+    for rung, gain in item.gains.items():
+        number = ladder.rungs.index(rung)
+        height = place + 0.24 * (number - (len(ladder.rungs) - 1) / 2)
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+        if gain.interval:
+            axis.plot(gain.interval, [height] * 2, color=color, linewidth=2)
+        label = f"{shown_tokens(rung)} tokens"
+        axis.plot([gain.mean], [height], marker=marker, markersize=6, linestyle="", color=color, label=label)
+    if place % 2:
+        axis.axhspan(place - 0.5, place + 0.5, color=GREY, alpha=0.08, linewidth=0)
+
+
+def _close_limits(gains: Sequence[Judged]) -> tuple[float, float]:
+    """Return the limits of an axis on which the smaller half of the mean gains has room."""
+    half = 1.5 * statistics.median(abs(gain.mean) for item in gains for gain in item.gains.values()) or 1.0
+    return -half, half
 
 
 def _limits(gains: Sequence[Judged]) -> tuple[float, float]:
@@ -66,11 +84,10 @@ def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
     columns = min(GAIN_COLUMNS, len(gains))
     lines = -(-len(gains) // columns)
     size = (0.9 + 3.2 * columns, 0.7 + 3.2 * lines)
-    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, layout="constrained")
     for axis, item in zip(axes.flat, gains, strict=False):
         _draw_gain(axis, ladder, item)
     hide_rest(axes, len(gains))
-    axes[0, 0].set_ylim(_limits(gains))
     for row in axes:
         row[0].set_ylabel("gain [nats]")
     figure.supxlabel("tokens of the rung", fontsize="medium")
@@ -94,6 +111,7 @@ def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
     axis.fill_between(tokens, height - half, height + half, color=COLORS[1], alpha=0.18, linewidth=0, zorder=0)
     slope = f"b = {shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)} per ×4"
     axis.axhline(0, color="black", linewidth=1)
+    axis.set_ylim(_limits([item]))
     budget_axis(axis, ladder)
     axis.set_xlim(ladder.rungs[0] / 1.8, ladder.rungs[-1] * 1.8)
     axis.set_title(f"{wrapped(item.claim.text, 3.6)}\n{slope}", fontsize="small")

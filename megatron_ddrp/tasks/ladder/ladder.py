@@ -42,7 +42,7 @@ class Ladder:
     @cached_property
     def baseline(self) -> Arm:
         """Arm that the others are compared with: the rows' baseline if it ran, otherwise the first arm."""
-        names = {str(run.raw.get("baseline", "")) for run in self.runs}
+        names = {run.facts.baseline for run in self.runs}
         arms = [run.arm for run in self.runs]
         return next((arm for arm in arms if arm.name in names and not arm.half), arms[0])
 

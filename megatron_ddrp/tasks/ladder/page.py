@@ -11,7 +11,7 @@ from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.blocks import block_names, replace_blocks
 from megatron_ddrp.tasks.ladder.as_json import results
-from megatron_ddrp.tasks.ladder.claims import Judged, judge, model_claims, paper_claims
+from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge, model_claims, paper_claims
 from megatron_ddrp.tasks.ladder.facts import facts
 from megatron_ddrp.tasks.ladder.figures import draw_all
 from megatron_ddrp.tasks.ladder.ladder import Ladder
@@ -81,10 +81,12 @@ class LadderPage:
         """Write all files into the folder; return a line that names them."""
         figures = draw_all(self.ladder, self.gains, self.folder / "figures")
         text = self.text(figures)
+        checks = {name: results(check, judge(check, check_claims(check))) for name, check in self.checks.items()}
+        numbers = results(self.ladder, self.judged + self.models) | {"checks": checks}
         texts = {
             "page.md": text,
             "page.html": to_html(text, "The paper's claims as the budget grows", self.folder),
-            "results.json": json.dumps(results(self.ladder, self.judged + self.models), indent=1) + "\n",
+            "results.json": json.dumps(numbers, indent=1) + "\n",
         }
         for name, content in texts.items():
             _write(self.folder / name, content)
@@ -104,12 +106,14 @@ class LadderPage:
         """Replace the blocks `ladder NAME` of a Markdown file; return a line about it.
 
         Raises:
-            UserError: the file is missing, has no block, an unknown one, or one without an end.
+            UserError: the file is missing or not UTF-8, has no block, an unknown one, or one without an end.
         """
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a Markdown file") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: not UTF-8; give a Markdown file") from None
         names = [name.removeprefix(BLOCK) for name in block_names(text, BLOCK)]
         unknown = [name for name in names if name not in NAMES]
         if unknown or not names:

@@ -45,6 +45,26 @@ class Arm(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Facts:
+    """Circumstances of a run; 0 or empty if the row does not tell."""
+
+    budget: str
+    """Budget of the rung in words."""
+    baseline: str
+    """Name of the model to compare the others with."""
+    steps: int
+    parameters: int
+    common: Mapping[str, Any]
+    """Flags of all models of the plan."""
+    hardware: str
+    versions: Mapping[str, str]
+    workers: int
+    """Largest number of runs that shared the machine."""
+    seconds: float
+    """Time of training and of all measures."""
+
+
+@dataclass(frozen=True)
 class Run:
     """One row: a finished training run with its measures."""
 
@@ -62,7 +82,7 @@ class Run:
     undefined: tuple[str, ...]
     """Measures whose value is not finite."""
     curve: Points
-    validation: Points
+    """Pairs of consumed tokens and training masked-LM loss."""
     similarity: Points
     """Triples of consumed tokens, f(S) and f(H)."""
     paradigms: Mapping[str, float]
@@ -70,8 +90,8 @@ class Run:
     pairs: int
     """Number of pairs per paradigm; 0 if it is unknown."""
     fields: Mapping[str, float]
-    raw: Mapping[str, Any]
-    """Whole row."""
+    """Field of minimal pairs → accuracy."""
+    facts: Facts
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -100,7 +120,6 @@ def as_run(row: Mapping[str, Any]) -> Run:
     arm = Arm(row["model"], row["encoding"], row["objective"], tuple(flags), bool(row.get("half", False)))
     values = {str(name): float(value) for name, value in row["values"].items() if value is not None}
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    curve, validation, similarity = (_points(row.get(key, ())) for key in ("curve", "validation", "similarity"))
     return Run(
         name=str(row["run"]),
         arm=arm,
@@ -109,14 +128,27 @@ def as_run(row: Mapping[str, Any]) -> Run:
         tokens=int(row["tokens"]),
         check=row.get("check", ""),
         values=finite,
-        undefined=tuple(values.keys() - finite.keys()),
-        curve=curve,
-        validation=validation,
-        similarity=similarity,
+        undefined=tuple(name for name in values if name not in finite),
+        curve=_points(row.get("curve", ()), 2),
+        similarity=_points(row.get("similarity", ()), 3),
         paradigms={name: float(value) for name, value in row.get("paradigms", {}).items()},
         pairs=int(row.get("pairs", 0)),
         fields={name: float(value) for name, value in row.get("fields", {}).items()},
-        raw=row,
+        facts=_facts(row),
+    )
+
+
+def _facts(row: Mapping[str, Any]) -> Facts:
+    return Facts(
+        budget=str(row.get("budget") or f"{int(row['planned_tokens']):,} tokens"),
+        baseline=str(row.get("baseline") or ""),
+        steps=int(row.get("steps") or 0),
+        parameters=int(row.get("parameters") or 0),
+        common=dict(row.get("common") or {}),
+        hardware=str(row.get("hardware") or ""),
+        versions={name: str(version) for name, version in (row.get("versions") or {}).items()},
+        workers=int(row.get("workers") or 1),
+        seconds=float(row.get("seconds") or 0.0),
     )
 
 
@@ -132,9 +164,11 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _points(points: Iterable[Sequence[float]]) -> Points:
-    """Return the points whose values are all finite."""
-    found = (tuple(map(float, point)) for point in points)
+def _points(points: Iterable[Sequence[float]], size: int) -> Points:
+    """Return the points whose values are all finite. Raises `ValueError` for a point without `size` values."""
+    found = [tuple(map(float, point)) for point in points]
+    if any(len(point) != size for point in found):
+        raise ValueError(f"expected points of {size} values")
     return tuple(point for point in found if all(map(math.isfinite, point)))
 
 
@@ -151,8 +185,8 @@ def _check_places(runs: Sequence[Run]) -> None:
         other = places.setdefault(place, run)
         if other is not run:
             raise UserError(
-                f"two runs of {run.arm.label}, seed {run.seed}, {run.rung:,} tokens: {other.name} and {run.name}; "
-                "delete the row of one"
+                f"two runs of {run.arm.label}, seed {run.seed}, {run.rung:,} tokens: {other.name} and {run.name}"
+                f"{_different(other, run)}; delete the row of one"
             )
         first = models.setdefault((run.check, run.arm.name), run.arm)
         if first._replace(half=run.arm.half) != run.arm:
@@ -160,6 +194,13 @@ def _check_places(runs: Sequence[Run]) -> None:
                 f"two models are called {run.arm.name!r}: {_description(first)} and {_description(run.arm)}; give each "
                 "model of the plans its own name"
             )
+
+
+def _different(first: Run, second: Run) -> str:
+    """Return the names of the common flags in which two runs differ, in words; empty if there are none."""
+    flags, others = first.facts.common, second.facts.common
+    names = [name for name in {**flags, **others} if flags.get(name) != others.get(name)]
+    return f", which differ in {', '.join(names)}" if names else ""
 
 
 def _description(arm: Arm) -> str:

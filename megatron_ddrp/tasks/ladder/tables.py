@@ -88,18 +88,18 @@ def runs_table(ladder: Ladder) -> Table:
         runs = [run for run in ladder.runs if run.rung == rung]
         seeds = [len(ladder.on(rung, arm)) for arm in ladder.arms_on(rung)]
         consumed = max(run.tokens for run in runs)
-        steps = {int(run.raw["steps"]) for run in runs if "steps" in run.raw and not run.arm.half}
-        parameters = [int(run.raw["parameters"]) for run in runs if "parameters" in run.raw]
+        steps = {run.facts.steps for run in runs if run.facts.steps and not run.arm.half}
+        parameters = [run.facts.parameters for run in runs if run.facts.parameters]
         rows.append(
             [
-                str(runs[0].raw.get("budget", f"{rung:,} tokens")),
+                runs[0].facts.budget,
                 f"{consumed:,}",
                 ", ".join(f"{count:,}" for count in sorted(steps)),
                 str(len(seeds)),
                 _range(seeds),
                 str(len(runs)),
                 _range(parameters),
-                duration(sum(float(run.raw.get("seconds", 0)) for run in runs)),
+                duration(sum(run.facts.seconds for run in runs)),
             ]
         )
     header = ["rung", "tokens consumed", "steps", "models", "seeds per model", "runs", "parameters", "time of the runs"]
@@ -128,7 +128,7 @@ def score_tables(ladder: Ladder, is_inside: bool) -> list[Table]:
 
 
 def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
-    """Return one table per check and rung: its arms side by side, with differences to its first arm."""
+    """Return one table per check and rung: its arms side by side, with differences to its baseline."""
     tables = []
     for name, check in checks.items():
         gains = {item.claim.first: item.gains for item in judge(check, check_claims(check))}
@@ -139,12 +139,12 @@ def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
                 cells = [shown_spread(measure, spread(check.of(measure, arm, rung))) for measure in measures]
                 gain = gains.get(arm, {}).get(rung)
                 rows.append([arm.label, *cells, shown_gain(LOSS, gain) if gain else "", str(len(check.on(rung, arm)))])
-            first = check.arms[0].label
+            base = check.baseline.label
             caption = (
                 f"Check of {name}, {shown_tokens(rung)} tokens: mean ± standard deviation over the seeds, and the gain "
-                f"over {first} in nats of validation loss (Student's 95 % interval)."
+                f"over {base} in nats of validation loss (Student's 95 % interval)."
             )
-            header = ["model", *measures, f"gain over {first}", "seeds"]
+            header = ["model", *measures, f"gain over {base}", "seeds"]
             tables.append(Table(header, rows, caption))
     return tables
 

@@ -98,6 +98,7 @@ def test_json_has_the_numbers_of_the_tables(page_of, tmp_path, monkeypatch):
     page.write()
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["rungs"] == list(RUNGS[:2])
+    assert found["checks"]["learning rate"]["claims"][0]["gains"]["4194304"]["mean"] == pytest.approx(0.1)
     claim = next(c for c in found["claims"] if c["claim"].startswith("MTH is better than MLM") and c["measure"] == LOSS)
     gain = claim["gains"]["4194304"]
     assert f"{gain['mean']:+.4f}" in page.blocks["claims"]
@@ -145,6 +146,9 @@ def test_a_wrong_document_is_one_line_and_stays_as_it_is(page_of, tmp_path, text
 def test_a_missing_document(page_of, tmp_path):
     with pytest.raises(UserError, match="No such file or directory; give a Markdown file"):
         page_of(full_rows(num_rungs=1, num_seeds=1)).replace_tables(tmp_path / "none.md")
+    (tmp_path / "binary.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        page_of(full_rows(num_rungs=1, num_seeds=1)).replace_tables(tmp_path / "binary.md")
 
 
 def test_rows_of_checks_alone_give_a_page_of_checks(page_of, tmp_path):

@@ -32,10 +32,17 @@ def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
     [
         ([], "no row in .*rows.jsonl; train a run of the plan first"),
         ([{"run": "a", "model": "ddrp"}], "line 1: not a row of a run; delete this line"),
+        ([row(steps=[1])], "line 1: not a row of a run"),
+        ([row(flags=["lr"])], "line 1: not a row of a run"),
+        ([row(similarity=[[1, 0.4]])], "line 1: not a row of a run"),
         ([row() | {"values": [1]}], "line 1: not a row of a run; delete this line"),
         (
             [row(), row(run="again")],
             "two runs of absolute, seed 1, 4,194,304 tokens: .* and again; delete the row of one",
+        ),
+        (
+            [row(), row(run="again", common={"num_layers": 2})],
+            "and again, which differ in hidden_size, bf16, lr; delete",
         ),
         (
             [row(), row(seed=2, objective="mth", flags={"hcd_weight": 0})],

@@ -118,8 +118,10 @@ def test_hcd_alone_and_models_with_flags():
     }
 
 
-def test_a_check_is_compared_with_its_first_arm():
-    check = ladder_of(full_rows(), "learning rate")
+@pytest.mark.parametrize("baseline", ["absolute", "absolute+0.001"])
+def test_a_check_is_compared_with_its_baseline_or_its_first_arm(baseline):
+    rows = [row | {"baseline": baseline} for row in full_rows() if row["check"]]
+    check = ladder_of(rows if baseline == "absolute" else rows[::-1], "learning rate")
     (claim,) = check_claims(check)
     assert (claim.first.name, claim.second.name) == ("absolute+0.002", "absolute+0.001")
     (item,) = judge(check, [claim])
