@@ -71,5 +71,8 @@ def _write_page(work: Work | Rungs) -> int:
 
     with one_at_a_time(work.folder, "page"):
         work.store.refresh()
-        print(write_page(work) if isinstance(work, Work) else LadderPage([work.rows.path], work.folder).write())
+        if isinstance(work, Work):
+            print(write_page(work))
+        else:
+            print(LadderPage([work.rows.path], work.folder, work.runs).write())
     return 0

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.jobs import Job, digest
 from megatron_ddrp.tasks.compare.plan import Plan
@@ -44,6 +43,11 @@ class Rungs:
         for work, run in self._without_row():
             found |= {job.name: job for job in (*work.corpus.jobs, *work.jobs_of(run))}
         return list(found.values())
+
+    @property
+    def runs(self) -> set[str]:
+        """Names of all runs."""
+        return {run.job.name for work in self.works for run in work.runs}
 
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
@@ -81,6 +85,8 @@ class Rungs:
 
 def make_row(work: Work, run: TrainingRun) -> Row:
     """Return the row of a run whose jobs are all finished."""
+    from megatron_ddrp.model import count_parameters, on_meta_device  # here, because --help must not import torch
+
     results, jobs, plan = Results(work, run), work.jobs_of(run), work.plan
     parameters, _ = count_parameters(on_meta_device(run.config.model, run.config.objective))
     finished = {row["job"]: row for row in work.store}

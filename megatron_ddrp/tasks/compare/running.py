@@ -52,7 +52,7 @@ class Runner:
     """Driver of a comparison's jobs; the plan's `workers` limits the number of processes at once."""
 
     def __init__(self, forecast: JobForecast, say: Callable[[str], object], after: Callable[[], object] = lambda: None):
-        """`say` prints a line; `after` runs whenever a job is finished."""
+        """Take what prints a line, `say`, and what runs whenever a job is finished, `after`."""
         self.after = after
         self.forecast, self.store, self.workers, self.say = forecast, forecast.store, forecast.plan.workers, say
         self.folder = self.store.path.parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from megatron_ddrp.config import ENCODINGS
@@ -97,6 +98,18 @@ class Ladder:
             group: statistics.fmean(by_group[group] for by_group, _ in found) for group in sorted(groups, key=str.lower)
         }
         return {"all": statistics.fmean(average for _, average in found)} | means
+
+
+def check_ladder(runs: Sequence[Run], check: str) -> Ladder:
+    """Return the ladder of a check. Runs of its baseline that the main ladder has at its rungs and seeds join it."""
+    own = [run for run in runs if run.check == check]
+    baselines, places = {run.facts.baseline for run in own}, {(run.rung, run.seed) for run in own}
+    shared = [
+        replace(run, check=check)
+        for run in runs
+        if not (run.check or run.arm.half) and run.arm.name in baselines and (run.rung, run.seed) in places
+    ]
+    return Ladder([*shared, *own], check)
 
 
 def _has_pairs(run: Run) -> bool:

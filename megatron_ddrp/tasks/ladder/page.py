@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from megatron_ddrp.tasks.ladder.as_json import results
 from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge, model_claims, paper_claims
 from megatron_ddrp.tasks.ladder.facts import facts
 from megatron_ddrp.tasks.ladder.figures import draw_all
-from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.ladder import Ladder, check_ladder
 from megatron_ddrp.tasks.ladder.minimal_pairs import pairs_table
 from megatron_ddrp.tasks.ladder.rows import read_runs
 from megatron_ddrp.tasks.ladder.summary import summary
@@ -40,12 +40,12 @@ NAMES = ("summary", "runs", "verdicts", *CLAIMS, "models", "seeds", "minimal-pai
 class LadderPage:
     """Page of the rows in some files."""
 
-    def __init__(self, paths: Sequence[Path], folder: Path):
-        """Read the rows. Raises `UserError` for a missing, empty or damaged file."""
-        runs = read_runs(paths)
+    def __init__(self, paths: Sequence[Path], folder: Path, only: Collection[str] | None = None):
+        """Read the rows of the runs `only`, or of all. Raises `UserError` for a missing, empty or damaged file."""
+        runs = read_runs(paths, only)
         self.folder = folder
         self.ladder = Ladder(runs)
-        self.checks = {name: Ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
+        self.checks = {name: check_ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
         self.judged = judge(self.ladder, paper_claims(self.ladder))
         self.models = judge(self.ladder, model_claims(self.ladder))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,8 +94,10 @@ class Run:
     facts: Facts
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path], only: Collection[str] | None = None) -> list[Run]:
     """Return the runs of some files in the order of their rows. A later row of a run replaces an earlier one.
+
+    `only` has the names of the runs to return (default: all).
 
     Raises:
         UserError: a file is missing or empty or has a damaged line, or two runs claim the same place.
@@ -105,8 +107,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give the rows.jsonl that megatron-ddrp compare writes")
         store = Store(path, lambda row: str(row["run"]), "a row of a run", _checked, on_damage=_refuse)
-        for row in store:
-            rows[row["run"]] = as_run(row)
+        rows |= {row["run"]: as_run(row) for row in store if only is None or row["run"] in only}
     if not rows:
         raise UserError(f"no row in {', '.join(map(str, paths))}; train a run of the plan first")
     runs = list(rows.values())

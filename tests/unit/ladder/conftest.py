@@ -113,8 +113,8 @@ def full_rows(num_rungs: int = 2, num_seeds: int = 2) -> list[Row]:
             rows += [full_row(model, seed, number) for model in models[: 6 if number == 0 else 4]]
             rows.append(full_row("absolute+mth", seed, number, half=True))
     for rate, loss in ((0.001, 6.1), (0.002, 6.0)):
-        values = {LOSS: loss, "CoLA": 0.02}
-        rows.append(make_row(f"absolute+{rate}", 1234, RUNGS[0], values, flags={"lr": rate}, check="learning rate"))
+        own = {"flags": {"lr": rate}, "check": "learning rate", "baseline": "absolute+0.001"}
+        rows.append(make_row(f"absolute+{rate}", 1234, RUNGS[0], {LOSS: loss, "CoLA": 0.02}, **own))
     return rows
 
 

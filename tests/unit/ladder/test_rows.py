@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.ladder.ladder import check_ladder
 from megatron_ddrp.tasks.ladder.rows import as_run, read_runs
 from tests.unit.ladder.conftest import LOSS, RUNGS, full_row, ladder_of, make_row
 
@@ -91,3 +92,21 @@ def test_phenomena_and_fields():
         "all": rows[0]["values"]["minimal pairs"],
         "morphology": 0.55,
     }
+
+
+def test_only_some_runs_are_read(write_rows):
+    path = write_rows([row(), row(run="other", seed=2)])
+    assert [run.name for run in read_runs([path], {"other"})] == ["other"]
+    with pytest.raises(UserError, match="no row in"):
+        read_runs([path], set())
+
+
+def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
+    rows = [row(seed=seed) for seed in (1, 2, 3)]
+    rows += [row("absolute", seed=1, half=True), row("ddrp", seed=2, check="warm-up", baseline="absolute")]
+    check = check_ladder(read_runs([write_rows(rows)]), "warm-up")
+    assert [(run.arm.name, run.seed, run.check) for run in check.runs] == [
+        ("absolute", 2, "warm-up"),
+        ("ddrp", 2, "warm-up"),
+    ]
+    assert check.baseline.name == "absolute"
