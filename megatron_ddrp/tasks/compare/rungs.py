@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.config import load_config
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.jobs import Job, digest
 from megatron_ddrp.tasks.compare.plan import Plan
@@ -88,7 +89,8 @@ def make_row(work: Work, run: TrainingRun) -> Row:
     from megatron_ddrp.model import count_parameters, on_meta_device  # here, because --help must not import torch
 
     results, jobs, plan = Results(work, run), work.jobs_of(run), work.plan
-    parameters, _ = count_parameters(on_meta_device(run.config.model, run.config.objective))
+    config = load_config(run.folder)  # unlike the plan's, it has the size of the vocabulary
+    parameters, _ = count_parameters(on_meta_device(config.model, config.objective))
     finished = {row["job"]: row for row in work.store}
     course = finished[run.job.name]
     found: Row = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron_ddrp.config import save_config
 from megatron_ddrp.tasks.compare.jobs import Job, open_store
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.plan_file import read_plans
@@ -72,8 +74,9 @@ def record(work: Work, job: Job) -> None:
 
 
 def finish_run(work: Work, run: TrainingRun, loss: float, step_time: float = 0.5) -> None:
-    """A run's folder and line, with its last validation loss."""
+    """A run's folder and line, with its last validation loss; its vocabulary has 100 pieces."""
     run.folder.mkdir(parents=True, exist_ok=True)
+    save_config(replace(run.config, model=replace(run.config.model, vocab_size=100)), run.folder)
     rows = [{"iteration": 1, "step_time": 60.0, "consumed_tokens": 100}]
     for step in run.checkpoints:
         rows.append({"iteration": step, "step_time": step_time, "consumed_tokens": 100 * step})
