@@ -6,15 +6,19 @@
     IsoScore  (tr(C)²/‖C‖²_F − 1)/(n − 1), C the covariance of the tokens, n the hidden size (Rudman et al.,
               arXiv:2108.07344: their algorithm in closed form); 1 is isotropic, 0 is one direction
     effective rank  exp(−Σ p ln p), p the eigenvalues of C divided by their sum (Roy and Vetterli 2007)
+    first component the largest p, the share of the variance along the first principal component, and the kurtosis
+              E[z⁴]/E[z²]² of the tokens' places z on it: 1 if all stand at two opposite poles, 3 for a normal cloud
 
 All pairs of tokens count; sums of unit vectors give their cosines without sampling. A second pass over the sentences
-subtracts the mean before anything is squared, so that a large common offset costs no precision. Sums are float64.
+subtracts the mean before anything is squared, so that a large common offset costs no precision; a third projects on the
+first principal component. Sums are float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model.similarity import SMALLEST_NORM, document_mask, token_cosine
 
-PASSES = 2
+PASSES = 3
 """Number of passes of `measure_space` over the sentences."""
 
 
@@ -47,6 +51,8 @@ class LayerSpace:
     centred_cosine_between: float | None
     isoscore: float | None
     effective_rank: float | None
+    first_component: float | None
+    first_component_kurtosis: float | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class CosineSums:
 
 
 class _Layer:
-    """Sums of one layer: `first` adds a batch in the first pass, `second` in the second."""
+    """Sums of one layer: `first`, `second` and `third` add a batch in the pass of that number."""
 
     def __init__(self) -> None:
         self.plain, self.centred = CosineSums(), CosineSums()
@@ -101,6 +107,7 @@ class _Layer:
         self.f_h: float | None = None
         self.sum: Tensor | float = 0.0  # [hidden]
         self.covariance: Tensor | float = 0.0  # [hidden, hidden], times the number of tokens
+        self.fourth_powers = 0.0  # Σ z⁴, z the places of the tokens on the first principal component
 
     def first(self, hidden: Tensor, head_cosine: Tensor | None, batch: Batch, text: Tensor) -> None:
         self.plain.add(hidden, text)
@@ -115,10 +122,22 @@ class _Layer:
         tokens = centred[text]  # [tokens, hidden]
         self.covariance = self.covariance + tokens.T @ tokens
 
+    def third(self, hidden: Tensor, text: Tensor) -> None:
+        places = (hidden[text] - self.sum / self.plain.tokens) @ self.axes[:, -1]  # [tokens]
+        self.fourth_powers += float(places.pow(4).sum())
+
+    @cached_property
+    def axes(self) -> Tensor:
+        """Principal components `[hidden, hidden]`, one per column, the first component in the last one."""
+        return torch.linalg.eigh(torch.as_tensor(self.covariance))[1]
+
+    def check(self, number: int) -> None:
+        if not torch.as_tensor(self.covariance).isfinite().all():
+            raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
+
     def result(self, number: int, sentences: int) -> LayerSpace:
         covariance = torch.as_tensor(self.covariance)
-        if not covariance.isfinite().all():
-            raise UserError(f"hidden states of layer {number} are not finite: use a checkpoint that has not diverged")
+        largest = float(torch.linalg.eigvalsh(covariance)[-1])  # Σ z²
         return LayerSpace(
             number,
             len(covariance),
@@ -130,15 +149,17 @@ class _Layer:
             self.centred.mean_between,
             isoscore(covariance),
             effective_rank(covariance),
+            largest / float(covariance.trace()) if largest > 0 else None,
+            self.plain.tokens * self.fourth_powers / largest**2 if largest > 0 else None,
         )
 
 
 def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: Tensor) -> Space:
     """Return the geometry of a model's hidden states over batches of sentences on its device.
 
-    `batches` is called twice and must give the same batches. `model` is an `Encoder` or an encoder of transformers.
-    `specials`, int64 `[n]`, are the ids of special tokens such as [CLS]. Raises `UserError` for fewer than two tokens
-    of text, and for states that are not finite.
+    `batches` is called three times and must give the same batches. `model` is an `Encoder` or an encoder of
+    transformers. `specials`, int64 `[n]`, are the ids of special tokens such as [CLS]. Raises `UserError` for fewer
+    than two tokens of text, and for states that are not finite.
     """
     layers: list[_Layer] = []
     sentences = 0
@@ -155,6 +176,12 @@ def measure_space(model: Any, batches: Callable[[], Iterable[Batch]], specials: 
         text = text_mask(batch, specials)
         for layer, states in zip(layers, layer_states(model, batch), strict=True):
             layer.second(states.hidden.double(), text)
+    for number, layer in enumerate(layers):
+        layer.check(number)
+    for batch in batches():
+        text = text_mask(batch, specials)
+        for layer, states in zip(layers, layer_states(model, batch), strict=True):
+            layer.third(states.hidden.double(), text)
     return Space(tuple(layer.result(n, sentences) for n, layer in enumerate(layers)), layers[0].plain.tokens)
 
 

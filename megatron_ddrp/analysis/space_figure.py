@@ -15,10 +15,12 @@ SPACE = {
     "centred_cosine_within": "cosine within, mean removed",
     "isoscore": "IsoScore",
     "effective_rank": "effective rank",
+    "first_component": "first component",
+    "first_component_kurtosis": "kurtosis on it",
 }
 """Key of a measure in the JSON → its name in the figure and in printed lines."""
 
-COLUMNS = 3
+COLUMNS = 4
 
 
 def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -31,7 +33,7 @@ def draw_space(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     has_steps = any(len(of_run) > 1 for of_run in runs.values())
     height = -(-len(SPACE) // COLUMNS)
     panels = height * (1 + has_steps)
-    figure, axes = plt.subplots(panels, COLUMNS, figsize=(12, 3.3 * panels), layout="constrained")
+    figure, axes = plt.subplots(panels, COLUMNS, figsize=(15, 3.3 * panels), layout="constrained")
     for axis, (key, title) in zip(axes[:height].flat, SPACE.items(), strict=True):
         for number, of_run in enumerate(runs.values()):
             _draw_layers(axis, of_run[-1]["layers"], key, run_style(number))

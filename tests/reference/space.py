@@ -60,3 +60,19 @@ def effective_rank(sentences: list[Tensor]) -> float:
     variances = eigenvalues(sentences)
     shares = [value / sum(variances) for value in variances]
     return math.exp(-sum(share * math.log(share) for share in shares if share > 0))
+
+
+def first_component(sentences: list[Tensor]) -> tuple[float, float]:
+    """The largest variance ÷ the sum of all, and the kurtosis of the tokens' places on its direction.
+
+    The direction is found by power iteration with the sum of outer products, token by token.
+    """
+    tokens = [token for states in centred(sentences) for token in states]
+    direction = torch.arange(1.0, len(tokens[0]) + 1, dtype=torch.float64)
+    for _ in range(2000):
+        direction = sum((token @ direction) * token for token in tokens)
+        direction = direction / direction.norm()
+    places = [(token @ direction).item() for token in tokens]
+    second = sum(place**2 for place in places) / len(places)
+    fourth = sum(place**4 for place in places) / len(places)
+    return second / (sum((token @ token).item() for token in tokens) / len(tokens)), fourth / second**2

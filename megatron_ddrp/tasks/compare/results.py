@@ -29,6 +29,8 @@ SPACE = {
     "cosine within, mean removed": "centred_cosine_within",
     "IsoScore": "isoscore",
     "effective rank": "effective_rank",
+    "first component": "first_component",
+    "kurtosis on the first component": "first_component_kurtosis",
 }
 """Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
 MINIMAL_PAIRS = "minimal pairs"
@@ -125,7 +127,7 @@ class Results:
         if kind == "space":
             last = [row for row in found["checkpoints"] if row["iteration"] in run.checkpoints][-1]["layers"][-1]
             for measure, key in SPACE.items():
-                if last[key] is not None:
+                if last.get(key) is not None:  # earlier versions had fewer keys
                     self.values[measure][run.arm][run.seed] = last[key]
             return
         if kind == "direction":

@@ -21,7 +21,8 @@ from megatron_ddrp.tasks.ladder.trend import Trend, fit, steps_of_four
 from megatron_ddrp.tasks.ladder.verdicts import over_the_ladder, with_trend
 from megatron_ddrp.tasks.statistics import ONE_SEED, Difference, paired
 
-SMALLER_IS_BETTER = (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY)
+FIRST_COMPONENT = "first component"
+SMALLER_IS_BETTER = (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
 SCORED = (LOSS, GLUE, MINIMAL_PAIRS)
 """Measures of every claim that one arm is better than another."""
 
@@ -187,14 +188,15 @@ def _inside(ladder: Ladder) -> Iterator[Claim]:
     find = _finder(ladder)
     for encoding in dict.fromkeys(arm.encoding for arm in ladder.arms):
         mth, mlm = find(encoding, "MTH"), find(encoding, "MLM")
-        for verb, measure, paper in (
-            ("lowers", TOKEN_SIMILARITY, "lower, figure 3a"),
-            ("lowers", HEAD_SIMILARITY, "lower, figure 3a"),
-            ("raises", "IsoScore", ""),
-            ("raises", "effective rank", ""),
+        for words, measure, paper in (
+            ("lowers f(S)", TOKEN_SIMILARITY, "lower, figure 3a"),
+            ("lowers f(H)", HEAD_SIMILARITY, "lower, figure 3a"),
+            ("raises IsoScore", "IsoScore", ""),
+            ("raises the effective rank", "effective rank", ""),
+            ("lowers the share of the first component", FIRST_COMPONENT, ""),
         ):
             if mth and mlm:
-                yield Claim(f"MTH {verb} {measure} with {_name(encoding)}", measure, mth, mlm, paper)
+                yield Claim(f"MTH {words} with {_name(encoding)}", measure, mth, mlm, paper)
     more, fewer = PAPER_TRIANGLES
     for objective in ("MLM", "MTH"):
         first, second = find(more, objective), find(fewer, objective)

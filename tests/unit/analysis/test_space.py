@@ -58,6 +58,9 @@ def test_every_layer_is_that_of_the_loops(changes):
         assert layer.centred_cosine_between == pytest.approx(space.between(space.centred(states)), rel=1e-9)
         assert layer.isoscore == pytest.approx(space.isoscore(states), rel=1e-9)
         assert layer.effective_rank == pytest.approx(space.effective_rank(states), rel=1e-9)
+        share, kurtosis = space.first_component(states)
+        assert layer.first_component == pytest.approx(share, rel=1e-6)
+        assert layer.first_component_kurtosis == pytest.approx(kurtosis, rel=1e-6)
 
 
 def test_the_last_layer_has_the_f_s_and_f_h_of_self_similarity():
