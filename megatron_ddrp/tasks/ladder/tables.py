@@ -22,8 +22,9 @@ CAPTIONS = {
     "claims-glue": f"GLUE average, the paper's measure. {_GAIN} All differences are in points.",
     "claims-minimal-pairs": f"Minimal pairs. {_GAIN} A gain is in points. The paper has no minimal pairs; its column "
     "has the difference of its GLUE averages in points.",
-    "claims-inside": f"Inside the models. {_GAIN} Gains of f(S), f(H) and the first component are decreases. Triangle shares are in points. "
-    "Left from right is the accuracy of the linear probe on shuffled text, where only positions can tell.",
+    "claims-inside": f"Inside the models. {_GAIN} Gains of f(S), f(H) and the first component are decreases. Triangle "
+    "shares are in points. Left from right is the accuracy of the linear probe on shuffled text, where only positions "
+    "can tell.",
     "models": f"Validation masked-LM loss of every model against its reference. {_GAIN}",
 }
 
