@@ -24,7 +24,7 @@ def facts(ladder: Ladder) -> list[str]:
     workers = max(run.facts.workers for run in runs)
     if workers > 1:
         lines.append(
-            f"Up to {workers} runs shared the machine, so the seconds of a step are no benchmark: `benchmarks/step.py` "
+            f"Up to {workers} runs shared the machine, so their times are no benchmark: `benchmarks/step.py` "
             "measures steps alone."
         )
     undefined = [f"{', '.join(run.undefined)} of {run.name}" for run in runs if run.undefined]

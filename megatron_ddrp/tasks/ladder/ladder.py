@@ -27,8 +27,10 @@ from megatron_ddrp.tasks.statistics import BySeed
 PROBE, SHUFFLED, RANDOM, COSINE = DIRECTION
 """Measures of direction: a linear probe of left and right on text, on shuffled text, where only positions can tell, on
 shuffled text with random weights, and the cosine of the table's rows for offsets +k and −k."""
-INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION, STEP_SECONDS)
-"""Measures of the tables about the inside of the models and the cost; all others are scores."""
+INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
+"""Measures of the tables about the inside of the models; all others are scores."""
+NO_MEASURES = (TOKENS, STEP_SECONDS)
+"""Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
 
 
 class Ladder:
@@ -67,7 +69,7 @@ class Ladder:
     def measures(self) -> list[str]:
         """Measures with a value: the loss, minimal pairs, tasks, the GLUE average, then those of the inside."""
         found = dict.fromkeys(name for run in self.runs for name in run.values)
-        tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, TOKENS, *INSIDE)]
+        tasks = [name for name in found if name not in (LOSS, MINIMAL_PAIRS, GLUE, *NO_MEASURES, *INSIDE)]
         return [name for name in (LOSS, MINIMAL_PAIRS, *tasks, GLUE, *INSIDE) if name in found]
 
     def on(self, rung: int, arm: Arm) -> dict[int, Run]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from megatron_ddrp.tasks.compare.claims import number
-from megatron_ddrp.tasks.compare.results import DIRECTION, STEP_SECONDS
+from megatron_ddrp.tasks.compare.results import DIRECTION
 from megatron_ddrp.tasks.statistics import Difference, Spread
-
-_PLAIN = (*DIRECTION, STEP_SECONDS)
-"""Measures shown as they are, with three digits."""
 
 
 def shown(measure: str, value: float, sign: str = "") -> str:
     """Return a value of a measure; with `sign` "+" a difference."""
-    return f"{value:{sign}.3f}" if measure in _PLAIN else number(measure, value, sign)
+    return f"{value:{sign}.3f}" if measure in DIRECTION else number(measure, value, sign)
 
 
 def shown_spread(measure: str, values: Spread | None) -> str:
