@@ -78,42 +78,51 @@ def _difference_line(axis: Any, ladder: Ladder, arms: tuple[Arm, Arm], aside: fl
 
 
 def draw_training(ladder: Ladder, path: Path) -> bool:
-    """Draw the training loss of every arm, one panel per rung and group; return False if there are no curves."""
-    groups = arm_groups(ladder)
+    """Draw the training loss of every arm, one panel per group and rung; return False if there are no curves.
+
+    A curve is the mean over the seeds that all arms of its panel have, because seeds differ more than arms do.
+    """
     curves = [run.curve for run in ladder.runs if run.curve]
     if not curves:
         return False
     plt = pyplot()
-    size = (1.2 + 3.6 * len(ladder.rungs), 0.6 + 3.0 * len(groups))
-    figure, axes = plt.subplots(
-        len(groups), len(ladder.rungs), squeeze=False, figsize=size, sharey=True, layout="constrained"
-    )
-    for row, (title, arms) in zip(axes, groups.items(), strict=True):
-        styles = group_styles(arms)
-        for axis, rung in zip(row, ladder.rungs, strict=True):
-            for arm in arms:
-                points = _mean_curve(ladder, arm, rung)
-                if points:
-                    x, mean, _, _ = zip(*points, strict=True)
-                    style = {key: styles[arm][key] for key in ("color", "linestyle")}
-                    axis.plot(np.array(x) / 1e6, mean, linewidth=1.3, label=arm.label, **style)
-            axis.grid(alpha=0.3)
-            axis.tick_params(labelsize="small")
+    groups, rungs = arm_groups(ladder), ladder.rungs
+    is_row = len(rungs) == 1  # then the groups stand beside each other
+    lines, columns = (1, len(groups)) if is_row else (len(groups), len(rungs))
+    size = (1.2 + 3.9 * columns, 0.6 + (4.4 if is_row else 3.0) * lines)
+    figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
+    for row, (title, arms) in zip(axes.T if is_row else axes, groups.items(), strict=True):
+        for axis, rung in zip(row, rungs, strict=True):
+            _draw_curves(axis, ladder, arms, rung)
             axis.set_title(f"{title}, {shown_tokens(rung)}", fontsize="small")
-        row[0].set_ylabel("training loss [nats]", fontsize="small")
-        handles, labels = _all_handles(row)
-        row[-1].legend(handles, labels, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="x-small")
+        beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        row[-1].legend(*_all_handles(row), fontsize="x-small", **(below if is_row else beside))
     for axis in axes[-1]:
         axis.set_xlabel("million tokens", fontsize="small")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("training loss [nats]", fontsize="small")
     ends = [value for curve in curves for _, value in curve[len(curve) // 10 :]]
     axes[0, 0].set_ylim(min(ends) - 0.05, float(np.quantile(ends, 0.99)))
     save_figure(plt, figure, path)
     return True
 
 
-def _mean_curve(ladder: Ladder, arm: Arm, rung: int) -> list[tuple[float, float, float, float]]:
-    curves: Sequence[Any] = [run.curve for run in ladder.on(rung, arm).values() if run.curve]
-    return mean_and_band(curves) if curves else []
+def _draw_curves(axis: Any, ladder: Ladder, arms: Sequence[Arm], rung: int) -> None:
+    """Draw the mean curve of each arm on a rung over their common seeds, or over its own seeds if there is none."""
+    by_seed: dict[Arm, dict[int, Any]] = {
+        arm: {seed: run.curve for seed, run in ladder.on(rung, arm).items() if run.curve} for arm in arms
+    }
+    common = set.intersection(*(set(found) for found in by_seed.values() if found)) if any(by_seed.values()) else set()
+    styles = group_styles(arms)
+    for arm, found in by_seed.items():
+        points = mean_and_band([curve for seed, curve in found.items() if seed in (common or found)]) if found else []
+        if points:
+            x, mean, _, _ = zip(*points, strict=True)
+            style = {key: styles[arm][key] for key in ("color", "linestyle")}
+            axis.plot(np.array(x) / 1e6, mean, linewidth=1.3, label=arm.label, **style)
+    axis.grid(alpha=0.3)
+    axis.tick_params(labelsize="small")
 
 
 def _all_handles(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:

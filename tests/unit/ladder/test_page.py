@@ -8,10 +8,11 @@ import re
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.ladder import curves
 from megatron_ddrp.tasks.ladder import page as page_module
 from megatron_ddrp.tasks.ladder.command import main
 from megatron_ddrp.tasks.ladder.page import NAMES, LadderPage
-from tests.unit.ladder.conftest import LOSS, RUNGS, full_rows, gain_rows, make_row
+from tests.unit.ladder.conftest import LOSS, RUNGS, full_rows, gain_rows, ladder_of, make_row
 
 
 @pytest.fixture
@@ -157,3 +158,15 @@ def test_rows_of_checks_alone_give_a_page_of_checks(page_of, tmp_path):
     text = (tmp_path / "out" / "page.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", text, re.M) == ["Checks"]
     assert "All rows belong to checks." in text
+
+
+def test_training_curves_are_means_over_the_seeds_that_all_models_of_a_panel_have(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(curves, "save_figure", lambda plt, figure, path: drawn.append(figure))
+    more = {"curve": [[1, 6.0], [2, 5.0]]}
+    rows = [make_row("absolute", seed, RUNGS[0], {LOSS: 5.0}, curve=[[1, 6.0], [2, float(seed)]]) for seed in (1, 2, 3)]
+    rows += [make_row("ddrp", seed, RUNGS[0], {LOSS: 5.0}, **more) for seed in (2, 3)]
+    assert curves.draw_training(ladder_of(rows), tmp_path / "training.png")
+    panel = drawn[0].axes[0]
+    ends = {line.get_label(): line.get_ydata()[-1] for line in panel.get_lines()}
+    assert ends == {"absolute": 2.5, "ddrp": 5.0}
