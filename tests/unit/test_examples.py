@@ -162,7 +162,7 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "order.jsonl").write_text('{"sentence_good": "a b", "sentence_bad": "b a"}\n')
     environment = {"OUT": str(tmp_path / "out"), "CORPUS": str(text), "GLUE": str(tmp_path / "glue"), "DRY_RUN": "1"}
-    environment["PAIRS"] = str(tmp_path / "pairs") if plan.stem == "measures" else "none"
+    environment["PAIRS"] = str(tmp_path / "pairs") if plan.stem in ("measures", "ladder") else "none"
     flags = []
     if plan.stem == "paper":  # takes a dataset that is there
         del environment["CORPUS"]
@@ -173,7 +173,8 @@ def test_a_ready_comparison_runs_dry(plan: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("  $ ")]
     trainings = [line for line in commands if " megatron-ddrp pretrain " in line or " megatron_ddrp pretrain " in line]
-    assert len(trainings) == {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "measures": 20, "paper": 38}[plan.stem]
+    expected = {"backbones": 72, "cpu-hours": 24, "gpu-30min": 42, "measures": 20, "paper": 38, "ladder": 156}
+    assert len(trainings) == expected[plan.stem]
     assert any("expected:" in line or "x course:" in line for line in done.stdout.splitlines())
     assert not (tmp_path / "out").exists()
     for line in {re.sub(r"--(seed|save|load) \S+", "", line) for line in trainings}:

@@ -1,4 +1,4 @@
-"""Rows of finished runs: a file with one line per run that has all of its measures.
+"""Work of several plans, and the file of rows: one line per finished run that has all of its measures.
 
 The page of a ladder is made from rows alone, so a run's folder may go once its row is stored. A run is not repeated if
 its row has every job of the plan, wherever it ran.
@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_ddrp.config import load_config
-from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.jobs import Job, digest
 from megatron_ddrp.tasks.compare.plan import Plan
-from megatron_ddrp.tasks.compare.results import HEAD_SIMILARITY, TOKEN_SIMILARITY, Results
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.jobs.store import Row, Store
+from megatron_ddrp.tasks.jobs.store import Store
 
 ROWS = "rows.jsonl"
-DIGITS = 5
-"""Decimal places of losses and similarities in curves."""
 
 
 def open_rows(path: Path) -> Store:
@@ -52,6 +46,8 @@ class Rungs:
 
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
+        from megatron_ddrp.tasks.compare.recording import make_row  # here, because --help must not import torch
+
         for work, run in self._without_row():
             if not self.store.missing(work.jobs_of(run)):
                 self.rows.append(make_row(work, run))
@@ -82,73 +78,3 @@ class Rungs:
             if work.plan.half_budget:
                 lines.append("  and with half the budget: " + "; ".join(work.plan.half_budget))
         return "\n".join(lines)
-
-
-def make_row(work: Work, run: TrainingRun) -> Row:
-    """Return the row of a run whose jobs are all finished."""
-    from megatron_ddrp.model import count_parameters, on_meta_device  # here, because --help must not import torch
-
-    results, jobs, plan = Results(work, run), work.jobs_of(run), work.plan
-    config = load_config(run.folder)  # unlike the plan's, it has the size of the vocabulary
-    parameters, _ = count_parameters(on_meta_device(config.model, config.objective))
-    finished = {row["job"]: row for row in work.store}
-    course = finished[run.job.name]
-    found: Row = {
-        "run": run.job.name,
-        "jobs": [job.name for job in jobs],
-        "model": run.model.name,
-        "half": run.arm.half,
-        "encoding": run.model.encoding,
-        "objective": run.model.objective,
-        "flags": dict(run.model.flags),
-        "baseline": plan.baseline,
-        "check": plan.check,
-        "seed": run.seed,
-        "budget": str(plan.budget),
-        "planned_tokens": planned_tokens(work, run),
-        "steps": run.steps,
-        "parameters": parameters,
-        "common": dict(plan.flags),
-        "hardware": course["hardware"],
-        "versions": course["versions"],
-        "workers": course["workers"],
-        "seconds": sum(finished[job.name]["seconds"] for job in jobs),
-    }
-    return found | _curves(run, results) | _measured(run, results)
-
-
-def planned_tokens(work: Work, run: TrainingRun) -> int:
-    """Return the tokens of the rung's budget: steps x batch x sequence length."""
-    training = run.config.training
-    return round(work.steps[run.model.name] * training.global_batch_size * run.config.mean_seq_length)
-
-
-def _curves(run: TrainingRun, results: Results) -> Row:
-    """Return the number of tokens of a run, and its losses and similarities over tokens."""
-    rows = read_rows(run.folder)
-    consumed = max((row["consumed_tokens"] for row in rows if "consumed_tokens" in row), default=0)
-    per_step = consumed / run.steps
-
-    def points(key: str) -> list[list[float]]:
-        return [[round(row["iteration"] * per_step), round(row[key], DIGITS)] for row in rows if row.get(key)]
-
-    similar = zip(
-        *(results.curves[m][run.arm].get(run.seed, []) for m in (TOKEN_SIMILARITY, HEAD_SIMILARITY)), strict=True
-    )
-    return {
-        "tokens": consumed,
-        "curve": points("lm_loss"),
-        "validation": points("valid_lm_loss"),
-        "similarity": [[round(step * per_step), round(s, DIGITS), round(h, DIGITS)] for (step, s), (_, h) in similar],
-    }
-
-
-def _measured(run: TrainingRun, results: Results) -> dict[str, Any]:
-    """Return a run's values by measure, and its accuracy on minimal pairs by paradigm and by field."""
-    pairs, paradigms = results.items.count_pairs()
-    return {
-        "values": {name: by_arm[run.arm][run.seed] for name, by_arm in results.values.items() if run.arm in by_arm},
-        "paradigms": results.items.accuracies(run.arm),
-        "fields": results.fields.get(run.arm, {}).get(run.seed, {}),
-        "pairs": pairs // paradigms if paradigms else 0,
-    }
