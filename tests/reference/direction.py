@@ -11,7 +11,7 @@ RIDGE = 1e-8
 
 
 def cosine(one, other):
-    """Of two vectors."""
+    """Return the cosine of two vectors."""
     dot = sum(a * b for a, b in zip(one, other, strict=True))
     return dot / math.sqrt(sum(a * a for a in one)) / math.sqrt(sum(b * b for b in other))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,11 +69,9 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
     if pairs is None:
         return []
     try:
-        paradigms = read_pairs(Path(pairs.data_dir), pairs.max_pairs)
+        data, work = _pair_facts(pairs.data_dir, pairs.max_pairs)
     except UserError as error:
         raise UserError(f"{plan.file}: minimal_pairs: {error}; or give --no-minimal-pairs", 2) from None
-    data = [[paradigm.uid, paradigm.digest] for paradigm in paradigms]
-    work = float(sum(map(len, paradigms)))
     # By default the command uses all cores; with several jobs at once it must not.
     share = () if plan.workers == 1 else ("--workers", "1")
     found = []
@@ -86,6 +85,13 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
         job = Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
         found.append(Measure(run, run.steps, job))
     return found
+
+
+@lru_cache(maxsize=1)
+def _pair_facts(folder: str, max_pairs: int | None) -> tuple[list[list[str]], float]:
+    """Return what identifies each paradigm of a folder, and the number of pairs; all rungs of a plan share them."""
+    paradigms = read_pairs(Path(folder), max_pairs)
+    return [[paradigm.uid, paradigm.digest] for paradigm in paradigms], float(sum(map(len, paradigms)))
 
 
 def task_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[TaskMeasure]:

@@ -49,7 +49,7 @@ def test_the_slope_and_its_interval_are_those_of_scipy():
 
 
 def test_the_interval_of_the_slope_has_its_level():
-    """Of many samples with a known slope, about 95 % of the intervals contain it."""
+    """About 95 % of the intervals, from many samples with a known slope, contain this slope."""
     generator = random.Random(3)
     samples = [fit([(x, 1 - 0.2 * x + generator.gauss(0, 0.1)) for x in (0, 0, 0, 1, 1, 2)]) for _ in range(2000)]
     covered = sum(abs(trend.slope + 0.2) <= trend.slope_half_width for trend in samples) / len(samples)
