@@ -8,7 +8,7 @@ Impossible pairs are refused in `__post_init__` of the dataclass that has both s
 from megatron_ddrp.config.data import DataConfig
 from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
-from megatron_ddrp.config.option import Number, flag
+from megatron_ddrp.config.option import Number, flag, flag_words
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
 from megatron_ddrp.config.registry import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.run import Config, changed_settings, concerns, load_config, save_config
@@ -32,6 +32,7 @@ __all__ = [
     "concerns",
     "encoding_class",
     "flag",
+    "flag_words",
     "load_config",
     "load_plugin",
     "objective_class",

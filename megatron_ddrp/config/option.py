@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
@@ -33,6 +34,15 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 def flag(field_name: str) -> str:
     """Return the flag of a field: `num_layers` → `--num-layers`."""
     return "--" + field_name.replace("_", "-")
+
+
+def flag_words(settings: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return settings as words of a command line: `("bf16", True)` as `--bf16`, `("bf16", False)` as `--no-bf16`."""
+    typed = []
+    for name, value in settings:
+        values = value if isinstance(value, (tuple, list)) else () if isinstance(value, bool) else (value,)
+        typed += [flag(f"no_{name}" if value is False else name), *map(str, values)]
+    return typed
 
 
 def refuse(message: str) -> None:

@@ -68,11 +68,12 @@ def _write_page(work: Work | Rungs) -> int:
     # Imported here, because figures import torch.
     from megatron_ddrp.tasks.compare.page import write_page
     from megatron_ddrp.tasks.ladder.page import LadderPage
+    from megatron_ddrp.tasks.ladder.rows import read_runs
 
     with one_at_a_time(work.folder, "page"):
         work.store.refresh()
         if isinstance(work, Work):
             print(write_page(work))
         else:
-            print(LadderPage([work.rows.path], work.folder, work.runs).write())
+            print(LadderPage(read_runs([work.rows.path], work.runs), work.folder).write())
     return 0

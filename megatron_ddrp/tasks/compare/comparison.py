@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.data.progress import tracked
 from megatron_ddrp.tasks.compare.items import Interval
-from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
-from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.compare.results import Results
+from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS
+from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.statistics import Difference, Spread, paired, spread
 
 

@@ -1,9 +1,8 @@
-"""Figures of the page: curves with a band from the lowest to the highest seed, differences, and minimal pairs."""
+"""Figures of the page: curves with a band from the lowest to the highest seed, and differences to the baseline."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,9 @@ import numpy as np
 
 from megatron_ddrp.analysis.plotting import COLORS, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
-from megatron_ddrp.tasks.compare.results import (
-    GLUE,
-    HEAD_SIMILARITY,
-    LOSS,
-    STEP_SECONDS,
-    TOKEN_SIMILARITY,
-    Curve,
-    Results,
-)
-from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.compare.results import Curve, Results
+from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, STEP_SECONDS
+from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.statistics import mean_and_band
 
 Curves = Mapping[Arm, Sequence[Curve]]
@@ -33,8 +25,6 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
     wanted = {
         "loss-steps": (_curves(results, LOSS), STEPS, loss),
         "loss-seconds": (_curves(results, LOSS, over_seconds=True), "training time [s]", loss),
-        "token-similarity": (_curves(results, TOKEN_SIMILARITY), STEPS, "f(S), mean cosine of tokens"),
-        "head-similarity": (_curves(results, HEAD_SIMILARITY), STEPS, "f(H), mean cosine of heads"),
         "glue-curve": (_curves(results, GLUE, factor=100.0), STEPS, "GLUE average × 100"),
     }
     drawn = {}
@@ -44,18 +34,12 @@ def draw_all(results: Results, compared: Mapping[str, Sequence[Compared]], folde
         if any(curves.values()):
             draw_bands(curves, x_label, y_label, path)
             drawn[name] = path
-    drawn |= _drawn(folder / "measures.png", compared_panels(results, compared), draw_differences)
-    drawn |= _drawn(folder / "fields.png", field_accuracies(results), draw_fields)
-    return drawn
-
-
-def _drawn(path: Path, data: Any, draw: Callable[[Any, Path], None]) -> dict[str, Path]:
-    """Draw a figure if it has data; return its name → file."""
+    path = folder / "measures.png"
     path.unlink(missing_ok=True)
-    if not data:
-        return {}
-    draw(data, path)
-    return {path.stem: path}
+    if panels := compared_panels(results, compared):
+        draw_differences(panels, path)
+        drawn[path.stem] = path
+    return drawn
 
 
 def compared_panels(results: Results, compared: Mapping[str, Sequence[Compared]]) -> dict[str, list[Compared]]:
@@ -102,36 +86,6 @@ def _draw_difference(axis: Any, row: Compared, place: int, factor: int) -> None:
     axis.plot([factor * row.difference.mean] * 2, [place - 0.28, place + 0.28], color="black", linewidth=2)
 
 
-def field_accuracies(results: Results) -> dict[Arm, dict[str, float]]:
-    """Return arm → field of minimal pairs → mean accuracy over the seeds."""
-    return {
-        arm: {
-            field: statistics.fmean(found[field] for found in by_seed.values())
-            for field in next(iter(by_seed.values()))
-        }
-        for arm in results.arms
-        if (by_seed := results.fields.get(arm))
-    }
-
-
-def draw_fields(accuracies: Mapping[Arm, Mapping[str, float]], path: Path) -> None:
-    """Draw a heat map of fields × models with numbers in its cells; guessing gives 50 %."""
-    plt = pyplot()
-    fields = list(dict.fromkeys(field for by_field in accuracies.values() for field in by_field))
-    values = np.array([[100 * by_field[field] for by_field in accuracies.values()] for field in fields])
-    size = (3.5 + 1.15 * len(accuracies), 2.6 + 0.5 * len(fields))
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    spread = max(float(np.abs(values - 50).max()), 1.0)
-    image = axis.imshow(values, cmap="RdBu", vmin=50 - spread, vmax=50 + spread, aspect="auto")
-    for (row, column), value in np.ndenumerate(values):
-        color = "white" if abs(value - 50) > 0.6 * spread else "black"
-        axis.text(column, row, f"{value:.1f}", ha="center", va="center", color=color)
-    axis.set_xticks(range(len(accuracies)), [arm.label for arm in accuracies], rotation=30, ha="right")
-    axis.set_yticks(range(len(fields)), fields)
-    figure.colorbar(image, label="pairs right [%]")
-    save_figure(plt, figure, path)
-
-
 def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
     """Draw one line per arm, the mean over seeds, with a band from the lowest to the highest seed."""
     plt = pyplot()
@@ -151,15 +105,15 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
 
 def styles(arms: list[Arm]) -> dict[Arm, dict[str, Any]]:
     """Return arm → style: colour and marker by encoding, line by objective, or all by number if two would be equal."""
-    kinds = [(arm.model.encoding, arm.model.objective) for arm in arms]
+    kinds = [(arm.encoding, arm.objective) for arm in arms]
     if len(set(kinds)) < len(kinds):
         return {arm: run_style(number) for number, arm in enumerate(arms)}
     encodings = list(dict.fromkeys(encoding for encoding, _ in kinds))
     lines = {"mlm": "-", "mth": "--", "electra": ":"}
     fills = {"mlm": "full", "mth": "none", "electra": "bottom"}
     return {
-        arm: run_style(encodings.index(arm.model.encoding))
-        | {"linestyle": lines.get(arm.model.objective, "-."), "fillstyle": fills.get(arm.model.objective, "full")}
+        arm: run_style(encodings.index(arm.encoding))
+        | {"linestyle": lines.get(arm.objective, "-."), "fillstyle": fills.get(arm.objective, "full")}
         for arm in arms
     }
 

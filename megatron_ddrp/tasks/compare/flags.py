@@ -1,12 +1,11 @@
-"""Flags of the commands that a plan starts: reading from its YAML, writing as words of a command line."""
+"""Flags of `pretrain_bert.py` in the YAML of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from megatron_ddrp.arguments import Settings, decide_by_deepspeed
-from megatron_ddrp.config import Config, concerns, flag
+from megatron_ddrp.config import Config, concerns
 from megatron_ddrp.config.config_file import config_of
 from megatron_ddrp.config.reading import Place, options_of, read_settings
 from megatron_ddrp.config.translation import HINTS
@@ -53,12 +52,3 @@ def make_config(settings: dict[str, Any], blame: str) -> Config:
         return config_of(resolved)
     except UserError as error:
         raise UserError(f"{blame}: {error}", error.exit_code) from None
-
-
-def words(flags: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return flags as words of a command line."""
-    typed = []
-    for name, value in flags:
-        values = value if isinstance(value, (tuple, list)) else () if isinstance(value, bool) else (value,)
-        typed += [flag(f"no_{name}" if value is False else name), *map(str, values)]
-    return typed

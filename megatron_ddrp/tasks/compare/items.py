@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.tasks.compare.resampling import resampled_scores
-from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
+from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.finetune.cells import Cell
 from megatron_ddrp.tasks.finetune.predictions import read_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.minimal_pairs.jobs import SCORES_FILE, PairStore
 from megatron_ddrp.tasks.minimal_pairs.results import cell as cell_of_pairs
 from megatron_ddrp.tasks.statistics import paired_bootstrap, percentile_interval
@@ -84,11 +85,9 @@ class Items:
             [np.mean([a[name] - b[name] for a, b in zip(ours, theirs, strict=True)], axis=0) for name in ours[0]]
         )
 
-    def accuracies(self, arm: Arm) -> dict[str, float]:
-        """Return paradigm → mean accuracy over the seeds; empty if nothing is measured."""
-        by_seed = list(self._pairs.get(arm, {}).values())
-        names = by_seed[0] if by_seed else ()
-        return {name: float(np.mean([found[name].mean() for found in by_seed])) for name in names}
+    def accuracies(self, arm: Arm, seed: int) -> dict[str, float]:
+        """Return paradigm → accuracy of a run on minimal pairs; empty if nothing is measured."""
+        return {name: float(right.mean()) for name, right in self._pairs.get(arm, {}).get(seed, {}).items()}
 
     def count_rows(self, tasks: Collection[str]) -> int:
         """Return the number of development rows of some tasks."""

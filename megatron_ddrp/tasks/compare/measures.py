@@ -6,10 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ddrp.config import encoding_class
+from megatron_ddrp.config import encoding_class, flag_words
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
-from megatron_ddrp.tasks.compare.flags import Flags, words
+from megatron_ddrp.tasks.compare.flags import Flags
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
@@ -53,14 +53,14 @@ def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], fold
     output = folder / f"{run.folder.name}-{step}-{digest(facts)}"
     command = (
         *("megatron-ddrp", "glue", "--tasks", *glue.tasks, "--data-dir", glue.data_dir),
-        *("--load", str(run.checkpoint(step)), "--output-dir", str(output), *words(glue.flags)),
+        *("--load", str(run.checkpoint(step)), "--output-dir", str(output), *flag_words(glue.flags)),
     )
     name = job_name("glue", title, [facts, glue.tasks, data])
     return Job("glue", name, title, command, output / "table.json", (run.job.name,))
 
 
 def _flag_facts(flags: Flags) -> list[object]:
-    return [[name.replace("_", "-"), words([(name, value)])[1:]] for name, value in flags]
+    return [[name.replace("_", "-"), flag_words([(name, value)])[1:]] for name, value in flags]
 
 
 def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
@@ -80,7 +80,7 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
         output = folder / "minimal-pairs" / name.removeprefix("minimal-pairs-")
         command = (
             *("megatron-ddrp", "minimal-pairs", "--data-dir", pairs.data_dir),
-            *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(pairs.flags), *share),
+            *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *flag_words(pairs.flags), *share),
         )
         job = Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
         found.append(Measure(run, run.steps, job))
@@ -115,7 +115,7 @@ def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Pat
     output = folder / name.removeprefix("finetune-")
     command = (
         *("megatron-ddrp", "finetune", "--task-file", task.file, "--no-keep-models"),
-        *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *words(task.flags)),
+        *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *flag_words(task.flags)),
     )
     return Job("finetune", name, title, command, output / "table.json", (run.job.name,), float(task.epochs))
 

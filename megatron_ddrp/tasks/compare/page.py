@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.config import flag_words
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare import comparison
-from megatron_ddrp.tasks.compare.claims import all_claims, resolution, summary
 from megatron_ddrp.tasks.compare.figures import draw_all
-from megatron_ddrp.tasks.compare.flags import words
 from megatron_ddrp.tasks.compare.jobs import KINDS, RUN, Job, log_file, shown_kind
 from megatron_ddrp.tasks.compare.plan import NUM_SEEDS
+from megatron_ddrp.tasks.compare.recording import make_row
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.running import last_line
 from megatron_ddrp.tasks.compare.tables import (
-    claims_table,
     comparison_table,
     cost_table,
     paper_triangles,
-    similarity_table,
-    space_table,
     table_1,
     table_2,
     table_3,
     throughput_table,
 )
 from megatron_ddrp.tasks.compare.work import Work
+from megatron_ddrp.tasks.ladder.page import LadderPage
+from megatron_ddrp.tasks.ladder.rows import as_run
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.pages import render, to_html
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
@@ -39,12 +39,14 @@ def write_page(work: Work) -> str:
     """Write page.md, page.html, results.json and the figures; return a line that names the files."""
     results = Results(work)
     compared = comparison.compare_all(results)
+    rung = ladder_page(work, results)
     figures = draw_all(results, compared, work.folder / "figures")
-    text = page(work, results, comparison_table(results, compared), figures)
+    figures |= {name: work.folder / "figures" / f"{name}.png" for name in rung.draw()}
+    text = page(work, results, comparison_table(results, compared), rung, figures)
     texts = {
         "page.md": text,
         "page.html": to_html(text, "Position encodings and objectives at one budget", work.folder),
-        "results.json": json.dumps(as_json(results, compared), indent=1) + "\n",
+        "results.json": json.dumps(as_json(results, compared, rung), indent=1) + "\n",
     }
     for name, content in texts.items():
         with AtomicFile(work.folder / name) as stream:
@@ -52,13 +54,22 @@ def write_page(work: Work) -> str:
     return f"{work.folder / 'page.html'}, page.md and results.json written"
 
 
-def page(work: Work, results: Results, measured: Table, figures: dict[str, Path]) -> str:
+def ladder_page(work: Work, results: Results) -> LadderPage:
+    """Return the page of a ladder whose only rung is the plan's budget: claims, their seeds, minimal pairs, the inside.
+
+    Models count as one rung even if their tokens differ, as they do with a budget in minutes.
+    """
+    runs = [as_run(make_row(work, run, results)) for run in results.runs]
+    rung = max((run.rung for run in runs), default=0)
+    return LadderPage([replace(run, rung=rung) for run in runs], work.folder)
+
+
+def page(work: Work, results: Results, measured: Table, rung: LadderPage, figures: dict[str, Path]) -> str:
     """Return the text of page.md."""
-    plan, claims = work.plan, all_claims(work.plan)
+    plan = work.plan
     names = {job.name for job in work.jobs()}
     rows = [row for row in work.store if row["job"] in names]
     steps = sorted({run.steps for run in results.runs if not run.arm.half})
-    similarity = similarity_table(results)
     return render(
         "compare.md.jinja",
         plan=plan,
@@ -66,23 +77,18 @@ def page(work: Work, results: Results, measured: Table, figures: dict[str, Path]
         figures=figures,
         few=NUM_SEEDS,
         steps=[f"{count:,}" for count in steps],
-        flags=" ".join(words(plan.flags)),
-        glue_flags=" ".join(words(plan.glue.flags)) if plan.glue else "",
+        flags=" ".join(flag_words(plan.flags)),
+        glue_flags=" ".join(flag_words(plan.glue.flags)) if plan.glue else "",
         sizes=[f"{task} ({row['train_examples']:,} rows)" for task, row in results.facts.items()],
         missing=missing(work),
-        summary=summary(results, claims),
-        resolution=resolution(results, claims),
-        claims=claims_table(results, claims) if claims else None,
+        blocks=rung.blocks,
         comparison=measured,
         samples=BOOTSTRAP_SAMPLES,
         tables=(table_1(results), table_2(results), table_3(results)),
         cost=cost_table(results),
         beside=max((row["workers"] for row in rows if row["kind"] == RUN), default=1),
         looks=any(vars(plan.analyses).values()),
-        similarity=similarity,
-        is_similarity_known=any(cell for row in similarity.rows for cell in row[1:]),
         triangles=paper_triangles(),
-        space=space_table(results),
         throughput=throughput_table(results),
         maps=results.maps,
         averaged_on_the_way=results.averaged_on_the_way,
@@ -122,16 +128,20 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['workers']} job{'s' * (row['workers'] > 1)} at once{threads}"
 
 
-def as_json(results: Results, compared: dict[str, list[comparison.Compared]]) -> dict[str, Any]:
+def as_json(results: Results, compared: dict[str, list[comparison.Compared]], rung: LadderPage) -> dict[str, Any]:
     """Return the content of results.json: all numbers of the page by arm, measure and seed."""
-    accuracies = {arm.label: results.items.accuracies(arm) for arm in results.arms}
+    paradigms: dict[str, dict[int, dict[str, float]]] = {}
+    for run in results.runs:
+        if found := results.items.accuracies(run.arm, run.seed):
+            paradigms.setdefault(run.arm.label, {})[run.seed] = found
     return {
         "values": _by_label(results.values),
         "curves": _by_label(results.curves),
         "averaged": results.averaged,
         "undefined": _by_label(results.collapsed),
         "comparison": comparison.as_json(results, compared),
-        "paradigms": {label: found for label, found in accuracies.items() if found},
+        "claims": rung.as_json()["claims"],
+        "paradigms": paradigms,
         "fields": {arm.label: by_seed for arm, by_seed in results.fields.items()},
     }
 

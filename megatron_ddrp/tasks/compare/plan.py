@@ -17,6 +17,7 @@ from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
 from megatron_ddrp.tasks.compare.flags import Flags, read_flags
 from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, read_glue, read_tasks
+from megatron_ddrp.tasks.ladder.rows import Arm
 
 FIRST_SEED = 1234
 NUM_SEEDS = 3
@@ -37,10 +38,9 @@ class Model:
     weights: tuple[float, float] | None = None
     """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
 
-    @property
-    def without_hcd(self) -> bool:
-        """True if a flag of the model sets HCD's weight to 0."""
-        return dict(self.flags).get("hcd_weight") == 0
+    def arm(self, half: bool = False) -> Arm:
+        """Return the model at the full or half budget."""
+        return Arm.of(self.name, self.encoding, self.objective, dict(self.flags), half)
 
 
 @dataclass(frozen=True)

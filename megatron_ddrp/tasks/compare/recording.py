@@ -7,27 +7,29 @@ from typing import Any
 from megatron_ddrp.config import load_config
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.run.metrics import read_rows
-from megatron_ddrp.tasks.compare.results import HEAD_SIMILARITY, TOKEN_SIMILARITY, Results
+from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.jobs.store import Row
+from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, TOKEN_SIMILARITY
 
 DIGITS = 5
 """Decimal places of losses and similarities in curves."""
 
 
-def make_row(work: Work, run: TrainingRun) -> Row:
-    """Return the row of a run whose jobs are all finished."""
-    results, jobs, plan = Results(work, run), work.jobs_of(run), work.plan
+def make_row(work: Work, run: TrainingRun, results: Results) -> Row:
+    """Return the row of a finished run with the results of those of its jobs that are finished."""
+    plan = work.plan
     config = load_config(run.folder)  # unlike the plan's, it has the size of the vocabulary
     parameters, _ = count_parameters(on_meta_device(config.model, config.objective))
     finished = {row["job"]: row for row in work.store}
     course = finished[run.job.name]
+    jobs = [job for job in work.jobs_of(run) if job.name in finished]
     found: Row = {
         "run": run.job.name,
         "jobs": [job.name for job in jobs],
         "model": run.model.name,
-        "half": run.arm.half,
+        "half": run.half,
         "encoding": run.model.encoding,
         "objective": run.model.objective,
         "flags": dict(run.model.flags),
@@ -77,8 +79,12 @@ def _measured(run: TrainingRun, results: Results) -> dict[str, Any]:
     """Return a run's values by measure, and its accuracy on minimal pairs by paradigm and by field."""
     pairs, paradigms = results.items.count_pairs()
     return {
-        "values": {name: by_arm[run.arm][run.seed] for name, by_arm in results.values.items() if run.arm in by_arm},
-        "paradigms": results.items.accuracies(run.arm),
+        "values": {
+            name: by_arm[run.arm][run.seed]
+            for name, by_arm in results.values.items()
+            if run.seed in by_arm.get(run.arm, {})
+        },
+        "paradigms": results.items.accuracies(run.arm, run.seed),
         "fields": results.fields.get(run.arm, {}).get(run.seed, {}),
         "pairs": pairs // paradigms if paradigms else 0,
     }

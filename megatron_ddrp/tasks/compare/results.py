@@ -13,34 +13,27 @@ from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.items import Items, read_right
 from megatron_ddrp.tasks.compare.measures import Measure, TaskMeasure
 from megatron_ddrp.tasks.compare.plan import Plan
-from megatron_ddrp.tasks.compare.runs import Arm, TrainingRun
+from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.finetune.cells import Cell, best_cells
 from megatron_ddrp.tasks.finetune.runs import RUNS, RunStore
+from megatron_ddrp.tasks.ladder.measures import (
+    DIRECTION,
+    GLUE,
+    HEAD_SIMILARITY,
+    LOSS,
+    MINIMAL_PAIRS,
+    SPACE,
+    STEP_SECONDS,
+    TOKEN_SIMILARITY,
+    TOKENS,
+    TRIANGLE,
+)
+from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.statistics import BySeed
 
 WARM_UP = 0.1
 """Share of a run's first steps whose times are left out, because memory, caches and compilers warm up."""
-
-LOSS, STEP_SECONDS, TOKENS = "validation masked-LM loss", "seconds of a step", "tokens"
-TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, GLUE = "f(S)", "f(H)", "triangle share", "GLUE average"
-SPACE = {
-    "cosine between sentences": "cosine_between",
-    "cosine within, mean removed": "centred_cosine_within",
-    "IsoScore": "isoscore",
-    "effective rank": "effective_rank",
-    "first component": "first_component",
-    "kurtosis on the first component": "first_component_kurtosis",
-}
-"""Measure of the last layer → key in the JSON of `megatron-ddrp analyze space`."""
-MINIMAL_PAIRS = "minimal pairs"
-DIRECTION = {
-    "direction probe": (0, "probe"),
-    "direction probe, shuffled": (0, "shuffled"),
-    "direction probe, shuffled, random weights": (1, "shuffled"),
-    "direction cosine": (0, "near"),
-}
-"""Measure → place among the models in the JSON of `megatron-ddrp analyze direction --random-init`, and key."""
 
 Curve = list[tuple[float, float]]
 """Pairs (step, value)."""
@@ -88,12 +81,13 @@ class Results:
     @property
     def baseline(self) -> Arm:
         """Arm with which the others are compared."""
-        return Arm(self.plan.named(self.plan.baseline) if self.plan.baseline else self.plan.models[0])
+        return (self.plan.named(self.plan.baseline) if self.plan.baseline else self.plan.models[0]).arm()
 
     @property
     def arms(self) -> list[Arm]:
         """Arms with at least one finished run, in the plan's order."""
-        return sorted({run.arm for run in self.runs}, key=lambda arm: (self.plan.rows.index(arm.model), arm.half))
+        names = [model.name for model in self.plan.rows]
+        return sorted({run.arm for run in self.runs}, key=lambda arm: (names.index(arm.name), arm.half))
 
     def of(self, measure: str, arm: Arm) -> BySeed:
         """Return seed → value; empty if nothing is measured."""

@@ -47,10 +47,11 @@ class Rungs:
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
         from megatron_ddrp.tasks.compare.recording import make_row  # here, because --help must not import torch
+        from megatron_ddrp.tasks.compare.results import Results
 
         for work, run in self._without_row():
             if not self.store.missing(work.jobs_of(run)):
-                self.rows.append(make_row(work, run))
+                self.rows.append(make_row(work, run, Results(work, run)))
 
     def _without_row(self) -> list[tuple[Work, TrainingRun]]:
         """Return the runs without a row that has all their jobs, in the order of the rungs.

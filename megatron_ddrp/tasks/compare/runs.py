@@ -11,15 +11,16 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ddrp.checkpoint import tag
-from megatron_ddrp.config import Config, concerns
+from megatron_ddrp.config import Config, concerns, flag_words
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles
-from megatron_ddrp.tasks.compare.flags import make_config, words
+from megatron_ddrp.tasks.compare.flags import make_config
 from megatron_ddrp.tasks.compare.jobs import Job, job_name
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Model, Plan
+from megatron_ddrp.tasks.ladder.rows import Arm
 
 LOGGED = 100
 """Approximate number of log rows that a run writes to metrics.jsonl."""
@@ -39,31 +40,20 @@ _USUAL = {"tokenizer_type": CorpusPlan.tokenizer_type}
 """Values of a plan that count as defaults in the names of runs, where a setting's own default is another."""
 
 
-class Arm(NamedTuple):
-    """A model at the full or half budget: one row of a table."""
-
-    model: Model
-    half: bool = False
-
-    @property
-    def label(self) -> str:
-        """Name in tables."""
-        return f"{self.model.name}, half the budget" if self.half else self.model.name
-
-
 @dataclass(frozen=True)
 class TrainingRun:
-    """Training run of an arm with one seed."""
+    """Training run of a model with one seed, at the full or half budget."""
 
-    arm: Arm
+    model: Model
+    half: bool
     seed: int
     config: Config
     job: Job
 
     @property
-    def model(self) -> Model:
-        """Model of the arm."""
-        return self.arm.model
+    def arm(self) -> Arm:
+        """Arm of the run: one row of a table."""
+        return self.model.arm(self.half)
 
     @property
     def folder(self) -> Path:
@@ -91,7 +81,7 @@ def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
     if plan.budget.kind != "minutes":
         return {}
     schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
-    return {model.name: _plan_run(plan, corpus, folder / "probes", Arm(model), schedule).job for model in plan.rows}
+    return {model.name: _plan_run(plan, corpus, folder / "probes", model, schedule).job for model in plan.rows}
 
 
 def probed_seconds(job: Job) -> float:
@@ -120,13 +110,13 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
     """Return every run whose steps are known, seed by seed, without duplicates."""
     runs: dict[str, TrainingRun] = {}
     for seed in plan.seeds:
-        arms = [Arm(model) for model in plan.models]
-        arms += [Arm(plan.named(name), half=True) for name in plan.half_budget]
-        arms += [Arm(model) for model in plan.grid if seed in plan.grid_seeds]
-        for arm in arms:
-            if arm.model.name not in steps:
+        models = [(model, False) for model in plan.models]
+        models += [(plan.named(name), True) for name in plan.half_budget]
+        models += [(model, False) for model in plan.grid if seed in plan.grid_seeds]
+        for model, half in models:
+            if model.name not in steps:
                 continue
-            count = max(1, steps[arm.model.name] // 2) if arm.half else steps[arm.model.name]
+            count = max(1, steps[model.name] // 2) if half else steps[model.name]
             interval = -(-count // plan.checkpoints)
             schedule = {
                 "log_interval": max(1, count // LOGGED),
@@ -136,14 +126,16 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
                 "train_iters": count,
                 "seed": seed,
             }
-            run = _plan_run(plan, corpus, folder / "courses", arm, schedule)
+            run = _plan_run(plan, corpus, folder / "courses", model, schedule, half)
             runs.setdefault(run.job.name, run)
     return list(runs.values())
 
 
-def _plan_run(plan: Plan, corpus: CorpusFiles, folder: Path, arm: Arm, schedule: Mapping[str, int]) -> TrainingRun:
+def _plan_run(
+    plan: Plan, corpus: CorpusFiles, folder: Path, model: Model, schedule: Mapping[str, int], half: bool = False
+) -> TrainingRun:
     """Return a run that saves below `folder`. The plan's own flags override the schedule."""
-    model, steps, seed = arm.model, schedule["train_iters"], schedule["seed"]
+    label, steps, seed = model.arm(half).label, schedule["train_iters"], schedule["seed"]
     settings: dict[str, Any] = {
         "data_path": corpus.data_path,
         "vocab_file": corpus.vocab_file,
@@ -155,12 +147,13 @@ def _plan_run(plan: Plan, corpus: CorpusFiles, folder: Path, arm: Arm, schedule:
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
     kind = folder.name.removesuffix("s")
-    name = job_name(kind, f"{arm.label} {seed}", [facts_of(config), corpus.key])
+    name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key])
     output = folder / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
-    command = (*start_of(plan.launcher), *words((settings | places).items()))
+    command = (*start_of(plan.launcher), *flag_words((settings | places).items()))
     needs = tuple(job.name for job in corpus.jobs)
-    return TrainingRun(arm, seed, config, Job(kind, name, f"{arm.label}, seed {seed}", command, output, needs, steps))
+    job = Job(kind, name, f"{label}, seed {seed}", command, output, needs, steps)
+    return TrainingRun(model, half, seed, config, job)
 
 
 def start_of(launcher: str) -> tuple[str, ...]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_ddrp.tasks.compare.claims import Claim, arm_row, number
 from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
-from megatron_ddrp.tasks.compare.results import (
+from megatron_ddrp.tasks.compare.results import Results
+from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, PAPER_TRIANGLES
+from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.tasks.ladder.claims import row_of
+from megatron_ddrp.tasks.ladder.measures import (
     GLUE,
     HEAD_SIMILARITY,
     LOSS,
-    SPACE,
     STEP_SECONDS,
     TOKEN_SIMILARITY,
     TOKENS,
-    TRIANGLE,
-    Results,
 )
-from megatron_ddrp.tasks.compare.runs import Arm
-from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, PAPER_TRIANGLES
-from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS
+from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread
+from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import paired, spread
 
@@ -30,12 +29,8 @@ Blocks = list[Table | str]
 
 def cell(results: Results, measure: str, arm: Arm) -> str:
     """Return mean ± standard deviation over the seeds, and the number of undefined runs, which count as 0."""
-    found, undefined = spread(results.of(measure, arm)), results.undefined(measure, arm)
-    if found is None:
-        return ""
-    mean = number(measure, found.mean)
-    shown = mean if found.deviation is None else f"{mean} ± {number(measure, found.deviation)}"
-    return f"{shown} ({undefined} undefined)" if undefined else shown
+    found, undefined = shown_spread(measure, spread(results.of(measure, arm))), results.undefined(measure, arm)
+    return f"{found} ({undefined} undefined)" if found and undefined else found
 
 
 def score_table(results: Results, arms: Iterable[Arm]) -> Table:
@@ -64,20 +59,20 @@ def paper_table(names: Sequence[str], where: str) -> Table:
 
 def score_blocks(results: Results, arms: Sequence[Arm], where: str) -> Blocks:
     """Return the table of these arms and, if the paper has such models, its table."""
-    theirs = [name for arm in arms if (name := arm_row(arm))]
+    theirs = [name for arm in arms if (name := row_of(arm))]
     return [score_table(results, arms), *([paper_table(theirs, where)] if theirs else [])]
 
 
 def table_1(results: Results) -> Blocks:
     """Return the scores of all models at the full budget."""
-    arms = [arm for arm in results.arms if not arm.half and arm.model in results.plan.models]
+    arms = [arm for arm in _plan_arms(results) if not arm.half]
     return score_blocks(results, arms, "tables 1 and 2") if arms else ["No run of the full budget is finished yet."]
 
 
 def table_2(results: Results) -> Blocks:
     """Return the scores of masked LM and MTH, with the models at half the budget first."""
-    encodings = [arm.model.encoding for arm in results.arms if arm.model.objective == "mth" or arm.half]
-    wanted = [arm for arm in results.arms if arm.model.encoding in encodings and arm.model in results.plan.models]
+    encodings = [arm.encoding for arm in results.arms if arm.objective == "mth" or arm.half]
+    wanted = [arm for arm in _plan_arms(results) if arm.encoding in encodings]
     arms = sorted(wanted, key=lambda arm: not arm.half)
     if not arms:
         return ["No model with MTH and none at half the budget is finished yet, or the plan has none."]
@@ -87,12 +82,12 @@ def table_2(results: Results) -> Blocks:
 
 def table_3(results: Results) -> Blocks:
     """Return the scores under different weights of TCD and HCD: models with such flags, and the alpha grid."""
-    chosen = [model for model in results.plan.rows if {"tcd_weight", "hcd_weight"} & dict(model.flags).keys()]
+    chosen = [model for model in results.plan.rows if _has_weight(model.arm())]
     if not chosen:
         return ["The plan changes no weight of TCD or HCD, so there is no ablation."]
     encodings = {model.encoding for model in chosen}
-    wanted = [arm for arm in results.arms if not arm.half and arm.model.encoding in encodings]
-    arms = [arm for arm in wanted if arm.model in chosen or not arm.model.flags]
+    wanted = [arm for arm in results.arms if not arm.half and arm.encoding in encodings]
+    arms = [arm for arm in wanted if not arm.flags or _has_weight(arm)]
     ours = score_table(results, arms)
     alike = Table(
         ["model", "f(S)", "f(H)"],
@@ -103,24 +98,15 @@ def table_3(results: Results) -> Blocks:
     return [ours, alike, paper_table(names, "table 3")]
 
 
-def similarity_table(results: Results) -> Table:
-    """Return the table of f(S), f(H) and the triangle share of the last checkpoints."""
-    arms = [arm for arm in results.arms if not arm.half]
-    measures = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE)
-    rows = [[arm.label, *(cell(results, measure, arm) for measure in measures)] for arm in arms]
-    header = ["model", "f(S)", "f(H)", "triangle share, last layer [%]"]
-    return Table(header, rows, "Ours, at the last checkpoint: mean ± standard deviation over the seeds.")
+def _plan_arms(results: Results) -> list[Arm]:
+    """Return the arms of the plan's models, without those of the alpha grid."""
+    names = {model.name for model in results.plan.models}
+    return [arm for arm in results.arms if arm.name in names]
 
 
-def space_table(results: Results) -> Table:
-    """Return the table of cosines, IsoScore and effective rank in the last layer of the last checkpoints."""
-    arms = [arm for arm in results.arms if any(results.of(measure, arm) for measure in SPACE)]
-    rows = [[arm.label, *(cell(results, measure, arm) for measure in SPACE)] for arm in arms]
-    caption = (
-        "Ours, hidden states of the last layer at the last checkpoint: mean ± standard deviation over the seeds. Mean "
-        "cosine and isotropy measure different things, see docs/analysis.md."
-    )
-    return Table(["model", *SPACE], rows, caption)
+def _has_weight(arm: Arm) -> bool:
+    """Return whether a flag of the arm sets the weight of TCD or of HCD."""
+    return not {"tcd_weight", "hcd_weight"}.isdisjoint(dict(arm.flags))
 
 
 def throughput_table(results: Results) -> Table:
@@ -157,7 +143,7 @@ def paper_triangles() -> Table:
 def cost_table(results: Results) -> Table:
     """Return the table of seconds per step, also relative to BERT with masked LM."""
     models = results.plan.models
-    plain = next((Arm(m) for m in models if (m.encoding, m.objective) == ("absolute", "mlm") and not m.flags), None)
+    plain = next((m.arm() for m in models if (m.encoding, m.objective) == ("absolute", "mlm") and not m.flags), None)
     rows = []
     for arm in results.arms:
         by_seed = results.of(STEP_SECONDS, arm)
@@ -183,9 +169,8 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
             if row.arm == results.baseline:
                 found[0] = "baseline"
             elif row.difference:
-                ends = (row.difference.interval, row.over_items)
-                shown = [" to ".join(number(measure, end, sign="+") for end in interval or ()) for interval in ends]
-                found = [number(measure, row.difference.mean, sign="+"), *shown, str(len(row.difference.values))]
+                ends = [shown_interval(measure, interval) for interval in (row.difference.interval, row.over_items)]
+                found = [shown(measure, row.difference.mean, "+"), *ends, str(len(row.difference.values))]
             rows.append(
                 [measure, row.arm.label, cell(results, measure, row.arm), *found, count_items(results, measure)]
             )
@@ -194,23 +179,5 @@ def comparison_table(results: Results, compared: Mapping[str, Sequence[Compared]
         f"Ours: mean ± standard deviation over the seeds, and the mean difference to {results.baseline.label}, paired "
         "by seed and by item. Losses are in nats, other measures x 100. A lower loss is better; for other measures "
         "higher is better."
-    )
-    return Table(header, rows, caption, wordy=(0, 1))
-
-
-def claims_table(results: Results, claims: Sequence[Claim]) -> Table:
-    """Return the table of all claims about models of the plan, with the difference and the verdict of each."""
-    rows = []
-    for claim in claims:
-        found, verdict = ["", "", ""], "no data"
-        if difference := claim.difference(results):
-            ends = [number(claim.measure, end, sign="+") for end in difference.interval or ()]
-            mean = number(claim.measure, difference.mean, sign="+")
-            found, verdict = [mean, " to ".join(ends), str(len(difference.values))], difference.verdict(claim.sign)
-        rows.append([claim.text, claim.measure, *found, claim.paper, verdict])
-    header = ["claim", "measure", "difference", "95 % interval", "seeds", "the paper's", "at this scale"]
-    caption = (
-        "First minus second model, paired by seed: mean and Student's 95 % interval. GLUE, pairs and shares are in "
-        "points, costs in per cent of a step. An empty cell in the paper's column means that it prints no such number."
     )
     return Table(header, rows, caption, wordy=(0, 1))

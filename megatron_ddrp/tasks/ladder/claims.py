@@ -6,25 +6,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ddrp.tasks.compare.results import (
-    GLUE,
+from megatron_ddrp.tasks.glue.paper import BETTER, PAPER_NAMES, PAPER_TRIANGLES, average_difference, paper_row
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.measures import (
+    FIRST_COMPONENT,
     HEAD_SIMILARITY,
     LOSS,
-    MINIMAL_PAIRS,
+    SCORED,
+    SHUFFLED,
+    SMALLER_IS_BETTER,
     TOKEN_SIMILARITY,
     TRIANGLE,
 )
-from megatron_ddrp.tasks.glue.paper import BETTER, PAPER_NAMES, PAPER_TRIANGLES, average_difference, paper_row
-from megatron_ddrp.tasks.ladder.ladder import SHUFFLED, Ladder
 from megatron_ddrp.tasks.ladder.rows import Arm
 from megatron_ddrp.tasks.ladder.trend import Trend, fit, steps_of_four
 from megatron_ddrp.tasks.ladder.verdicts import over_the_ladder, with_trend
 from megatron_ddrp.tasks.statistics import ONE_SEED, Difference, paired
-
-FIRST_COMPONENT = "first component"
-SMALLER_IS_BETTER = (LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, FIRST_COMPONENT)
-SCORED = (LOSS, GLUE, MINIMAL_PAIRS)
-"""Measures of every claim that one arm is better than another."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def paper_claims(ladder: Ladder) -> list[Claim]:
     """Return the paper's claims about the arms of a ladder: encodings, objectives, then the inside of the models."""
     contrasts = [*_encodings(ladder), *_objectives(ladder)]
     scored = [
-        Claim(text, measure, first, second, average_difference(_paper_row(first), _paper_row(second)))
+        Claim(text, measure, first, second, average_difference(row_of(first), row_of(second)))
         for measure in SCORED
         for text, first, second in contrasts
     ]
@@ -151,7 +148,8 @@ def _has_a_name(arm: Arm) -> bool:
     return arm.is_plain or (not arm.half and arm.objective_name.endswith(" alone"))
 
 
-def _paper_row(arm: Arm) -> str | None:
+def row_of(arm: Arm) -> str | None:
+    """Return the name of an arm's row in the paper's tables; None without such a row."""
     objective = {"TCD alone": "MTH without HCD"}.get(arm.objective_name, arm.objective_name)
     return None if arm.flags and objective == arm.objective_name else paper_row(arm.encoding, objective, arm.half)
 

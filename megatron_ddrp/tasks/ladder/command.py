@@ -13,8 +13,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     require_packages("compare", "markdown", "matplotlib")
     from megatron_ddrp.tasks.ladder.page import LadderPage  # here, because --help must not import scipy
+    from megatron_ddrp.tasks.ladder.rows import read_runs
 
-    page = LadderPage(options.rows, options.output_dir)
+    page = LadderPage(read_runs(options.rows), options.output_dir)
     if options.tables:
         print(page.replace_tables(options.tables))  # first, because it may refuse the file
     print(page.write())

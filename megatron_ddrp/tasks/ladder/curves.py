@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.analysis.plotting import COLORS, LINES, pyplot, save_figure
-from megatron_ddrp.tasks.compare.results import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY
 from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens
 from megatron_ddrp.tasks.ladder.panels import arm_groups, budget_axis, group_styles
 from megatron_ddrp.tasks.ladder.rows import Arm
@@ -20,10 +20,10 @@ from megatron_ddrp.tasks.statistics import mean_and_band, paired, spread
 def draw_loss(ladder: Ladder, path: Path) -> bool:
     """Draw the loss at the ends of the rungs, and below it the differences to each group's first arm.
 
-    Return False without drawing if no row has a loss.
+    Return False without drawing if there is one rung, or no row with a loss.
     """
     groups = arm_groups(ladder)
-    if LOSS not in ladder.measures:
+    if LOSS not in ladder.measures or len(ladder.rungs) < 2:
         return False
     plt = pyplot()
     most = max(map(len, groups.values()))
@@ -87,14 +87,14 @@ def draw_training(ladder: Ladder, path: Path) -> bool:
         return False
     plt = pyplot()
     groups, rungs = arm_groups(ladder), ladder.rungs
-    is_row = len(rungs) == 1  # then the groups stand beside each other
+    is_row = ladder.is_one_budget  # then the groups stand beside each other
     lines, columns = (1, len(groups)) if is_row else (len(groups), len(rungs))
     size = (1.2 + 3.9 * columns, 0.6 + (4.4 if is_row else 3.0) * lines)
     figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
     for row, (title, arms) in zip(axes.T if is_row else axes, groups.items(), strict=True):
         for axis, rung in zip(row, rungs, strict=True):
             _draw_curves(axis, ladder, arms, rung)
-            axis.set_title(f"{title}, {shown_tokens(rung)}", fontsize="small")
+            axis.set_title(title if ladder.is_one_budget else f"{title}, {shown_tokens(rung)}", fontsize="small")
         beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
         row[-1].legend(*_all_handles(row), fontsize="x-small", **(below if is_row else beside))
@@ -160,7 +160,8 @@ def draw_similarity(ladder: Ladder, path: Path) -> bool:
                         label=label,
                         **style,
                     )
-        column[0].set_title(f"{shown_tokens(rung)} tokens")
+        if not ladder.is_one_budget:
+            column[0].set_title(f"{shown_tokens(rung)} tokens")
         column[1].set_xlabel("million tokens")
         for axis in column:
             axis.grid(alpha=0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ddrp.tasks.compare.flags import words
+from megatron_ddrp.config import flag_words
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.rows import Run
 
@@ -16,7 +16,7 @@ def facts(ladder: Ladder) -> list[str]:
     if not runs:
         return []
     shared = _shared(runs)
-    lines = [f"Flags of every run: `{' '.join(words(shared.items()))}`."] if shared else []
+    lines = [f"Flags of every run: `{' '.join(flag_words(shared.items()))}`."] if shared else []
     lines += [_difference(name, runs) for name in _flags(runs) if name not in shared]
     versions = dict.fromkeys(", ".join(map(" ".join, run.facts.versions.items())) for run in runs)
     lines += [f"Versions: {line}." for line in versions if line]

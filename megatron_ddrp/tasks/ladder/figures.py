@@ -13,7 +13,8 @@ from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.curves import draw_loss, draw_similarity, draw_training
 from megatron_ddrp.tasks.ladder.gains import draw_claims, draw_gains
-from megatron_ddrp.tasks.ladder.ladder import COSINE, PROBE, RANDOM, SHUFFLED, Ladder
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.measures import COSINE, PROBE, RANDOM, SHUFFLED
 from megatron_ddrp.tasks.ladder.minimal_pairs import CHANCE
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm
@@ -73,7 +74,8 @@ def draw_minimal_pairs(ladder: Ladder, path: Path) -> bool:
                 axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=color, fontsize="small")
         axis.axvline(0.5, color="black", linewidth=1.5)
         axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
-        axis.set_title(f"{shown_tokens(rung)} tokens", loc="left")
+        if not ladder.is_one_budget:
+            axis.set_title(f"{shown_tokens(rung)} tokens", loc="left")
     axes[-1, 0].set_xticks(range(len(groups)), groups, rotation=40, ha="right", rotation_mode="anchor")
     figure.colorbar(image, ax=axes, label="pairs right [%]; chance is 50", fraction=0.03, pad=0.02)
     save_figure(plt, figure, path)
@@ -101,7 +103,7 @@ def draw_direction(ladder: Ladder, path: Path) -> bool:
             style = {"color": COLORS[number % len(COLORS)], "linestyle": "", "marker": "o", "markersize": 7}
             for place, arm in enumerate(arms):
                 _draw_dots(axis, ladder, (measure, arm, rung), place + shift, style)
-            handles[f"{shown_tokens(rung)} tokens"] = plt.Line2D([], [], **style)
+            handles["trained" if ladder.is_one_budget else f"{shown_tokens(rung)} tokens"] = plt.Line2D([], [], **style)
         axis.grid(alpha=0.3)
         axis.set_xlabel(label)
         axis.axvline(CHANCE if measure != COSINE else 1.0, color="black", linewidth=1)

@@ -43,7 +43,8 @@ def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
     handles, labels = axes[0].get_legend_handles_labels()
     found = dict(zip(labels, handles, strict=True))
     order = [label for rung in ladder.rungs if (label := f"{shown_tokens(rung)} tokens") in found]
-    figure.legend([found[label] for label in order], order, loc="outside lower center", ncols=len(order))
+    if not ladder.is_one_budget:
+        figure.legend([found[label] for label in order], order, loc="outside lower center", ncols=len(order))
     save_figure(plt, figure, path)
     return True
 

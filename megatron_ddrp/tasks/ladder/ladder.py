@@ -8,29 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from megatron_ddrp.config import ENCODINGS
-from megatron_ddrp.tasks.compare.results import (
-    DIRECTION,
-    GLUE,
-    HEAD_SIMILARITY,
-    LOSS,
-    MINIMAL_PAIRS,
-    SPACE,
-    STEP_SECONDS,
-    TOKEN_SIMILARITY,
-    TOKENS,
-    TRIANGLE,
-)
+from megatron_ddrp.tasks.ladder.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, NO_MEASURES
 from megatron_ddrp.tasks.ladder.phenomena import phenomenon
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
 from megatron_ddrp.tasks.statistics import BySeed
-
-PROBE, SHUFFLED, RANDOM, COSINE = DIRECTION
-"""Measures of direction: a linear probe of left and right on text, on shuffled text, where only positions can tell, on
-shuffled text with random weights, and the cosine of the table's rows for offsets +k and −k."""
-INSIDE = (TOKEN_SIMILARITY, HEAD_SIMILARITY, TRIANGLE, *SPACE, *DIRECTION)
-"""Measures of the tables about the inside of the models; all others are scores."""
-NO_MEASURES = (TOKENS, STEP_SECONDS)
-"""Values that stand in no table. Runs share the machine, so their steps are no measure of cost."""
 
 
 class Ladder:
@@ -41,6 +22,11 @@ class Ladder:
         self.runs = [run for run in runs if run.check == check]
         self.rungs = sorted({run.rung for run in self.runs})
         """Planned tokens of the rungs, in growing order."""
+
+    @property
+    def is_one_budget(self) -> bool:
+        """True for one rung, which then needs no name."""
+        return len(self.rungs) == 1
 
     @cached_property
     def baseline(self) -> Arm:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ddrp.tasks.compare.results import MINIMAL_PAIRS
 from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.measures import MINIMAL_PAIRS
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread, shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
 from megatron_ddrp.tasks.markdown import Table

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from megatron_ddrp.tasks.compare.claims import number
-from megatron_ddrp.tasks.compare.results import DIRECTION
+from megatron_ddrp.tasks.ladder.measures import (
+    DIRECTION,
+    HEAD_SIMILARITY,
+    LOSS,
+    SPACE,
+    TOKEN_SIMILARITY,
+    TRIANGLE,
+)
 from megatron_ddrp.tasks.statistics import Difference, Spread
+
+_SHOWN = {
+    **dict.fromkeys((LOSS, TOKEN_SIMILARITY, HEAD_SIMILARITY, *SPACE), (1, 4)),
+    **dict.fromkeys(DIRECTION, (1, 3)),
+    "effective rank": (1, 1),
+    TRIANGLE: (100, 1),
+}
+"""Measure → factor and digits; other measures are shares in points."""
 
 
 def shown(measure: str, value: float, sign: str = "") -> str:
     """Return a value of a measure; with `sign` "+" a difference."""
-    return f"{value:{sign}.3f}" if measure in DIRECTION else number(measure, value, sign)
+    factor, digits = _SHOWN.get(measure, (100, 2))
+    return f"{factor * value:{sign}.{digits}f}"
 
 
 def shown_spread(measure: str, values: Spread | None) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
@@ -16,7 +17,7 @@ from megatron_ddrp.tasks.ladder.facts import facts
 from megatron_ddrp.tasks.ladder.figures import draw_all
 from megatron_ddrp.tasks.ladder.ladder import Ladder, check_ladder
 from megatron_ddrp.tasks.ladder.minimal_pairs import pairs_table
-from megatron_ddrp.tasks.ladder.rows import read_runs
+from megatron_ddrp.tasks.ladder.rows import Run
 from megatron_ddrp.tasks.ladder.summary import summary
 from megatron_ddrp.tasks.ladder.tables import (
     check_tables,
@@ -38,11 +39,10 @@ NAMES = ("summary", "runs", "verdicts", *CLAIMS, "models", "seeds", "minimal-pai
 
 
 class LadderPage:
-    """Page of the rows in some files."""
+    """Page of some runs, and its parts for other pages."""
 
-    def __init__(self, paths: Sequence[Path], folder: Path, only: Collection[str] | None = None):
-        """Read the rows of the runs `only`, or of all. Raises `UserError` for a missing, empty or damaged file."""
-        runs = read_runs(paths, only)
+    def __init__(self, runs: Sequence[Run], folder: Path):
+        """Judge the claims about the runs, whose page is to stand in the folder."""
         self.folder = folder
         self.ladder = Ladder(runs)
         self.checks = {name: check_ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
@@ -54,7 +54,7 @@ class LadderPage:
         """Name → table as Markdown, for every one of `NAMES`; empty if there is nothing to show."""
         ladder, checks = self.ladder, check_tables(self.checks)
         if not ladder.runs:
-            found = {"summary": "All rows belong to checks.", "checks": "\n\n".join(map(str, checks))}
+            found = {"summary": "All rows belong to checks." * bool(checks), "checks": "\n\n".join(map(str, checks))}
             return dict.fromkeys(NAMES, "") | found
         tables: dict[str, list[Table]] = {
             "runs": [runs_table(ladder)],
@@ -77,20 +77,27 @@ class LadderPage:
         others = [item for item in self.models if (item.claim.first, item.claim.second) not in pairs]
         return {"gains": claims, "gains-others": others}
 
+    def draw(self) -> list[str]:
+        """Draw the figures that have data into the folder; return their names."""
+        return draw_all(self.ladder, self.gains, self.folder / "figures")
+
     def write(self) -> str:
         """Write all files into the folder; return a line that names them."""
-        figures = draw_all(self.ladder, self.gains, self.folder / "figures")
+        figures = self.draw()
         text = self.text(figures)
-        checks = {name: results(check, judge(check, check_claims(check))) for name, check in self.checks.items()}
-        numbers = results(self.ladder, self.judged + self.models) | {"checks": checks}
         texts = {
             "page.md": text,
             "page.html": to_html(text, "The paper's claims as the budget grows", self.folder),
-            "results.json": json.dumps(numbers, indent=1) + "\n",
+            "results.json": json.dumps(self.as_json(), indent=1) + "\n",
         }
         for name, content in texts.items():
             _write(self.folder / name, content)
         return f"{self.folder / 'page.html'}, page.md, results.json and {len(figures)} figures written"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of results.json."""
+        checks = {name: results(check, judge(check, check_claims(check))) for name, check in self.checks.items()}
+        return results(self.ladder, self.judged + self.models) | {"checks": checks}
 
     def text(self, figures: Sequence[str]) -> str:
         """Return the text of page.md with these figures."""

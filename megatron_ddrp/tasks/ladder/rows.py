@@ -25,6 +25,12 @@ class Arm(NamedTuple):
     """Further flags of the model in the order of their names, with values as text."""
     half: bool = False
 
+    @classmethod
+    def of(cls, name: str, encoding: str, objective: str, flags: Mapping[str, Any], half: bool = False) -> Arm:
+        """Return the arm of a model with these flags, of whatever type their values are."""
+        texts = sorted((flag.replace("-", "_"), _text(value)) for flag, value in flags.items())
+        return cls(name, encoding, objective, tuple(texts), half)
+
     @property
     def label(self) -> str:
         """Name in tables."""
@@ -117,8 +123,8 @@ def read_runs(paths: Sequence[Path], only: Collection[str] | None = None) -> lis
 
 def as_run(row: Mapping[str, Any]) -> Run:
     """Return a row as a run. Raises KeyError, TypeError or ValueError for another object."""
-    flags = sorted((name.replace("-", "_"), _text(value)) for name, value in row.get("flags", {}).items())
-    arm = Arm(row["model"], row["encoding"], row["objective"], tuple(flags), bool(row.get("half", False)))
+    half = bool(row.get("half", False))
+    arm = Arm.of(row["model"], row["encoding"], row["objective"], row.get("flags", {}), half)
     values = {str(name): float(value) for name, value in row["values"].items() if value is not None}
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     return Run(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS
-from megatron_ddrp.tasks.ladder.claims import SCORED, Judged
+from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS, SCORED
 from megatron_ddrp.tasks.ladder.minimal_pairs import pair_scores
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
 from megatron_ddrp.tasks.ladder.verdicts import (
@@ -17,6 +17,7 @@ from megatron_ddrp.tasks.ladder.verdicts import (
 from megatron_ddrp.tasks.markdown import marked
 
 _MEASURES = {LOSS: "validation loss (nats)", GLUE: "the GLUE average (points)", MINIMAL_PAIRS: "minimal pairs (points)"}
+ON_THE_HIGHEST = " on the highest rung that has an interval"
 _UNDECIDED = (NOT_TOLD, NO_INTERVAL)
 
 
@@ -30,9 +31,9 @@ def summary(ladder: Ladder, judged: Sequence[Judged]) -> str:
         found.append("No claim of the paper compares two models of these rows.")
     if intervals := sum(gain.interval is not None for item in judged for gain in item.gains.values()):
         found.append(
-            "In brackets stands the mean gain on the highest rung that has an interval; a gain is positive where the "
-            f"claim holds. There are {intervals} intervals of differences. By chance alone about one in twenty of "
-            f"them, here {0.05 * intervals:.1f}, would exclude 0."
+            f"In brackets stands the mean gain{'' if ladder.is_one_budget else ON_THE_HIGHEST}; a gain is positive "
+            f"where the claim holds. There are {intervals} intervals of differences. By chance alone about one in "
+            f"twenty of them, here {0.05 * intervals:.1f}, would exclude 0."
         )
     return "\n\n".join(found)
 
@@ -54,7 +55,8 @@ def _line(title: str, judged: Sequence[Judged]) -> str:
 
 def _last(item: Judged) -> str:
     rung, gain = item.last
-    return f"{shown(item.claim.measure, gain.mean, '+')} at {shown_tokens(rung)}"
+    mean = shown(item.claim.measure, gain.mean, "+")
+    return mean if item.ladder.is_one_budget else f"{mean} at {shown_tokens(rung)}"
 
 
 def _best_pairs(ladder: Ladder) -> str:
@@ -64,7 +66,8 @@ def _best_pairs(ladder: Ladder) -> str:
         return ""
     last = max(score.rung for score in scores)
     best = max((score for score in scores if score.rung == last), key=lambda score: score.accuracy.mean)
+    where = "" if ladder.is_one_budget else f"At {shown_tokens(last)} tokens "
     return (
-        f"At {shown_tokens(last)} tokens {best.arm.label} has the most minimal pairs right: "
+        f"{where}{best.arm.label} has the most minimal pairs right: "
         f"{shown(MINIMAL_PAIRS, best.accuracy.mean)} %, {best.errors_above_chance:.1f} standard errors above chance."
     )

@@ -5,49 +5,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_ddrp.run.log import duration
-from megatron_ddrp.tasks.compare.results import GLUE, LOSS
-from megatron_ddrp.tasks.ladder.claims import SCORED, Judged, check_claims, judge
-from megatron_ddrp.tasks.ladder.ladder import INSIDE, Ladder
+from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge
+from megatron_ddrp.tasks.ladder.ladder import Ladder
+from megatron_ddrp.tasks.ladder.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, SCORED
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_gain, shown_spread, shown_tokens
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, seeds_needed, spread
 
 _GAIN = (
-    "Each cell: mean gain of the first model over the second, paired by seed (Student's 95 % interval), number n of "
-    "common seeds, and the verdict on the rung. Positive gains support the claim."
+    "Mean gain of the first model over the second, paired by seed (Student's 95 % interval), number n of common seeds"
 )
 CAPTIONS = {
-    "claims": f"Validation masked-LM loss. {_GAIN} A gain is a loss lower by so many nats. The paper prints no loss; "
+    "claims": "Validation masked-LM loss. {gain} A gain is a loss lower by so many nats. The paper prints no loss; "
     "its column has the difference of its GLUE averages in points.",
-    "claims-glue": f"GLUE average, the paper's measure. {_GAIN} All differences are in points.",
-    "claims-minimal-pairs": f"Minimal pairs. {_GAIN} A gain is in points. The paper has no minimal pairs; its column "
+    "claims-glue": "GLUE average, the paper's measure. {gain} All differences are in points.",
+    "claims-minimal-pairs": "Minimal pairs. {gain} A gain is in points. The paper has no minimal pairs; its column "
     "has the difference of its GLUE averages in points.",
-    "claims-inside": f"Inside the models. {_GAIN} Gains of f(S), f(H) and the first component are decreases. Triangle "
+    "claims-inside": "Inside the models. {gain} Gains of f(S), f(H) and the first component are decreases. Triangle "
     "shares are in points. Left from right is the accuracy of the linear probe on shuffled text, where only positions "
     "can tell.",
-    "models": f"Validation masked-LM loss of every model against its reference. {_GAIN}",
+    "models": "Validation masked-LM loss of every model against its reference. {gain}",
 }
 
 
 def claims_table(name: str, judged: Sequence[Judged], ladder: Ladder) -> Table:
     """Return the table `name` of claims with their gains on every rung and their verdicts."""
-    is_papers = name != "models"
+    is_papers, is_ladder = name != "models", not ladder.is_one_budget
     rows = []
     for item in judged:
         cells = []
         for rung in ladder.rungs:
-            gain = item.gains.get(rung)
-            cells.append(f"{shown_gain(item.claim.measure, gain)}: {item.verdicts[rung]}" if gain else "")
-        trend = [_slope(item)] if len(ladder.rungs) > 1 else []
-        rows.append([item.claim.text, *([item.claim.paper] * is_papers), *cells, *trend, item.verdict])
-    papers = ["the paper, GLUE" if name in ("claims", "claims-minimal-pairs") else "the paper"] * is_papers
-    trend = ["change per factor of four"] if len(ladder.rungs) > 1 else []
-    header = ["claim" if is_papers else "models", *papers, *_headers(ladder), *trend, "over the ladder"]
-    return Table(header, rows, CAPTIONS[name], wordy=(0, len(header) - 1))
+            gain = shown_gain(item.claim.measure, item.gains[rung]) if rung in item.gains else ""
+            cells.append(f"{gain}: {item.verdicts[rung]}" if gain and is_ladder else gain)
+        rows.append(
+            [item.claim.text, *([item.claim.paper] * is_papers), *cells, *([_slope(item)] * is_ladder), item.verdict]
+        )
+    header = ["claim" if is_papers else "models"]
+    if is_papers:
+        header.append("the paper, GLUE" if name in ("claims", "claims-minimal-pairs") else "the paper")
+    header += _headers(ladder, "gain")
+    header += ["change per factor of four", "over the ladder"] if is_ladder else ["verdict"]
+    gain = f"{_GAIN}{', and the verdict on the rung' * is_ladder}. Positive gains support the claim."
+    return Table(header, rows, CAPTIONS[name].format(gain=gain), wordy=(0, len(header) - 1))
 
 
-def _headers(ladder: Ladder) -> list[str]:
-    return [f"{shown_tokens(rung)} tokens" for rung in ladder.rungs]
+def _headers(ladder: Ladder, alone: str) -> list[str]:
+    """Return the headers of the rungs' columns; `alone` for a single one."""
+    return [alone] if ladder.is_one_budget else [f"{shown_tokens(rung)} tokens" for rung in ladder.rungs]
 
 
 def _slope(item: Judged) -> str:
@@ -66,10 +70,10 @@ def seeds_table(judged: Sequence[Judged], ladder: Ladder) -> Table:
             rows.append([item.claim.text, item.claim.measure, *cells])
     caption = (
         "Smallest number of seeds n with t(0.975, n − 1)·s/√n < |mean gain|, if the mean and the standard deviation s "
-        "over the seeds stay as they are, for gains that are not visible; in brackets the seeds that there are. With "
-        "few seeds s is uncertain, and so is n."
+        "over the seeds stay as they are, for gains whose interval contains 0; in brackets the seeds that there are. "
+        "With few seeds s is uncertain, and so is n."
     )
-    return Table(["claim", "measure", *_headers(ladder)], rows, caption, wordy=(0, 1))
+    return Table(["claim", "measure", *_headers(ladder, "seeds needed")], rows, caption, wordy=(0, 1))
 
 
 def _needed(item: Judged, rung: int) -> str:
@@ -122,7 +126,9 @@ def score_tables(ladder: Ladder, is_inside: bool) -> list[Table]:
             cells = [shown_spread(measure, spread(ladder.of(measure, arm, rung))) for measure in measures]
             if any(cells):
                 rows.append([arm.label, *cells, str(len(ladder.on(rung, arm)))])
-        caption = f"{shown_tokens(rung)} tokens: mean ± standard deviation over the seeds."
+        caption = "Mean ± standard deviation over the seeds."
+        if not ladder.is_one_budget:
+            caption = f"{shown_tokens(rung)} tokens: m{caption[1:]}"
         if rows:
             tables.append(Table(["model", *measures, "seeds"], rows, caption))
     return tables
@@ -152,7 +158,7 @@ def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
 
 def of_measure(judged: Sequence[Judged], name: str) -> list[Judged]:
     """Return the claims of the table `name`."""
-    scored = {"claims": LOSS, "claims-glue": GLUE, "claims-minimal-pairs": SCORED[2]}
+    scored = {"claims": LOSS, "claims-glue": GLUE, "claims-minimal-pairs": MINIMAL_PAIRS}
     if name in scored:
         return [item for item in judged if item.claim.measure == scored[name]]
     return [item for item in judged if item.claim.measure not in SCORED]

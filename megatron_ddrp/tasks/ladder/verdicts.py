@@ -27,6 +27,13 @@ DEFINITIONS = {
 }
 """Verdict over the ladder → its definition. On one rung a gain is visible if its interval is above 0, opposite if the
 interval is below 0, and not visible if the interval contains 0."""
+DEFINITIONS_OF_ONE = {
+    HOLDS: "the interval of the gain is above 0",
+    CONTRADICTED: "the interval is below 0",
+    NOT_TOLD: "the interval contains 0",
+    NO_INTERVAL: "there are no two common seeds",
+}
+"""The same for one rung alone."""
 TREND_DEFINITION = (
     "The gain is *growing* or *shrinking* (where the claim holds), *rising* or *falling* (elsewhere) if the 95 % "
     "interval of the trend's slope excludes 0; without such a word it contains 0, or there are fewer than two rungs or "
@@ -36,21 +43,19 @@ TREND_DEFINITION = (
 
 def definitions(num_rungs: int) -> str:
     """Return the verdicts that a ladder of so many rungs can have, with their definitions, as Markdown."""
-    words = (HOLDS, CONTRADICTED, NOT_TOLD, NO_INTERVAL) if num_rungs == 1 else tuple(DEFINITIONS)[1:]
-    shown = DEFINITIONS if num_rungs > 1 else DEFINITIONS | {NOT_TOLD: "not visible on the rung"}
-    on_a_rung = (
+    shown = DEFINITIONS_OF_ONE if num_rungs == 1 else {word: DEFINITIONS[word] for word in DEFINITIONS if word != HOLDS}
+    before = [
         "On one rung a gain is *visible* if its interval is above 0, *opposite* if the interval is below 0, and *not "
-        "visible* if the interval contains 0. A rung with one common seed has no interval and no verdict. A claim that "
-        'a model is "at least as good" is contradicted only if the model is worse.'
-    )
-    trend = [
+        "visible* if the interval contains 0. A rung with one common seed has no interval and no verdict.",
         f"{TREND_DEFINITION}. The trend is the straight line a + b·log4(tokens / tokens of the first rung) by least "
         "squares through all paired differences of all seeds and rungs. Tables show b, the change per factor of four, "
         "with half the width of its 95 % interval (Student's t). The fit treats the differences as independent with "
-        "one variance, although seeds recur on every rung."
+        "one variance, although seeds recur on every rung.",
     ]
-    listed = "\n".join(f"- *{word}*: {shown[word]}" for word in words)
-    return "\n\n".join(map(marked, [on_a_rung, *(trend if num_rungs > 1 else [])])) + "\n\n" + listed
+    after = 'A claim that a model is "at least as good" is contradicted only if the model is worse.'
+    paragraphs = [*(before if num_rungs > 1 else []), after]
+    listed = "\n".join(f"- *{word}*: {shown[word]}" for word in shown)
+    return "\n\n".join(map(marked, paragraphs)) + "\n\n" + listed
 
 
 def over_the_ladder(verdicts: Sequence[str], num_rungs: int, band: int) -> str:

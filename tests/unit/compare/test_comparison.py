@@ -10,15 +10,15 @@ import pytest
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare import comparison
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
-from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all, field_accuracies
+from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all
 from megatron_ddrp.tasks.compare.forecast import JobForecast
-from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.results import GLUE, LOSS, MINIMAL_PAIRS, Results
-from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.compare.page import ladder_page, write_page
+from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
+from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS
 from megatron_ddrp.tasks.statistics import student_interval
 from tests.unit.compare.conftest import finish_run, read_plan, record
 
@@ -113,7 +113,7 @@ def finish_sweep(work, job, task, share, random):
 
 def test_the_table_has_every_measure_with_its_difference_and_both_errors(work):
     results = Results(work)
-    mlm, mth = (Arm(model) for model in work.plan.models)
+    mlm, mth = (model.arm() for model in work.plan.models)
     assert comparison.measures(results) == [LOSS, MINIMAL_PAIRS, "order", GLUE]
     for measure, difference in ((LOSS, 0.0), (MINIMAL_PAIRS, 0.1), ("order", 0.05), (GLUE, 0.05)):
         baseline, other = comparison.compare(results, measure)
@@ -129,7 +129,7 @@ def test_the_table_has_every_measure_with_its_difference_and_both_errors(work):
 def test_the_error_over_items_pairs_the_items_of_both_models(work):
     """Two models that are right on the same items but one differ by much less than their own errors."""
     items = Results(work).items
-    mlm, mth = (Arm(model) for model in work.plan.models)
+    mlm, mth = (model.arm() for model in work.plan.models)
     (run, *_), rng = work.runs, np.random.default_rng(0)
     right = rng.integers(2, size=400).astype(float)
     worse = right.copy()
@@ -167,20 +167,21 @@ def test_page_and_results_hold_the_table_and_its_figures(work):
     (row,) = [line for line in text.splitlines() if line.startswith("| minimal pairs | BERT (MTH) |")]
     assert "| +10.00 |" in row and row.count(" to ") == 2
     assert "| order | BERT (MLM) | 60.00 ± 0.00 | baseline |  |  | 2 | 200 rows |" in text
-    assert "](figures/measures.png)" in text and "](figures/fields.png)" in text
-    claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on minimal pairs"))
-    assert "+10.00" in claim and "(by a measure that the paper does not use)" in text
+    assert "](figures/measures.png)" in text and "](figures/minimal-pairs.png)" in text
+    (claim,) = [line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+10.00" in line]
+    assert "n = 2" in claim
     found = json.loads((work.folder / "results.json").read_text())
     row = next(r for r in found["comparison"] if (r["measure"], r["model"]) == (MINIMAL_PAIRS, "BERT (MTH)"))
     assert row["difference"] == pytest.approx(0.1) and row["over_items"][0] < 0.1 < row["over_items"][1]
-    assert found["paradigms"]["BERT (MLM)"]["islands"] == pytest.approx(0.51)
+    islands = [by_name["islands"] for by_name in found["paradigms"]["BERT (MLM)"].values()]
+    assert islands == pytest.approx([0.5, 0.52])
     assert found["fields"]["BERT (MTH)"]["1234"]["all"] == pytest.approx(0.6)
 
 
 def test_fields_are_means_over_the_seeds(work):
-    results = Results(work)
-    assert field_accuracies(results)[results.baseline] == pytest.approx(
-        {"morphology": 0.51, "syntax": 0.51, "all": 0.51}, abs=0.01
+    ladder = ladder_page(work, Results(work)).ladder
+    assert ladder.accuracies(ladder.baseline, ladder.rungs[0]) == pytest.approx(
+        {"all": 0.51, "morphology": 0.51, "syntax": 0.51}, abs=0.01
     )
 
 
@@ -190,8 +191,9 @@ def test_without_anything_over_items_there_is_no_such_figure(values, open_work):
         finish_run(work, run, 6.5)
     results = Results(work)
     compared = comparison.compare_all(results)
-    assert compared_panels(results, compared) == {} and field_accuracies(results) == {}
-    assert not {"measures", "fields"} & draw_all(results, compared, work.folder / "figures").keys()
+    assert compared_panels(results, compared) == {}
+    assert "measures" not in draw_all(results, compared, work.folder / "figures")
+    assert "minimal-pairs" not in ladder_page(work, results).draw()
 
 
 def test_another_model_may_be_the_baseline(work, with_scores, open_work):

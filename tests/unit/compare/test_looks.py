@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.results import SPACE, Results
-from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.compare.results import Results
+from megatron_ddrp.tasks.ladder.measures import SPACE
 from tests.unit.compare.conftest import finish_run, record
 
 
@@ -50,7 +50,7 @@ def finish_throughput(work):
 
 
 def test_space_looks_into_every_run_of_the_full_budget(work):
-    full = [run for run in work.runs if not run.arm.half]
+    full = [run for run in work.runs if not run.half]
     assert [measure.run for measure in jobs(work, "space")] == full
     command = jobs(work, "space")[0].job.command
     assert command[:5] == ("megatron-ddrp", "analyze", "space", "--load", str(full[0].folder))
@@ -59,7 +59,7 @@ def test_space_looks_into_every_run_of_the_full_budget(work):
 
 def test_one_job_times_all_models_of_the_first_seed_beside_each_other(work):
     [measure] = jobs(work, "throughput")
-    timed = [run for run in work.runs if run.seed == work.plan.seeds[0] and not run.arm.half]
+    timed = [run for run in work.runs if run.seed == work.plan.seeds[0] and not run.half]
     command = measure.job.command
     assert measure.job.needs == tuple(run.job.name for run in timed) and len(timed) == 2
     assert command[4 : command.index("--lengths")] == tuple(str(run.folder) for run in timed)
@@ -73,11 +73,11 @@ def test_the_page_has_a_table_of_each(work):
     finish_throughput(work)
     write_page(work)
     text = (work.folder / "page.md").read_text(encoding="utf-8")
-    assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 |  | 0.1 ± 0.1 |" in text
+    assert "| BERT (MLM) | 0.0500 ± 0.0707 | 0.0500 ± 0.0707 | 0.1 ± 0.1 |" in text
     assert "| model | tokens/s at 16 | tokens/s at 32 | MiB at 16 | MiB at 32 |" in text
     assert "| BERT (MLM) | 1,000 (900 to 4,100) | 1,000 (900 to 4,100) | 1 |  |" in text
     assert "| BERT (MTH) | 2,000 (900 to 4,100) |  | 2 |  |" in text
-    mlm = Arm(work.plan.models[0])
+    mlm = work.plan.models[0].arm()
     assert Results(work).of("effective rank", mlm) == {1234: 0.0, 1235: 0.1}
 
 

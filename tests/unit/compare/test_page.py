@@ -9,12 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.claims import all_claims, summary
 from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.jobs import log_file
-from megatron_ddrp.tasks.compare.page import write_page
-from megatron_ddrp.tasks.compare.results import LOSS, STEP_SECONDS, TOKEN_SIMILARITY, Results
-from megatron_ddrp.tasks.compare.runs import Arm
+from megatron_ddrp.tasks.compare.page import ladder_page, write_page
+from megatron_ddrp.tasks.compare.results import Results
+from megatron_ddrp.tasks.ladder.measures import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
 from megatron_ddrp.tasks.markdown import Table, code, marked
 from megatron_ddrp.tasks.pages import to_html
 from tests.unit.compare.conftest import finish_run, finish_similarity, record
@@ -28,11 +27,11 @@ def work(values, open_work):
     work = open_work(values)
     for run in work.runs:
         number = work.plan.seeds.index(run.seed)
-        if (run.model.name, number, run.arm.half) == ("BERT (MTH)", 2, False):
+        if (run.model.name, number, run.half) == ("BERT (MTH)", 2, False):
             continue
-        loss = 7.0 if run.arm.half else LOSSES[run.model.name]
+        loss = 7.0 if run.half else LOSSES[run.model.name]
         finish_run(work, run, loss + number / 100, 0.5 if run.model.objective == "mlm" else 0.52)
-        if not run.arm.half:
+        if not run.half:
             mth = run.model.objective == "mth"
             finish_similarity(work, run, (0.1 if mth else 0.8) + number / 100, 0.5 + (-1) ** number * mth / 100)
     return work
@@ -45,10 +44,10 @@ def page_of(work):
 
 def test_values_are_those_of_the_store(work):
     results = Results(work)
-    mlm, mth = (Arm(model) for model in work.plan.models)
+    mlm, mth = (model.arm() for model in work.plan.models)
     assert results.of(LOSS, mlm) == pytest.approx({1234: 6.5, 1235: 6.51, 1236: 6.52})
     assert results.of(LOSS, mth) == pytest.approx({1234: 6.25, 1235: 6.26})
-    assert results.of(LOSS, Arm(mth.model, half=True)) == pytest.approx({1234: 7.0, 1235: 7.01, 1236: 7.02})
+    assert results.of(LOSS, mth._replace(half=True)) == pytest.approx({1234: 7.0, 1235: 7.01, 1236: 7.02})
     assert results.of(STEP_SECONDS, mth) == pytest.approx(
         {1234: 0.52, 1235: 0.52}
     )  # without the 60 s of the first step
@@ -85,12 +84,11 @@ def test_jobs_of_another_plan_in_the_same_folder_stay_off_the_page(work, values,
 
 
 def test_the_verdicts_come_from_the_data(work):
-    paragraphs = summary(Results(work), all_claims(work.plan))
-    visible = next(p for p in paragraphs if p.startswith("*Visible*") and "paper does not" not in p)
-    assert "MTH lowers f(S) of BERT" in visible and "f(H)" not in visible
-    not_visible = next(p for p in paragraphs if p.startswith("*Not visible*"))
-    assert "MTH lowers f(H) of BERT" in not_visible
-    assert any("MTH is better than MLM on GLUE with BERT" in p for p in paragraphs if p.startswith("*Not measured"))
+    text = ladder_page(work, Results(work)).blocks["summary"]
+    assert "*Holds*: MTH is better than MLM with BERT (+0.2500)" in text
+    assert "*Contradicted*: MTH at half the budget is at least as good as MLM at the whole with BERT (-0.5000)" in text
+    inside = text.partition("Inside the models. ")[2]
+    assert "*Holds*: MTH lowers f(S) with BERT (+0.7000)." in inside, inside
     for run in work.runs:  # the same page, turned round
         path = next((a.job.output for a in work.analyses if a.run == run), None)
         if path and path.is_file():
@@ -98,8 +96,19 @@ def test_the_verdicts_come_from_the_data(work):
             for row in found["checkpoints"]:
                 row["token_similarity"] = 1 - row["token_similarity"]
             path.write_text(json.dumps(found))
-    paragraphs = summary(Results(work), all_claims(work.plan))
-    assert "MTH lowers f(S) of BERT" in next(p for p in paragraphs if p.startswith("*Opposite*"))
+    text = ladder_page(work, Results(work)).blocks["summary"]
+    assert "*Contradicted*: MTH lowers f(S) with BERT (-0.7000)" in text
+
+
+def test_models_of_different_tokens_are_on_one_rung(values, open_work):
+    values["models"][1]["flags"] = {"global-batch-size": 8}
+    work = open_work(values)
+    for run in work.runs:
+        finish_run(work, run, LOSSES[run.model.name] + run.seed / 1e4)
+    page = ladder_page(work, Results(work))
+    (judged,) = page.models
+    (gain,) = judged.gains.values()
+    assert gain.values == pytest.approx([0.25] * 3) and page.ladder.is_one_budget
 
 
 class Structure(HTMLParser):
@@ -183,7 +192,7 @@ def test_glue_columns_come_from_the_runs(values, open_work, tmp_path):
     assert "| BERT (MLM) | 65.00 ± 7.07 | 10.00 ± 14.14 (1 undefined) | 37.50 ± 3.54 |" in text
     assert "Tasks in the average: RTE, CoLA." in text
     assert json.loads((work.folder / "results.json").read_text())["undefined"]["BERT (MLM)"] == {"RTE": 0, "CoLA": 1}
-    claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM on GLUE with BERT"))
+    claim = next(line for line in text.splitlines() if line.startswith("| MTH is better than MLM") and "+7.50" in line)
     assert "+7.50" in claim and "+0.96" in claim  # 2.5 and, where BERT (MLM) collapsed, 12.5
 
 

@@ -122,8 +122,8 @@ def test_flags_are_typed_and_null_is_the_default(values, open_work):
 
 def test_half_of_the_budget_has_a_schedule_of_half_the_length(values, open_work):
     runs = open_work(values).runs
-    assert [r.steps for r in runs if r.arm.half] == [20] * 3 and {r.steps for r in runs if not r.arm.half} == {40}
-    assert {r.model.name for r in runs if r.arm.half} == {"BERT (MTH)"}
+    assert [r.steps for r in runs if r.half] == [20] * 3 and {r.steps for r in runs if not r.half} == {40}
+    assert {r.model.name for r in runs if r.half} == {"BERT (MTH)"}
 
 
 def test_one_seed_means_one_data_order_over_the_models(values, open_work):
@@ -175,7 +175,7 @@ def test_the_alpha_grid_leaves_out_the_point_that_the_plan_has(values, open_work
     weights = {
         (run.config.objective.tcd_weight, run.config.objective.hcd_weight)
         for run in work.runs
-        if run.model.objective == "mth" and not run.arm.half
+        if run.model.objective == "mth" and not run.half
     }
     assert weights == {(a, b) for a in (0.01, 0.1, 1) for b in (0.01, 0.1, 1)}
     assert len([run for run in work.runs if run.model in work.plan.grid]) == 8  # one seed, and not the point there is

@@ -46,7 +46,7 @@ def finish(ladder: Rungs, loss: float = 5.0) -> None:
     for work in ladder.works:
         for run in work.runs:
             if run.job.name not in ladder.store:
-                finish_run(work, run, loss + run.seed / 1e4 + run.arm.half)
+                finish_run(work, run, loss + run.seed / 1e4 + run.half)
         for analysis in work.analyses:
             if analysis.job.name not in ladder.store:
                 finish_similarity(work, analysis.run, 0.3, 0.2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.ladder.page import LadderPage
+from megatron_ddrp.tasks.ladder.rows import read_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs" / "ladder" / "rows.jsonl"
@@ -16,7 +17,7 @@ ROWS = ROOT / "docs" / "ladder" / "rows.jsonl"
 def test_the_tables_in_results_are_those_of_the_rows(tmp_path):
     written = tmp_path / "results.md"
     shutil.copy(ROOT / "docs" / "results.md", written)
-    LadderPage([ROWS], tmp_path).replace_tables(written)
+    LadderPage(read_runs([ROWS]), tmp_path).replace_tables(written)
     assert written.read_text() == (ROOT / "docs" / "results.md").read_text(), "stale tables: run make ladder"
 
 
