@@ -33,7 +33,7 @@ DEFINITIONS_OF_ONE = {
     NOT_TOLD: "the interval contains 0",
     NO_INTERVAL: "there are no two common seeds",
 }
-"""The same for one rung alone."""
+"""Verdict on one budget alone → its definition."""
 TREND_DEFINITION = (
     "The gain is *growing* or *shrinking* (where the claim holds), *rising* or *falling* (elsewhere) if the 95 % "
     "interval of the trend's slope excludes 0; without such a word it contains 0, or there are fewer than two rungs or "
