@@ -158,7 +158,9 @@ def resolve_backend(name: str, demand: Demand, in_logits: bool, full: bool = Tru
         return "blocked", "fastest on CPUs for local layers"
     if demand.dropout:
         return "blocked", "fastest on CPUs with dropout"
-    return "sdpa", "fastest on CPUs without terms in the logits and without dropout"
+    if demand.dtype == torch.bfloat16:
+        return "blocked", "fastest on CPUs in bf16"
+    return "sdpa", "fastest on CPUs in fp32 without terms in the logits and without dropout"
 
 
 def _auto_with_terms(demand: Demand) -> tuple[str, str]:

@@ -27,14 +27,15 @@ def demand(device="cuda", dtype=torch.bfloat16, dropout=0.1, head_dim=64, window
     return Demand(torch.device(device), dtype, dropout, head_dim, window)
 
 
-def test_auto_chooses_on_cpus_by_encoding_and_dropout():
-    for in_logits, dropout, window, expected in (
-        (True, 0.0, None, "blocked"),
-        (False, 0.1, None, "blocked"),
-        (False, 0.0, None, "sdpa"),
-        (False, 0.0, 64, "blocked"),
+def test_auto_chooses_on_cpus_by_encoding_dropout_and_precision():
+    for dtype, in_logits, dropout, window, expected in (
+        (torch.float32, True, 0.0, None, "blocked"),
+        (torch.float32, False, 0.1, None, "blocked"),
+        (torch.float32, False, 0.0, None, "sdpa"),
+        (torch.float32, False, 0.0, 64, "blocked"),
+        (torch.bfloat16, False, 0.0, None, "blocked"),
     ):
-        assert resolve_backend("auto", demand("cpu", dropout=dropout, window=window), in_logits)[0] == expected
+        assert resolve_backend("auto", demand("cpu", dtype, dropout, window=window), in_logits)[0] == expected
     assert resolve_backend("eager", demand("cpu"), True) == ("eager", "as asked for")
 
 
@@ -42,7 +43,7 @@ def test_the_run_names_the_choice_for_local_layers_where_it_is_another():
     whole = tiny_config(position_encoding="rope", hidden_size=24, num_layers=4)
     cpu, local = torch.device("cpu"), {"local_attention": 4}
     assert choices(Config(model=whole), cpu) == (
-        "sdpa attention (fastest on CPUs without terms in the logits and without dropout), fp32"
+        "sdpa attention (fastest on CPUs in fp32 without terms in the logits and without dropout), fp32"
     )
     assert choices(Config(model=replace(whole, **local)), cpu).endswith(
         "without dropout), in local layers blocked attention (fastest on CPUs for local layers), fp32"
