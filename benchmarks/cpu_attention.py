@@ -45,9 +45,9 @@ def arms(numbers: np.ndarray, heads: int, size: int, dtype: torch.dtype, trains:
     layout = layout_of(Batch(numbers, labels, valid, column, np.zeros_like(numbers), numbers))
     query, key, value = (torch.randn(rows, seq, heads, size, dtype=dtype).transpose(1, 2) for _ in range(3))
     gradient = torch.randn(rows, heads, seq, size, dtype=dtype)
-    inputs = [tensor.requires_grad_(trains) for tensor in (query, key, value)]
+    inputs = (query.requires_grad_(trains), key.requires_grad_(trains), value.requires_grad_(trains))
     terms, no_heads = PositionTerms(scale=size**-0.5), torch.empty(0, dtype=torch.long)
-    attending = Attending(*inputs, terms, torch.from_numpy(numbers), no_heads, 0.0, None, layout)
+    attending = Attending(query, key, value, terms, torch.from_numpy(numbers), no_heads, 0.0, None, layout)
 
     def arm(name: str) -> Callable[[], None]:
         def run() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, given_options
 from megatron_ddrp.config.option import COUNT, option, refuse
-from megatron_ddrp.tasks.finetune.options import Machine, Search, Training, parse_options, require
+from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require
 from megatron_ddrp.tasks.finetune.own_tasks import OwnTasks
 from megatron_ddrp.tasks.finetune.runs import GRIDS
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles, read_task_file
@@ -84,23 +84,21 @@ class Prediction:
     text_pair_column: str | None = option(None, "column of the second text (default: as in training)", metavar="C")
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line. The result also has the grid's `points`, the `tasks` and the `suite`."""
-    parser = ArgumentParser(description=DESCRIPTION)
-    options = parse_options(parser, (What, TaskFiles, OwnSearch, Training, Machine), _check, arguments)
-    options.suite = OwnTasks()
-    return options
+def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
+    """Parse and check the command line."""
+    return parse_sweep(ArgumentParser(description=DESCRIPTION), (What, TaskFiles), OwnSearch, _own_tasks, arguments)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _own_tasks(options: argparse.Namespace) -> OwnTasks:
     require(options, "load")
-    given = TaskFiles(**{name: getattr(options, name) for name in TaskFiles.__dataclass_fields__})
+    given = given_options(TaskFiles, options)
     if options.task_file and given != TaskFiles():
         refuse("--task-file and the flags of a task exclude each other: write the flags into the file")
-    options.tasks = [read_task_file(path) for path in options.task_file] if options.task_file else [given]
+    tasks = tuple(map(read_task_file, options.task_file)) if options.task_file else (given,)
     if options.report is None:
-        for task in options.tasks:
+        for task in tasks:
             task.require()
+    return OwnTasks(tasks, options.keep_models and not options.random_init)
 
 
 def parse_prediction(arguments: Sequence[str]) -> Prediction:

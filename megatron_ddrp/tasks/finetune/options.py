@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_ddrp.cli import ArgumentParser, parse_sections
+from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
 from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
-from megatron_ddrp.tasks.finetune.runs import GRIDS, grid
+from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
+
+if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.suite import Suite
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,16 @@ class Search:
     def __post_init__(self) -> None:
         check_ranges(self)
 
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Points of the grid."""
+        chosen = GRIDS[self.grid]
+        return grid(
+            dict.fromkeys(self.batch_size or chosen["batch_sizes"]),
+            dict.fromkeys(self.lr or chosen["lrs"]),
+            dict.fromkeys(self.epochs or chosen["epochs"]),
+        )
+
 
 @dataclass(frozen=True)
 class Training:
@@ -62,6 +77,11 @@ class Training:
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: choose one")
 
+    @property
+    def precision(self) -> str:
+        """Precision of the arithmetic: bf16, fp16 or fp32."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -79,46 +99,64 @@ class Machine:
         check_ranges(self)
 
 
-def parse_options(
+@dataclass(frozen=True)
+class SweepOptions:
+    """Command line of a sweep, or of one of its stages. Raises `UserError` for a grid that the ranks cannot share."""
+
+    suite: Suite
+    output_dir: Path
+    load: tuple[Path, ...]
+    """Folders of the encoders."""
+    random_init: bool
+    search: Search
+    training: Training
+    machine: Machine
+    report: tuple[Path, ...] | None = None
+    """Folders of earlier sweeps to report about; None to run a sweep."""
+    names: Mapping[Path, str] = field(default_factory=dict)
+    """Folder of an encoder → its name in tables, if it is not the folder's."""
+
+    def __post_init__(self) -> None:
+        ranks, workers, size = launched_world_size(), self.machine.workers, self.training.micro_batch_size
+        if workers and ranks > 1:
+            refuse(f"--workers {workers} under a launcher with {ranks} ranks: choose one of the two")
+        smallest = min(point.batch_size for point in self.search.points)
+        if smallest < ranks:
+            refuse(f"a batch of {smallest} on {ranks} ranks: use fewer ranks, or --workers")
+        if size and -(-smallest // size) < ranks:
+            refuse(
+                f"--micro-batch-size {size} cuts a batch of {smallest} into fewer parts than there are ranks "
+                f"({ranks}): use at most {smallest // ranks}"
+            )
+
+
+def parse_sweep(
     parser: ArgumentParser,
     sections: Sequence[Any],
-    check: Callable[[argparse.Namespace], None],
+    search: type[Search],
+    make_suite: Callable[[argparse.Namespace], Suite],
     arguments: Sequence[str] | None,
-) -> argparse.Namespace:
-    """Parse and check a command line of these sections. The result also has the grid's `points`."""
+) -> SweepOptions:
+    """Parse and check a command line of the suite's own sections and of those of every sweep."""
     for name in ("--local-rank", "--deepspeed"):  # flags that launchers add
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-
-    def check_all(options: argparse.Namespace) -> None:
-        check(options)
-        _check_grid(options)
-
-    return parse_sections(parser, sections, arguments, check_all)
+    options = parse_sections(parser, (*sections, search, Training, Machine), arguments)
+    try:
+        return SweepOptions(
+            make_suite(options),
+            options.output_dir,
+            options.load or (),
+            options.random_init,
+            given_options(search, options),
+            given_options(Training, options),
+            given_options(Machine, options),
+            options.report,
+        )
+    except UserError as error:
+        parser.error(str(error))
 
 
 def require(options: argparse.Namespace, *names: str) -> None:
     """Raise `UserError` if one of the options `names` is missing, unless the command line has --report."""
     if options.report is None and (missing := [name for name in names if not getattr(options, name)]):
         refuse(f"--{missing[0].replace('_', '-')} is needed (or --report OUT… to run nothing)")
-
-
-def _check_grid(options: argparse.Namespace) -> None:
-    """Raise `UserError` for contradicting options; add the points of the grid."""
-    ranks = launched_world_size()
-    if options.workers and ranks > 1:
-        refuse(f"--workers {options.workers} under a launcher with {ranks} ranks: choose one of the two")
-    chosen = GRIDS[options.grid]
-    options.names = {}  # folder → name in tables, if it is not the folder's
-    options.points = grid(
-        dict.fromkeys(options.batch_size or chosen["batch_sizes"]),
-        dict.fromkeys(options.lr or chosen["lrs"]),
-        dict.fromkeys(options.epochs or chosen["epochs"]),
-    )
-    smallest = min(point.batch_size for point in options.points)
-    if smallest < ranks:
-        refuse(f"a batch of {smallest} on {ranks} ranks: use fewer ranks, or --workers")
-    if options.micro_batch_size and -(-smallest // options.micro_batch_size) < ranks:
-        refuse(
-            f"--micro-batch-size {options.micro_batch_size} cuts a batch of {smallest} into fewer parts than there are "
-            f"ranks ({ranks}): use at most {smallest // ranks}"
-        )

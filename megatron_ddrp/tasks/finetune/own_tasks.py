@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.errors import UserError
@@ -13,13 +13,19 @@ from megatron_ddrp.tasks.finetune.task import Task, TaskData
 if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.runs import RunStore
     from megatron_ddrp.tasks.finetune.sweep import Sweep
+    from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 
 
 NOT_KEPT = "its runs diverged, or used --no-keep-models (to repeat them, delete their lines in runs.jsonl)"
 
 
+@dataclass(frozen=True)
 class OwnTasks(Suite):
     """Suite of the tasks of a command line."""
+
+    tasks: tuple[TaskFiles, ...] = ()
+    keep_models: bool = False
+    """True to keep the best model of each task and encoder."""
 
     program = "megatron-ddrp finetune"
     title = "Fine-tuning scores"
@@ -28,11 +34,11 @@ class OwnTasks(Suite):
         "An undefined score (the correlation of a constant guess, or training that diverged) counts as 0 and is marked."
     )
 
-    def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
+    def read(self) -> dict[str, TaskData]:
         """Read and check all files of the tasks."""
         from megatron_ddrp.tasks.finetune.task_files import read_task
 
-        found = [read_task(files) for files in options.tasks]
+        found = [read_task(files) for files in self.tasks]
         for number, data in enumerate(found):
             if data.task.name in [other.task.name for other in found[:number]]:
                 raise UserError(f"two tasks are called {data.task.name}: give one of them another name", exit_code=2)
@@ -49,9 +55,9 @@ class OwnTasks(Suite):
         """Return the facts about the task and the score of its most frequent label."""
         return {"facts": data.task.facts, "baseline": data.baseline}
 
-    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+    def keeps_model(self, task: str) -> bool:
         """Return whether to keep the best model: not with --no-keep-models or --random-init."""
-        return bool(options.keep_models) and not options.random_init
+        return self.keep_models
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
         """Predict the test files without labels; return lines that name the kept models and the predictions."""
@@ -60,13 +66,12 @@ class OwnTasks(Suite):
 
         lines = []
         for encoder in sweep.encoders.values() if sweep.speaks else ():
-            for files in sweep.options.tasks:
+            for files in self.tasks:
                 data = sweep.data[files.called]
                 folder = model_folder(sweep.options.output_dir, data.task, encoder)
-                is_wanted = self.keeps_model(data.task.name, sweep.options)
-                facts = kept(folder) if is_wanted else None
+                facts = kept(folder) if self.keep_models else None
                 if facts is None:
-                    why = f"; {NOT_KEPT}" if is_wanted else ""
+                    why = f"; {NOT_KEPT}" if self.keep_models else ""
                     lines.append(f"{data.task.name}: no model of {encoder.name} was kept{why}")
                     continue
                 if facts["data"] != data.fingerprint:

@@ -88,13 +88,13 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
     options = sweep.options
     lines = [
         f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
-        f"{_count(options.points, 'grid point')} x {_count(range(options.seeds), 'seed')} = "
+        f"{_count(options.search.points, 'grid point')} x {_count(range(options.search.seeds), 'seed')} = "
         f"{_count(sweep.runs, 'run')} on {sweep.device.type}; "
         f"{len(missing)} of {len(sweep.runs)} runs to do"
     ]
     for encoder in sweep.encoders.values():
         lines.append(f"  {encoder.name}: {encoder.origin}")
-        if encoder.max_length < options.max_seq_length:
+        if encoder.max_length < options.training.max_seq_length:
             lines.append(f"    rows are cut to {encoder.max_length} pieces: the encoder has no more positions")
     for twin in sweep.twins:
         lines.append(f"  {twin.name}: left out, it has the same weights as {sweep.encoders[twin.fingerprint].name}")
@@ -144,5 +144,5 @@ class ResultLines:
 
 
 def _characters(examples: Examples, sweep: Sweep) -> int:
-    longest = sweep.options.max_seq_length * _CHARACTERS_PER_PIECE
+    longest = sweep.options.training.max_seq_length * _CHARACTERS_PER_PIECE
     return int(np.minimum(longest, 8 + examples.lengths).sum())

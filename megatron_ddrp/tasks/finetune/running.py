@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from megatron_ddrp.errors import FAILURE, UserError
 from megatron_ddrp.run.launch import launched_world_size
+from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: SweepOptions) -> int:
     """Carry out a parsed command line. Return 1 if --report leaves damaged runs out."""
     if options.report is not None:
         return report_only(options)
@@ -24,12 +24,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def report_only(options: argparse.Namespace) -> int:
+def report_only(options: SweepOptions) -> int:
     """Write one table over several output folders; return 1 if it leaves damaged runs out."""
     from megatron_ddrp.tasks.finetune.recheck import trusted_runs
 
     rows, left_out, unchecked = [], [], []
-    for folder in options.report:
+    for folder in options.report or ():
         if not (folder / RUNS).is_file():
             raise UserError(f"--report {folder}: no runs.jsonl in it; expected the --output-dir of an earlier command")
         found = trusted_runs(folder, options.suite)

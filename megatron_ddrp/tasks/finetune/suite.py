@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,12 +11,13 @@ from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.markdown import Table
 
 if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.options import SweepOptions
     from megatron_ddrp.tasks.finetune.runs import RunStore
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
 
 class Suite(ABC):
-    """Set of tasks. Instances hold no state, so that they can be sent to worker processes with the command line."""
+    """Set of tasks. Instances hold only what the command line says about them, and are sent to worker processes."""
 
     program: ClassVar[str]
     """Name of the command in messages."""
@@ -35,8 +35,8 @@ class Suite(ABC):
     """Names of the means over tasks in its table."""
 
     @abstractmethod
-    def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
-        """Read and check all files of the command line. Raises `UserError` for invalid files."""
+    def read(self) -> dict[str, TaskData]:
+        """Read and check all files of the tasks. Raises `UserError` for invalid files."""
 
     @abstractmethod
     def task(self, row: dict[str, Any]) -> Task:
@@ -46,11 +46,11 @@ class Suite(ABC):
         """Return additional keys for the lines of a task in runs.jsonl."""
         return {}
 
-    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+    def keeps_model(self, task: str) -> bool:
         """Return whether to keep the fine-tuned model of a task's best run."""
         return False
 
-    def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
+    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
         """Return the options of a second sweep that runs after this one, before the report; None without one."""
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -19,6 +18,7 @@ from megatron_ddrp.run.host_memory import keep_freed_memory
 from megatron_ddrp.tasks.encoder import Encoder, load_encoder
 from megatron_ddrp.tasks.finetune.heads import build_model
 from megatron_ddrp.tasks.finetune.kinds import KINDS
+from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.rows import Encoded
 from megatron_ddrp.tasks.finetune.runs import Point, Run, count_undefined
@@ -35,7 +35,7 @@ class Sweep:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: SweepOptions,
         data: dict[str, TaskData],
         device: torch.device,
         ranks: Ranks | None = None,
@@ -46,10 +46,10 @@ class Sweep:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         else:
-            if options.fp16:
+            if options.training.fp16:
                 raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
             keep_freed_memory()
-        self.data = {name: _subset(task, options.max_train_examples) for name, task in data.items()}
+        self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
         loaded = [
             replace(encoder, name=options.names.get(folder, encoder.name))
             for folder in dict.fromkeys(options.load)
@@ -60,7 +60,7 @@ class Sweep:
         self.runs = [
             self._run(encoder, task, point, seed)
             for encoder, task, point, seed in itertools.product(
-                self.encoders.values(), data, options.points, range(1, options.seeds + 1)
+                self.encoders.values(), data, options.search.points, range(1, options.search.seeds + 1)
             )
         ]
         self._encoded: tuple[tuple[str, str], Encoded, dict[str, Encoded]] | None = None
@@ -100,7 +100,7 @@ class Sweep:
         if others:
             row["other_scores"] = {file: result.scores[file][-1] for file in others}
         row = count_undefined(row)
-        if self.options.suite.keeps_model(run.task, self.options) and self.speaks:
+        if self.options.suite.keeps_model(run.task) and self.speaks:
             keep_if_best(self, run, result.model, row)
         return row
 
@@ -135,20 +135,20 @@ class Sweep:
         return encoded
 
     def _run(self, encoder: Encoder, task: str, point: Point, seed: int) -> Run:
-        options = self.options
+        options, training = self.options, self.options.training
         world_size = self.ranks.world_size if self.ranks else 1
         parts = world_size if self.device.type == "cuda" else max(2, world_size)
         return Run(
             task,
             **asdict(point),
             seed=seed,
-            max_seq_length=min(options.max_seq_length, encoder.max_length),
+            max_seq_length=min(training.max_seq_length, encoder.max_length),
             encoder=encoder.fingerprint,
             data=self.data[task].fingerprint,
-            micro_batch_size=min(point.batch_size, options.micro_batch_size or -(-point.batch_size // parts)),
-            layerwise_lr_decay=options.layerwise_lr_decay,
-            precision="bf16" if options.bf16 else "fp16" if options.fp16 else "fp32",
-            max_train_examples=options.max_train_examples,
+            micro_batch_size=min(point.batch_size, training.micro_batch_size or -(-point.batch_size // parts)),
+            layerwise_lr_decay=training.layerwise_lr_decay,
+            precision=training.precision,
+            max_train_examples=options.search.max_train_examples,
             head=options.suite.head if encoder.family_model else "common",
         )
 

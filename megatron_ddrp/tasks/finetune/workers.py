@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron_ddrp.config import ParallelConfig
 from megatron_ddrp.errors import agreed_by_all
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
+from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
@@ -21,56 +21,56 @@ from megatron_ddrp.tasks.jobs.store import Store, left_to_others, one_at_a_time
 from megatron_ddrp.tasks.jobs.workers import device_of, share_out
 
 
-def open_store(options: argparse.Namespace) -> RunStore:
+def open_store(options: SweepOptions) -> RunStore:
     """Return the store of the finished runs."""
     return RunStore(options.output_dir / RUNS, tasks=options.suite.known)
 
 
-def run_here(options: argparse.Namespace) -> None:
+def run_here(options: SweepOptions) -> None:
     """Do the sweep and its next stages, in this process or in worker processes, and write the report."""
     lines: list[str] = []
-    stage: argparse.Namespace | None = options
+    stage: SweepOptions | None = options
     while stage is not None:
-        sweep, store = Sweep(stage, stage.suite.read(stage), device_of(0)), open_store(stage)
+        sweep, store = Sweep(stage, stage.suite.read(), device_of(0)), open_store(stage)
         _do_here(sweep, store)
-        if not stage.dry_run and (left := len(store.missing(sweep.runs))):
+        if not stage.machine.dry_run and (left := len(store.missing(sweep.runs))):
             print(left_to_others(left, options.output_dir))
             return
-        lines += [] if stage.dry_run else stage.suite.finish(sweep, store)
+        lines += [] if stage.machine.dry_run else stage.suite.finish(sweep, store)
         stage = stage.suite.next_stage(sweep)
-    if not options.dry_run:
+    if not options.machine.dry_run:
         report(sweep, store, lines)
 
 
 def _do_here(sweep: Sweep, store: RunStore) -> None:
     options = sweep.options
     per_gpu = max(1, torch.cuda.device_count())
-    workers = min(options.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
+    workers = min(options.machine.workers or per_gpu, max(1, len(store.missing(sweep.runs))))
     print(plan_text(sweep, store, workers), flush=True)
-    if options.dry_run:
+    if options.machine.dry_run:
         return
     lines = ResultLines(sweep, store, workers)
     if workers > 1:
         share_out(_work, (options,), workers, sweep.runs, store, lines.tell, options.suite.program)
     else:
-        drain(sweep.runs, store, sweep.perform, lines.tell, options.wait)
+        drain(sweep.runs, store, sweep.perform, lines.tell, options.machine.wait)
 
 
-def run_on_ranks(options: argparse.Namespace) -> None:
+def run_on_ranks(options: SweepOptions) -> None:
     """Do every run data-parallel over the ranks of a launcher."""
     # 24 hours, because rank 0 may wait for runs of another sweep.
     ranks = process_group.start(ParallelConfig(distributed_timeout_minutes=24 * 60))
     lines: list[str] = []
-    stage: argparse.Namespace | None = options
+    stage: SweepOptions | None = options
     with process_group.agreed_errors_told_once(options.suite.program):
         while stage is not None:
             sweep, store = _open_on_ranks(stage, ranks)
-            if not stage.dry_run:
+            if not stage.machine.dry_run:
                 if not do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell):
                     break
                 lines += stage.suite.finish(sweep, store)
             stage = stage.suite.next_stage(sweep)
-        if not options.dry_run and ranks.rank == 0:
+        if not options.machine.dry_run and ranks.rank == 0:
             if left := len(store.missing(sweep.runs)):
                 print(left_to_others(left, options.output_dir))
             else:
@@ -78,8 +78,8 @@ def run_on_ranks(options: argparse.Namespace) -> None:
         process_group.stop()
 
 
-def _open_on_ranks(options: argparse.Namespace, ranks: Ranks) -> tuple[Sweep, RunStore]:
-    data = process_group.agree(lambda: options.suite.read(options))
+def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore]:
+    data = process_group.agree(lambda: options.suite.read())
     sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
     store = process_group.agree(lambda: open_store(options))
     if ranks.rank == 0:
@@ -98,9 +98,9 @@ def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
         print(write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs))
 
 
-def _work(number: int, options: argparse.Namespace) -> None:
-    sweep = Sweep(options, options.suite.read(options), device_of(number), show_bar=False)
-    drain(sweep.runs, open_store(options), sweep.perform, wait=options.wait)
+def _work(number: int, options: SweepOptions) -> None:
+    sweep = Sweep(options, options.suite.read(), device_of(number), show_bar=False)
+    drain(sweep.runs, open_store(options), sweep.perform, wait=options.machine.wait)
 
 
 def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], None]) -> bool:
@@ -126,7 +126,7 @@ def do_on_ranks(sweep: Sweep, ranks: Ranks, store: Store, tell: Callable[[], Non
         return number == done
     outcome = failed
     try:
-        drain(sweep.runs, store, together, tell, sweep.options.wait)
+        drain(sweep.runs, store, together, tell, sweep.options.machine.wait)
         outcome = left if store.missing(sweep.runs) else done
     finally:
         announce(outcome)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.config.option import option, refuse
-from megatron_ddrp.tasks.finetune.options import Machine, Search, Training, parse_options, require
+from megatron_ddrp.tasks.finetune.options import Search, SweepOptions, parse_sweep, require
 from megatron_ddrp.tasks.glue.suite import STARTED, Glue
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 
@@ -63,21 +63,16 @@ class What:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line. The result also has the grid's `points` and the `suite`."""
-    parser = ArgumentParser(description=DESCRIPTION)
-    options = parse_options(parser, (What, Search, Training, Machine), _check, arguments)
-    options.suite = Glue()
-    return options
+def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
+    """Parse and check the command line."""
+    return parse_sweep(ArgumentParser(description=DESCRIPTION), (What,), Search, _glue, arguments)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _glue(options: argparse.Namespace) -> Glue:
     require(options, "data_dir", "load")
     first = options.start_from_task
-    if first is None:
-        return
-    options.started = [task for task in dict.fromkeys(options.tasks) if task in STARTED and task != first]
-    if not options.started:
+    suite = Glue(options.tasks, options.data_dir or Path(), options.predict_test, first)
+    if first and not suite.started:
         others = ", ".join(task for task in STARTED if task != first)
         refuse(f"--start-from-task {first}: --tasks must name at least one of {others}, which can start from it")
-    options.tasks = [task for task in dict.fromkeys([*options.tasks, first]) if task not in options.started]
+    return suite

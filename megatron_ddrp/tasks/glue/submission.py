@@ -29,8 +29,8 @@ SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_f
 """Files that the server wants, including those of tasks that were not run."""
 
 
-def write_submissions(sweep: Sweep, store: Store) -> list[str]:
-    """Write a folder and a zip archive per encoder; return lines that name them.
+def write_submissions(sweep: Sweep, store: Store, data_dir: Path) -> list[str]:
+    """Write a folder and a zip archive per encoder from the test sets in `data_dir`; return lines that name them.
 
     The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders.
     """
@@ -47,7 +47,7 @@ def write_submissions(sweep: Sweep, store: Store) -> list[str]:
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]
         train, dev = sweep.encoded(run)
-        test = {name: sweep.encode(run, rows) for name, rows in read_test(task, sweep.options.data_dir).items()}
+        test = {name: sweep.encode(run, rows) for name, rows in read_test(task, data_dir).items()}
         result = sweep.finetune(run, train, dev, test)
         if not sweep.speaks:
             continue

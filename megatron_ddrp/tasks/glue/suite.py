@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
@@ -15,6 +16,7 @@ from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
 from megatron_ddrp.tasks.markdown import Table
 
 if TYPE_CHECKING:
+    from megatron_ddrp.tasks.finetune.options import SweepOptions
     from megatron_ddrp.tasks.finetune.runs import RunStore
     from megatron_ddrp.tasks.finetune.sweep import Sweep
 
@@ -23,6 +25,7 @@ STARTED = ("RTE", "MRPC", "STS-B")
 """Tasks that --start-from-task starts from another task's model, as RoBERTa (arXiv:1907.11692) did from MNLI's."""
 
 
+@dataclass(frozen=True)
 class Glue(Suite):
     """Suite of the nine GLUE tasks.
 
@@ -31,6 +34,14 @@ class Glue(Suite):
     in a table of their own if a development set has the official size. All encoders get the same head, so that a
     comparison measures pre-training.
     """
+
+    tasks: tuple[str, ...] = PAPER_TASKS
+    data_dir: Path = Path()
+    """Folder of the released files."""
+    predict_test: bool = False
+    """True to predict the test sets at the end."""
+    start_from_task: str | None = None
+    """Task from whose best model those in `STARTED` start, in a second stage."""
 
     program = "megatron-ddrp glue"
     title = "GLUE development scores"
@@ -45,13 +56,20 @@ class Glue(Suite):
     order = tuple(TASKS)
     averages = ("average of 8", "average of 9")
 
-    def read(self, options: argparse.Namespace) -> dict[str, TaskData]:
-        """Read and check all files of the tasks; with --predict-test check the test sets too."""
-        tasks = [TASKS[name] for name in dict.fromkeys(options.tasks)]
-        if options.predict_test:
+    @property
+    def started(self) -> tuple[str, ...]:
+        """Tasks of the second stage."""
+        first = self.start_from_task
+        return tuple(task for task in dict.fromkeys(self.tasks) if first and task in STARTED and task != first)
+
+    def read(self) -> dict[str, TaskData]:
+        """Read and check all files of this stage's tasks; with --predict-test check the test sets too."""
+        first = (self.start_from_task,) if self.start_from_task else ()
+        tasks = [TASKS[name] for name in dict.fromkeys((*self.tasks, *first)) if name not in self.started]
+        if self.predict_test:
             for task in tasks:
-                read_test(task, options.data_dir)
-        return {task.name: read_task(task, options.data_dir) for task in tasks}
+                read_test(task, self.data_dir)
+        return {task.name: read_task(task, self.data_dir) for task in tasks}
 
     def task(self, row: dict[str, Any]) -> Task:
         """Return the task of a line of runs.jsonl."""
@@ -59,34 +77,31 @@ class Glue(Suite):
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
         """Write the submissions if --predict-test is set; return lines that name them."""
-        if not sweep.options.predict_test:
+        if not self.predict_test:
             return []
         from megatron_ddrp.tasks.glue.submission import write_submissions
 
-        return write_submissions(sweep, store)
+        return write_submissions(sweep, store, self.data_dir)
 
-    def keeps_model(self, task: str, options: argparse.Namespace) -> bool:
+    def keeps_model(self, task: str) -> bool:
         """Return whether other tasks start from this task's best model."""
-        return task == options.start_from_task
+        return task == self.start_from_task
 
-    def next_stage(self, sweep: Sweep) -> argparse.Namespace | None:
+    def next_stage(self, sweep: Sweep) -> SweepOptions | None:
         """Return the options of the sweep over tasks that start from another task's best model; None without one."""
-        before = sweep.options
-        if before.start_from_task is None:
+        if self.start_from_task is None:
             return None
         from megatron_ddrp.tasks.finetune.saving import model_folder
 
-        stage = argparse.Namespace(**vars(before))
-        stage.tasks, stage.start_from_task, stage.random_init = before.started, None, False
-        task = sweep.data[before.start_from_task].task
-        stage.names = {
-            encoder.folder if before.dry_run else model_folder(before.output_dir, task, encoder): (
+        before, task = sweep.options, sweep.data[self.start_from_task].task
+        names = {
+            encoder.folder if before.machine.dry_run else model_folder(before.output_dir, task, encoder): (
                 f"{encoder.name}, from {task.name}"
             )
             for encoder in sweep.encoders.values()
         }
-        stage.load = tuple(stage.names)
-        return stage
+        suite = replace(self, tasks=self.started, start_from_task=None)
+        return replace(before, suite=suite, load=tuple(names), names=names, random_init=False)
 
     def means(self, cells: Cells) -> dict[str, float | None]:
         """Return the two averages over the paper's tasks, each None if one of its scores is missing."""

@@ -164,7 +164,7 @@ def test_a_dry_run_tells_runs_and_hours_and_writes_nothing(glue_dir, bert_folder
     printed = capsys.readouterr().out
     assert "1 encoder x 1 task x 2 grid points x 2 seeds = 4 runs on" in printed
     assert "CoLA      4 runs of 64 train, 21 dev" in printed
-    assert re.search(r"expected: \d+s with one worker \(from a probe", printed)
+    assert re.search(r"expected: [\dhms]+ with one worker \(from a probe", printed)
     assert "missing: none; not used:" in printed
     assert "new in every run: the task's head" in printed
     assert not out.exists()
