@@ -65,6 +65,12 @@ class NotRegistered(UserError):
     """Error for the name of an encoding or objective that this process does not know."""
 
 
+def plugin_files(encoding: str, objective: str) -> tuple[Path, ...]:
+    """Return the plug-ins that brought an encoding and an objective, each file once; empty for those of the package."""
+    places = ENCODINGS.get(encoding, ""), OBJECTIVES.get(objective, "")
+    return tuple(dict.fromkeys(PLUGINS[place] for place in places if place in PLUGINS))
+
+
 def encoding_class(name: str) -> Any:
     """Return the class of a position encoding; raise `UserError` for an unknown name."""
     return _registered(name, ENCODINGS, "--position-encoding")

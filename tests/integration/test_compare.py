@@ -106,10 +106,11 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
 
 
-def test_two_rungs_become_two_rows_that_need_no_folder(tiny_corpus, tmp_path):
+def test_two_rungs_of_a_plug_in_become_two_rows_that_need_no_folder(tiny_corpus, tmp_path):
     plan, rows = tmp_path / "ladder.yaml", tmp_path / "rows.jsonl"
     values = {
-        "models": [{"name": "DDRP", "encoding": "ddrp", "objective": "mth"}],
+        "plugins": [str(Path(__file__).with_name("plugin_encoding.py"))],
+        "models": [{"name": "slopes, MTH", "encoding": "slopes", "objective": "mth"}],
         "rungs": [{"budget": {"tokens": 1024}}, {"budget": {"tokens": 4096}}],
         "seeds": 1,
         "checkpoints": 1,

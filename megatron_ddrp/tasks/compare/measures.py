@@ -54,6 +54,7 @@ def _score(glue: GluePlan, run: TrainingRun, step: int, data: list[object], fold
     command = (
         *("megatron-ddrp", "glue", "--tasks", *glue.tasks, "--data-dir", glue.data_dir),
         *("--load", str(run.checkpoint(step)), "--output-dir", str(output), *flag_words(glue.flags)),
+        *run.model.plugin_words,
     )
     name = job_name("glue", title, [facts, glue.tasks, data])
     return Job("glue", name, title, command, output / "table.json", (run.job.name,))
@@ -81,6 +82,7 @@ def minimal_pair_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> li
         command = (
             *("megatron-ddrp", "minimal-pairs", "--data-dir", pairs.data_dir),
             *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *flag_words(pairs.flags), *share),
+            *run.model.plugin_words,
         )
         job = Job("minimal-pairs", name, run.job.title, command, output / "results.json", (run.job.name,), work)
         found.append(Measure(run, run.steps, job))
@@ -116,6 +118,7 @@ def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Pat
     command = (
         *("megatron-ddrp", "finetune", "--task-file", task.file, "--no-keep-models"),
         *("--load", str(run.checkpoint(run.steps)), "--output-dir", str(output), *flag_words(task.flags)),
+        *run.model.plugin_words,
     )
     return Job("finetune", name, title, command, output / "table.json", (run.job.name,), float(task.epochs))
 
@@ -144,6 +147,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
                 *("megatron-ddrp", "analyze", kind, "--load", str(run.folder), "--data-path", *prefixes),
                 *("--sentences", str(sentences), "--output", str(output)),
                 *(("--random-init",) if kind == "direction" else ()),
+                *run.model.plugin_words,
             )
             work = float(len(run.checkpoints)) if kind in ("self-similarity", "space") else 1.0
             job = Job(kind, name, run.job.title, command, output, (run.job.name,), work)
@@ -164,6 +168,7 @@ def throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measur
     command = (
         *("megatron-ddrp", "analyze", "throughput", "--load", *(str(run.folder) for run in timed)),
         *("--lengths", *map(str, lengths), "--output", str(output)),
+        *dict.fromkeys(word for run in timed for word in run.model.plugin_words),
     )
     job = Job("throughput", name, title, command, output, needs, float(len(timed)))
     return [Measure(timed[-1], timed[-1].steps, job)]

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, DataConfig
 from megatron_ddrp.config.option import COUNT, option, refuse
 from megatron_ddrp.config.reading import Option, Place, options_of, read_value
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.tasks.compare.flags import Flags, read_flags
 from megatron_ddrp.tasks.compare.scoring import GluePlan, MinimalPairsPlan, TaskPlan, read_glue, read_tasks
 from megatron_ddrp.tasks.ladder.rows import Arm
@@ -37,6 +38,12 @@ class Model:
     flags: Flags = option((), "further flags of this model", read=read_flags)
     weights: tuple[float, float] | None = None
     """Weights of TCD and HCD, (α1, α2), of a point of the alpha grid; None for other models."""
+
+    @property
+    def plugin_words(self) -> tuple[str, ...]:
+        """Words `--plugin FILE.py …` that every command about the model needs; empty for the package's own names."""
+        files = plugin_files(self.encoding, self.objective)
+        return ("--plugin", *map(str, files)) if files else ()
 
     def arm(self, half: bool = False) -> Arm:
         """Return the model at the full or half budget."""
@@ -149,6 +156,7 @@ class Plan:
     )
     model: Flags = option((), "flags of every run", read=read_flags)
     training: Flags = option((), "further flags of every run", read=read_flags)
+    plugins: tuple[str, ...] = option((), "files with encodings and objectives of your own, as for --plugin")
     glue: GluePlan | None = option(None, "fine-tuning", read=read_glue)
     minimal_pairs: MinimalPairsPlan | None = option(None, "pairs of sentences, without fine-tuning")
     tasks: tuple[TaskPlan, ...] = option((), "fine-tuning on your own tasks", read=read_tasks)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config.reading import Place, load_yaml, read_section
+from megatron_ddrp.config.registry import load_plugin
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.plan import Plan
 
 RUNGS = "rungs"
@@ -30,7 +32,7 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
         raise place.error("no such file; give a plan such as examples/compare/cpu-hours.yaml")
     values = load_yaml(file, place)
     if not isinstance(values, Mapping) or RUNGS not in values:
-        plan = read_section(Plan, _replaced(values, given or {}), place)
+        plan = _plan(_replaced(values, given or {}), place)
         if plan.check:
             raise place.at("check").error(f"only for an entry of {RUNGS}; leave it out")
         return [replace(plan, file=file)]
@@ -40,10 +42,21 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     plans = []
     for number, rung in enumerate(rungs, 1):
         at = place.at(f"{RUNGS}[{number}]")
-        plan = read_section(Plan, _replaced(_rung(common, rung, at), given or {}), at)
+        plan = _plan(_replaced(_rung(common, rung, at), given or {}), at)
         _check_rung(plan, at)
         plans.append(replace(plan, file=file, is_rung=True))
     return plans
+
+
+def _plan(values: Any, place: Place) -> Plan:
+    """Return a plan from its values, after loading its plug-ins, whose names its models may have."""
+    files = values.get("plugins") if isinstance(values, Mapping) else None
+    for file in files if isinstance(files, list) else ():
+        try:
+            load_plugin(Path(str(file)))
+        except UserError as error:
+            raise place.at("plugins").error(str(error)) from None
+    return read_section(Plan, values, place)
 
 
 def _check_rung(plan: Plan, place: Place) -> None:

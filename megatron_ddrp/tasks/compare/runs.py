@@ -7,6 +7,7 @@ half the budget has a run of its own with a schedule of half the length, so that
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from megatron_ddrp.checkpoint import tag
 from megatron_ddrp.config import Config, concerns, flag_words
+from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles
 from megatron_ddrp.tasks.compare.flags import make_config
@@ -147,10 +149,11 @@ def _plan_run(
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
     kind = folder.name.removesuffix("s")
-    name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key])
+    code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files(model.encoding, model.objective)]
+    name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
     output = folder / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
-    command = (*start_of(plan.launcher), *flag_words((settings | places).items()))
+    command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *model.plugin_words)
     needs = tuple(job.name for job in corpus.jobs)
     job = Job(kind, name, f"{label}, seed {seed}", command, output, needs, steps)
     return TrainingRun(model, half, seed, config, job)

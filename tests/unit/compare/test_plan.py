@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ddrp.config import ENCODINGS
+from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.plan_file import read_plans
@@ -256,3 +257,35 @@ def test_strange_yaml_is_one_short_line(tmp_path, text, reason):
         read_plan(path)
     assert any(part in str(refused.value) for part in reason.split("|")) and len(str(refused.value)) < 1000
     assert refused.value.exit_code == 2
+
+
+PLUGIN = """
+from megatron_ddrp.model.positions import PositionEncoding
+
+class Near(PositionEncoding):
+    is_relative = True
+
+ENCODINGS = {"near-of-a-plan": Near}
+"""
+
+
+def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values, write, tmp_path, open_work):
+    file = tmp_path / "near.py"
+    values["models"][1] |= {"encoding": "near-of-a-plan"}
+    with pytest.raises(UserError, match=r"models\[2\]\.encoding: got 'near-of-a-plan', expected one of absolute"):
+        read_plan(write(values))
+    values["plugins"] = [str(file)]
+    with pytest.raises(UserError, match=r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"):
+        read_plan(write(values))
+    file.write_text(PLUGIN)
+    try:
+        work = open_work(values)
+        for run in work.runs:
+            for job in work.jobs_of(run):
+                assert (job.command[-2:] == ("--plugin", str(file))) == (run.model.name == "BERT (MTH)"), job
+        names = [run.job.name for run in work.runs]
+        file.write_text(PLUGIN + "# other code\n")
+        changed = {run.model.name for run in open_work(values).runs if run.job.name not in names}
+        assert changed == {"BERT (MTH)"}
+    finally:
+        PLUGINS.pop(ENCODINGS.pop("near-of-a-plan"))
