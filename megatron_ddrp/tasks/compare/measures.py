@@ -40,7 +40,7 @@ def glue_scores(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measu
         return []
     data = [fingerprint(plan, "glue", f"{glue.data_dir}/{task}") for task in glue.tasks]
     steps = [(run, run.steps) for run in runs]
-    curves = [run for run in runs if run.model.name in glue.checkpoints_of and not run.arm.half]
+    curves = [run for run in runs if run.model.name in glue.checkpoints_of and not run.half]
     steps += [(run, step) for run in curves for step in run.checkpoints if step != run.steps]
     return [Measure(run, step, _score(glue, run, step, data, folder / "glue")) for run, step in steps]
 
@@ -129,7 +129,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
     prefixes = [word for word in corpus.data_path if not is_weight(word)]
     found = []
     for run in runs:
-        if run.arm.half:
+        if run.half:
             continue
         is_first = run.seed == plan.seeds[0] and run.model in plan.models
         for kind, sentences, applies, end in (
@@ -158,7 +158,7 @@ def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: P
 def throughput(plan: Plan, runs: list[TrainingRun], folder: Path) -> list[Measure]:
     """Return one job that times all models of the first seed together; its `run` is the last of their runs."""
     lengths = plan.analyses.throughput
-    timed = [run for run in runs if run.seed == plan.seeds[0] and run.model in plan.models and not run.arm.half]
+    timed = [run for run in runs if run.seed == plan.seeds[0] and run.model in plan.models and not run.half]
     if not lengths or not timed:
         return []
     needs = tuple(run.job.name for run in timed)

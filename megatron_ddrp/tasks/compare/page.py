@@ -69,7 +69,7 @@ def page(work: Work, results: Results, measured: Table, rung: LadderPage, figure
     plan = work.plan
     names = {job.name for job in work.jobs()}
     rows = [row for row in work.store if row["job"] in names]
-    steps = sorted({run.steps for run in results.runs if not run.arm.half})
+    steps = sorted({run.steps for run in results.runs if not run.half})
     return render(
         "compare.md.jinja",
         plan=plan,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, LINES, pyplot, save_figure
+from megatron_ddrp.analysis.plotting import COLORS, LINES, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens
@@ -132,34 +132,28 @@ def _all_handles(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
 
 
 def draw_similarity(ladder: Ladder, path: Path) -> bool:
-    """Draw f(S) and f(H) over the tokens, one line per arm, coloured by objective; return False without values."""
+    """Draw f(S) and f(H) over the tokens, one line per arm; return False without values.
+
+    On several rungs the lines are coloured by objective, on one rung each has its own style.
+    """
     rungs = [rung for rung in ladder.rungs if any(run.similarity for run in ladder.runs if run.rung == rung)]
     if not rungs:
         return False
     plt = pyplot()
-    objectives = list(dict.fromkeys(arm.objective_name for arm in ladder.arms))
-    size = (1.0 + 4.0 * len(rungs), 7.4)
-    figure, axes = plt.subplots(2, len(rungs), squeeze=False, figsize=size, sharey="row", layout="constrained")
+    styles = _similarity_styles(ladder)
+    lines, columns = (1, 2) if ladder.is_one_budget else (2, len(rungs))
+    size = (1.0 + 4.0 * columns, 0.8 + 3.3 * lines)
+    figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=size, sharey="row", layout="constrained")
+    if ladder.is_one_budget:
+        axes = axes.T
     for column, rung in zip(axes.T, rungs, strict=True):
-        for arm in ladder.arms_on(rung):
+        for arm in filter(styles.__contains__, ladder.arms_on(rung)):
             triples = [run.similarity for run in ladder.on(rung, arm).values() if run.similarity]
-            number = objectives.index(arm.objective_name)
-            style = {"color": COLORS[number % len(COLORS)], "linestyle": LINES[number % len(LINES)]}
             for part, axis in enumerate(column, 1):
                 points = mean_and_band([[(point[0], point[part]) for point in triple] for triple in triples])
-                if points and not arm.half:
+                if points:
                     x, mean, _, _ = zip(*points, strict=True)
-                    label = arm.objective_name
-                    axis.plot(
-                        np.array(x) / 1e6,
-                        mean,
-                        marker="o",
-                        markersize=4,
-                        linewidth=1.6,
-                        alpha=0.8,
-                        label=label,
-                        **style,
-                    )
+                    axis.plot(np.array(x) / 1e6, mean, alpha=0.8, **styles[arm])
         if not ladder.is_one_budget:
             column[0].set_title(f"{shown_tokens(rung)} tokens")
         column[1].set_xlabel("million tokens")
@@ -173,3 +167,17 @@ def draw_similarity(ladder: Ladder, path: Path) -> bool:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3)
     save_figure(plt, figure, path)
     return True
+
+
+def _similarity_styles(ladder: Ladder) -> dict[Arm, dict[str, Any]]:
+    """Return arm at the full budget → style and label of its line."""
+    arms = [arm for arm in ladder.arms if not arm.half]
+    if ladder.is_one_budget:
+        return {arm: run_style(number) | {"label": arm.label} for number, arm in enumerate(arms)}
+    objectives = list(dict.fromkeys(arm.objective_name for arm in arms))
+    styles = {}
+    for arm in arms:
+        number = objectives.index(arm.objective_name)
+        look = {"color": COLORS[number % len(COLORS)], "linestyle": LINES[number % len(LINES)], "linewidth": 1.6}
+        styles[arm] = look | {"marker": "o", "markersize": 4, "label": arm.objective_name}
+    return styles
