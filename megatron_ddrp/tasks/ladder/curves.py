@@ -156,7 +156,8 @@ def draw_similarity(ladder: Ladder, path: Path) -> bool:
                     axis.plot(np.array(x) / 1e6, mean, alpha=0.8, **styles[arm])
         if not ladder.is_one_budget:
             column[0].set_title(f"{shown_tokens(rung)} tokens")
-        column[1].set_xlabel("million tokens")
+        for axis in column if ladder.is_one_budget else column[1:]:
+            axis.set_xlabel("million tokens")
         for axis in column:
             axis.grid(alpha=0.3)
             axis.axhline(0, color="black", linewidth=1)
