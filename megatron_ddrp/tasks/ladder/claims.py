@@ -58,13 +58,16 @@ class Judged:
 
     @cached_property
     def points(self) -> list[tuple[float, float]]:
-        """Pairs (x of the rung, gain), one per rung and common seed."""
-        first = self.ladder.rungs[0]
-        return [(steps_of_four(rung, first), value) for rung, gain in self.gains.items() for value in gain.values]
+        """Pairs (x of the rung, gain), one per seed of the rungs with an interval."""
+        first, judged = self.ladder.rungs[0], [item for item in self.gains.items() if item[1].interval]
+        return [(steps_of_four(rung, first), value) for rung, gain in judged for value in gain.values]
 
     @cached_property
     def trend(self) -> Trend | None:
-        """Trend of the gains; None with fewer than two rungs or three differences."""
+        """Trend of the gains; None with fewer than two rungs that have an interval.
+
+        A rung with one seed has no spread of its own. That of another rung, which may be 0, says too little about it.
+        """
         return fit(self.points)
 
     @cached_property
@@ -80,7 +83,7 @@ class Judged:
 
     @property
     def band(self) -> int:
-        """Sign of the gain if the trend's 95 % band lies on one side of 0 on every rung of the claim, otherwise 0."""
+        """Sign of the gain if the trend's 95 % band lies on one side of 0 on every rung of the trend, otherwise 0."""
         if self.trend is None:
             return 0
         places = {x for x, _ in self.points}

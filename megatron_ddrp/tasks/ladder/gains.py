@@ -71,14 +71,14 @@ def _close_limits(gains: Sequence[Judged]) -> tuple[float, float]:
 
 def _limits(gains: Sequence[Judged]) -> tuple[float, float]:
     """Return the limits of an axis that shows all seeds; intervals of two seeds may be many times longer."""
-    values = [0.0, *(value for item in gains for _, value in item.points)]
+    values = [0.0, *(value for item in gains for gain in item.gains.values() for value in gain.values)]
     margin = 0.2 * (max(values) - min(values)) or 1.0
     return min(values) - margin, max(values) + margin
 
 
 def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
-    """Draw one panel per claim with a trend, with its gain on every rung; return False if no claim has one."""
-    gains = [item for item in gains if item.trend]
+    """Draw one panel per claim on several rungs, with its gains and trend; return False if there is no such claim."""
+    gains = [item for item in gains if len(item.gains) > 1]
     if not gains:
         return False
     plt = pyplot()
@@ -97,20 +97,21 @@ def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
 
 
 def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
-    """Draw the gains of one claim: seeds as small dots, means with 95 % intervals, and the trend with its band."""
+    """Draw the gains of one claim: seeds as small dots, means with 95 % intervals, the trend with its band."""
     for rung, gain in item.gains.items():
         axis.plot([rung * 1.12] * len(gain.values), gain.values, ".", color=GREY, alpha=0.6, markersize=5)
         if gain.interval:
             axis.plot([rung, rung], gain.interval, color=COLORS[0], linewidth=3, solid_capstyle="butt")
         axis.plot([rung], [gain.mean], "o", color=COLORS[0], markersize=7)
-    trend, measure = item.trend, item.claim.measure
-    assert trend is not None
-    tokens = np.geomspace(min(item.gains) / 1.3, max(item.gains) * 1.3, 50)
-    x = [steps_of_four(value, ladder.rungs[0]) for value in tokens]
-    height, half = np.array([trend.at(at) for at in x]), np.array([trend.half_width(at) for at in x])
-    axis.plot(tokens, height, color=COLORS[1], linewidth=2, zorder=1)
-    axis.fill_between(tokens, height - half, height + half, color=COLORS[1], alpha=0.18, linewidth=0, zorder=0)
-    slope = f"b = {shown(measure, trend.slope, '+')} ± {shown(measure, trend.slope_half_width)} per ×4"
+    slope = "no trend: a rung has one seed"
+    if trend := item.trend:
+        tokens = np.geomspace(min(item.gains) / 1.3, max(item.gains) * 1.3, 50)
+        x = [steps_of_four(value, ladder.rungs[0]) for value in tokens]
+        height, half = np.array([trend.at(at) for at in x]), np.array([trend.half_width(at) for at in x])
+        axis.plot(tokens, height, color=COLORS[1], linewidth=2, zorder=1)
+        axis.fill_between(tokens, height - half, height + half, color=COLORS[1], alpha=0.18, linewidth=0, zorder=0)
+        ends = [shown(item.claim.measure, trend.slope, "+"), shown(item.claim.measure, trend.slope_half_width)]
+        slope = f"b = {' ± '.join(ends)} per ×4"
     axis.axhline(0, color="black", linewidth=1)
     axis.set_ylim(_limits([item]))
     budget_axis(axis, ladder)

@@ -1,6 +1,6 @@
 """Trend of a gain over the budgets: a straight line in the logarithm of the budget, by least squares.
 
-With x = log₄(budget / first budget), the line is a + b·x, and b is the change of the gain per factor of four. All
+With x = log₄(budget / first budget), the line is a + b·x, and b is the change of the gain per factor of four. The
 paired differences of all seeds and rungs count as independent measurements with one variance s² (Draper and Smith,
 Applied Regression Analysis, 1998, chapter 1). Then, over n points with Sxx = Σ(x − x̄)²,
 

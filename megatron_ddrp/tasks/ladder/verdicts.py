@@ -17,7 +17,7 @@ DEFINITIONS = {
     EVERY: "visible on every rung of the ladder",
     MEASURED: "visible on every rung with at least two common seeds, while another rung has fewer",
     BY_TREND: "opposite on no rung, and not visible on at least one, but the 95 % band of the trend is above 0 on "
-    "every rung that the claim was measured on",
+    "each of its rungs",
     SOME: "visible on a rung, not visible on another, opposite on none, and the band does not decide",
     MIXED: "visible on a rung and opposite on another",
     CONTRADICTED: "opposite on a rung, visible on none",
@@ -36,8 +36,8 @@ DEFINITIONS_OF_ONE = {
 """Verdict on one budget alone → its definition."""
 TREND_DEFINITION = (
     "The gain is *growing* or *shrinking* (where the claim holds), *rising* or *falling* (elsewhere) if the 95 % "
-    "interval of the trend's slope excludes 0; without such a word it contains 0, or there are fewer than two rungs or "
-    "three differences"
+    "interval of the trend's slope excludes 0; without such a word it contains 0, or fewer than two rungs have an "
+    "interval"
 )
 
 
@@ -48,9 +48,9 @@ def definitions(num_rungs: int) -> str:
         "On one rung a gain is *visible* if its interval is above 0, *opposite* if the interval is below 0, and *not "
         "visible* if the interval contains 0. A rung with one common seed has no interval and no verdict.",
         f"{TREND_DEFINITION}. The trend is the straight line a + b·log4(tokens / tokens of the first rung) by least "
-        "squares through all paired differences of all seeds and rungs. Tables show b, the change per factor of four, "
-        "with half the width of its 95 % interval (Student's t). The fit treats the differences as independent with "
-        "one variance, although seeds recur on every rung.",
+        "squares through the paired differences of all seeds, on the rungs that have an interval. Tables show b, the "
+        "change per factor of four, with half the width of its 95 % interval (Student's t). The fit treats the "
+        "differences as independent with one variance, although seeds recur on every rung.",
     ]
     after = 'A claim that a model is "at least as good" is contradicted only if the model is worse.'
     paragraphs = [*(before if num_rungs > 1 else []), after]

@@ -54,6 +54,15 @@ def test_two_seeds_on_the_last_rung_are_decided_by_the_trend():
     assert item.band == 1
 
 
+def test_one_seed_after_equal_gains_makes_no_trend():
+    """Gains of 0 without spread on the first rung must not make a single seed on the next one certain."""
+    rows = [make_row(model, seed, RUNGS[0], {LOSS: 6.0}) for model in ("absolute", "ddrp") for seed in (1, 2, 3)]
+    rows += [make_row("absolute", 1, RUNGS[1], {LOSS: 5.5}), make_row("ddrp", 1, RUNGS[1], {LOSS: 5.0})]
+    ladder = ladder_of(rows)
+    (item,) = judge(ladder, paper_claims(ladder))
+    assert item.trend is None and item.band == 0 and item.verdict == "not told apart"
+
+
 def test_a_rung_with_one_seed_has_no_verdict():
     assert verdict_of(gain_rows({"ddrp": (0.05, 0.05)}, seeds=(3, 1)), "DDRP is better than BERT").startswith(
         "holds where measured"
