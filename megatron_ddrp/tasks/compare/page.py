@@ -28,6 +28,7 @@ from megatron_ddrp.tasks.compare.tables import (
     throughput_table,
 )
 from megatron_ddrp.tasks.compare.work import Work
+from megatron_ddrp.tasks.ladder.as_json import claims
 from megatron_ddrp.tasks.ladder.page import LadderPage
 from megatron_ddrp.tasks.ladder.rows import as_run
 from megatron_ddrp.tasks.markdown import Table
@@ -140,7 +141,7 @@ def as_json(results: Results, compared: dict[str, list[comparison.Compared]], ru
         "averaged": results.averaged,
         "undefined": _by_label(results.collapsed),
         "comparison": comparison.as_json(results, compared),
-        "claims": rung.as_json()["claims"],
+        "claims": claims(rung.judged + rung.models),
         "paradigms": paradigms,
         "fields": {arm.label: by_seed for arm, by_seed in results.fields.items()},
     }

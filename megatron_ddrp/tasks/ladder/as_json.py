@@ -15,7 +15,7 @@ def results(ladder: Ladder, judged: Sequence[Judged]) -> dict[str, Any]:
     """Return claims with their gains and trends, values by rung, arm, measure and seed, and minimal pairs."""
     return {
         "rungs": ladder.rungs,
-        "claims": [_claim(item) for item in judged],
+        "claims": claims(judged),
         "values": {
             str(rung): {
                 arm.label: {measure: found for measure in ladder.measures if (found := ladder.of(measure, arm, rung))}
@@ -29,6 +29,11 @@ def results(ladder: Ladder, judged: Sequence[Judged]) -> dict[str, Any]:
             for rung in ladder.rungs
         },
     }
+
+
+def claims(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return claims with their gains, trends and verdicts."""
+    return [_claim(item) for item in judged]
 
 
 def _claim(item: Judged) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
@@ -85,19 +84,16 @@ class LadderPage:
         """Write all files into the folder; return a line that names them."""
         figures = self.draw()
         text = self.text(figures)
+        checks = {name: results(check, judge(check, check_claims(check))) for name, check in self.checks.items()}
+        numbers = results(self.ladder, self.judged + self.models) | {"checks": checks}
         texts = {
             "page.md": text,
             "page.html": to_html(text, "The paper's claims as the budget grows", self.folder),
-            "results.json": json.dumps(self.as_json(), indent=1) + "\n",
+            "results.json": json.dumps(numbers, indent=1) + "\n",
         }
         for name, content in texts.items():
             _write(self.folder / name, content)
         return f"{self.folder / 'page.html'}, page.md, results.json and {len(figures)} figures written"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of results.json."""
-        checks = {name: results(check, judge(check, check_claims(check))) for name, check in self.checks.items()}
-        return results(self.ladder, self.judged + self.models) | {"checks": checks}
 
     def text(self, figures: Sequence[str]) -> str:
         """Return the text of page.md with these figures."""

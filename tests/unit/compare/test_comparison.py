@@ -176,6 +176,10 @@ def test_page_and_results_hold_the_table_and_its_figures(work):
     islands = [by_name["islands"] for by_name in found["paradigms"]["BERT (MLM)"].values()]
     assert islands == pytest.approx([0.5, 0.52])
     assert found["fields"]["BERT (MTH)"]["1234"]["all"] == pytest.approx(0.6)
+    gains = [
+        gain["mean"] for row in found["claims"] if row["measure"] == MINIMAL_PAIRS for gain in row["gains"].values()
+    ]
+    assert gains == pytest.approx([0.1])
 
 
 def test_fields_are_means_over_the_seeds(work):
