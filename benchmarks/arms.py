@@ -91,13 +91,13 @@ def new_draws(arrays: Batch, settings: ObjectiveConfig, config: ModelConfig) -> 
     return next_draws
 
 
-def our_step(config: ModelConfig, settings: ObjectiveConfig, arrays: Batch) -> Step:
-    """Return one training step of our model."""
+def our_step(config: ModelConfig, settings: ObjectiveConfig, arrays: Batch, dtype: torch.dtype = torch.float32) -> Step:
+    """Return one training step of our model with weights of this type."""
     torch.manual_seed(SEED)
-    model, objective = build_model(config, objective=settings).to(DEVICE), make_objective(settings)
+    model, objective = build_model(config, objective=settings).to(DEVICE, dtype), make_objective(settings)
     batch, draws = on_device(arrays), new_draws(arrays, settings, config)
-    shares = [term.weight / objective.counts[term.per](arrays) for term in objective.terms]
-    weights = torch.tensor(shares, device=DEVICE)
+    shares = {term.name: term.weight / objective.counts[term.per](arrays) for term in objective.terms}
+    weights = torch.tensor([shares.get(name, 0.0) for name in objective.sum_names], device=DEVICE)
     return training_step(model, lambda: (model(batch, draws()).sums * weights).sum())
 
 

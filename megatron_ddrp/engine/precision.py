@@ -34,8 +34,11 @@ def allow_tf32(config: Config, device: torch.device) -> None:
 
 
 def precision_remarks(config: Config, device: torch.device) -> list[str]:
-    """Return a line that suggests `--bf16` for an fp32 run on a GPU that supports it, else nothing."""
-    if config.training.precision != "fp32" or device.type != "cuda" or torch.version.hip is not None:
+    """Return a line if another precision is faster on this device, else nothing."""
+    precision = config.training.precision
+    if precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return ["this CPU has no AVX-512, so torch multiplies bf16 matrices many times slower than fp32: omit --bf16"]
+    if precision != "fp32" or device.type != "cuda" or torch.version.hip is not None:
         return []
     if torch.cuda.get_device_capability(device) < NATIVE_BF16:
         return []

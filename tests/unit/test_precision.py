@@ -49,6 +49,16 @@ def test_an_fp32_run_is_told_of_bf16_where_the_gpu_has_it(monkeypatch: pytest.Mo
     assert precision_remarks(Config(), CUDA) == []
 
 
+@pytest.mark.parametrize("capability, slow", [("AVX2", True), ("AVX512", False), ("DEFAULT", False)])
+def test_a_bf16_run_is_told_of_a_cpu_that_multiplies_slowly_in_it(
+    capability: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    remarks = precision_remarks(Config().replace(training={"bf16": True}), CPU)
+    assert bool(remarks) == slow and all("this CPU has no AVX-512" in line for line in remarks)
+    assert precision_remarks(Config(), CPU) == []
+
+
 def test_tf32_is_for_gpus_alone_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)

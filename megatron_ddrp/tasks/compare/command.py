@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page_only:
         return _write_page(work)
     forecast = JobForecast(work.plan, work.store)
-    print("\n".join([work.plan_text(), *forecast.plan_lines(work.jobs())]), flush=True)
+    print("\n".join([work.plan_text(), *forecast.plan_lines(work.jobs()), *_remarks(work)]), flush=True)
     if options.dry_run:
         for job in work.jobs():
             print(f"{'done' if job.name in work.store else 'to do'}: {job}\n  $ {shlex.join(job.command)}")
@@ -57,6 +57,17 @@ def plan_work(options: argparse.Namespace) -> Work | Rungs:
     if options.rows:
         raise UserError(f"--rows: {options.plan} has no {RUNGS}, so it has no rows; leave it out", WRONG_ARGUMENTS)
     return Work(plans[0], options.output_dir, store)
+
+
+def _remarks(work: Work | Rungs) -> list[str]:
+    """Return what the missing runs will say about their precision on this machine, each line once."""
+    import torch  # here, because --help must not import torch
+
+    from megatron_ddrp.engine.precision import precision_remarks
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines = [f"  {line}" for run in work.missing_runs for line in precision_remarks(run.config, device)]
+    return list(dict.fromkeys(lines))
 
 
 def _say(line: str) -> None:

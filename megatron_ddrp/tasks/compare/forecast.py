@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ class JobForecast(Forecast[Job]):
     def __init__(self, plan: Plan, store: Store):
         super().__init__(store)
         self.plan = plan
+        self.paces: dict[str, float] = {}
+        """Name of a running training run → its seconds per step, at the last status."""
 
     def kind(self, job: Job) -> str:
         """Return the job's kind."""
@@ -36,8 +39,9 @@ class JobForecast(Forecast[Job]):
         return job.work
 
     def rates(self, kind: str) -> list[float]:
-        """Return seconds per unit of work for the finished jobs of a kind."""
-        return [row["seconds"] / row["work"] for row in self.store if row["kind"] == kind]
+        """Return seconds per unit of work of the finished jobs of a kind; until there is one, of running training."""
+        finished = [row["seconds"] / row["work"] for row in self.store if row["kind"] == kind]
+        return finished or (list(self.paces.values()) if kind == RUN else [])
 
     def guess(self, job: Job) -> float | None:
         """Return the plan's expected seconds, or the usual seconds of a small job; None if the plan has none."""
@@ -83,13 +87,24 @@ class JobForecast(Forecast[Job]):
         `running` has jobs with their start in `time.monotonic`.
         """
         now = time.monotonic()
-        parts, spent = [], 0.0
-        for job, began in running:
-            rows = _rows(job)
-            step = f" step {rows[-1]['iteration']:,} of {job.work:,.0f}" if rows else ""
-            parts.append(f"{job}{step} since {duration(now - began)}")
-            spent += min(now - began, self.total([job]) or 0.0)
-        return f"{'; '.join(parts)}; eta {self.eta(left, self.plan.workers, spent)}"
+        rows = {job.name: _rows(job) for job, _ in running}
+        self.paces = {name: pace for name, found in rows.items() if (pace := _pace(found))}
+        parts, remaining = [], {}
+        for (job, began), expected in zip(running, self.expected(job for job, _ in running), strict=True):
+            step = rows[job.name][-1]["iteration"] if rows[job.name] else 0
+            at_step = f" step {step:,} of {job.work:,.0f}" if step else ""
+            parts.append(f"{job}{at_step} since {duration(now - began)}")
+            if pace := self.paces.get(job.name):
+                remaining[job.name] = pace * (job.work - step)
+            elif expected is not None:
+                remaining[job.name] = max(0.0, expected - (now - began))
+        return f"{'; '.join(parts)}; eta {self.eta(left, self.plan.workers, remaining)}"
+
+
+def _pace(rows: Sequence[dict[str, float]]) -> float | None:
+    """Return the seconds per step of a running training run from its rows; the first of them has the start in it."""
+    times = [row["step_time"] for row in rows if "step_time" in row][1:]
+    return statistics.median(times) if times else None
 
 
 def _rows(job: Job) -> list[dict[str, float]]:

@@ -44,6 +44,11 @@ class Rungs:
         """Names of all runs."""
         return {run.job.name for work in self.works for run in work.runs}
 
+    @property
+    def missing_runs(self) -> list[TrainingRun]:
+        """Runs that are still to be trained."""
+        return [run for _, run in self._without_row() if run.job.name not in self.store]
+
     def record(self) -> None:
         """Append a row for every run whose jobs are all finished."""
         from megatron_ddrp.tasks.compare.recording import make_row  # here, because --help must not import torch

@@ -62,6 +62,11 @@ class Work:
             jobs += self.jobs_of(run)
         return jobs + [score.job for score in self.scores if score.step != score.run.steps]
 
+    @property
+    def missing_runs(self) -> list[TrainingRun]:
+        """Runs that are still to be trained, as far as they are planned."""
+        return [run for run in self.runs if run.job.name not in self.store]
+
     def jobs_of(self, run: TrainingRun) -> list[Job]:
         """Return a run's job and those that measure its last checkpoint."""
         last = [score for score in self.scores if score.step == score.run.steps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic
 
 from megatron_ddrp.run.log import duration
@@ -33,23 +33,41 @@ class Forecast(ABC, Generic[AnyJob]):
     def guess(self, job: AnyJob) -> float | None:
         """Return the expected seconds of a job if no job of its kind is finished; None if unknown."""
 
-    def total(self, jobs: Iterable[AnyJob]) -> float | None:
-        """Return the expected seconds of all jobs in sequence; None if one of them is unknown."""
+    def expected(self, jobs: Iterable[AnyJob]) -> list[float | None]:
+        """Return the expected seconds of each job; None for an unknown one."""
         rates: dict[str, float | None] = {}
-        seconds = 0.0
+        found = []
         for job in jobs:
             kind = self.kind(job)
             if kind not in rates:
-                found = self.rates(kind)
-                rates[kind] = statistics.median(found) if found else None
+                known = self.rates(kind)
+                rates[kind] = statistics.median(known) if known else None
             rate = rates[kind]
-            expected = self.guess(job) if rate is None else rate * self.work(job)
-            if expected is None:
-                return None
-            seconds += expected
-        return seconds
+            found.append(self.guess(job) if rate is None else rate * self.work(job))
+        return found
 
-    def eta(self, left: Sequence[AnyJob], workers: int, spent: float = 0.0) -> str:
-        """Return the time until `workers` finish the jobs `left`, as text. `spent` seconds have passed already."""
-        total = self.total(left)
-        return "not known yet" if total is None else duration(max(0.0, total - spent) / workers)
+    def total(self, jobs: Iterable[AnyJob]) -> float | None:
+        """Return the expected seconds of all jobs in sequence; None if one of them is unknown."""
+        return _sum(self.expected(jobs))
+
+    def eta(self, left: Sequence[AnyJob], workers: int, remaining: Mapping[str, float] | None = None) -> str:
+        """Return the time until `workers` finish the jobs `left`, as text; a job is never shared between workers.
+
+        `remaining` has the seconds that running jobs still take, by name.
+        """
+        known = remaining or {}
+        seconds = [known.get(job.name, expected) for job, expected in zip(left, self.expected(left), strict=True)]
+        total = _sum(seconds)
+        if total is None:
+            return "not known yet"
+        return duration(max(total / workers, *(each or 0.0 for each in seconds), 0.0))
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    """Return the sum; None if one of the values is unknown."""
+    total = 0.0
+    for each in seconds:
+        if each is None:
+            return None
+        total += each
+    return total

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
@@ -190,6 +191,15 @@ def test_the_dry_run_prints_every_rung_and_what_is_left(rungs, write, tmp_path, 
         and "with half the budget: BERT (MTH)" in printed
         and not (tmp_path / "out").exists()
     )
+
+
+def test_the_plan_says_once_that_this_cpu_multiplies_slowly_in_bf16(rungs, write, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    in_bf16 = HIGHEST | {"training": rungs["training"] | {"bf16": True}}
+    for plan, count in ((rungs, 0), (rungs | {"rungs": [LOWEST, in_bf16]}, 1)):
+        assert main([str(write(plan)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
+        assert capsys.readouterr().out.count("this CPU has no AVX-512") == count
 
 
 def test_rows_are_json(rungs, open_ladder, tmp_path):

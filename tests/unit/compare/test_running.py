@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -179,7 +180,29 @@ def test_the_forecast_takes_finished_jobs_over_the_plans_word(values, write, fol
     run = Job("course", "c", "c", (), folder, work=100.0)
     score = Job("glue", "g", "g", (), folder)
     assert forecast.total([run]) == 50 and forecast.total([score]) is None
-    assert forecast.eta([run], workers=2) == "25s" and forecast.eta([run, score], 2) == "not known yet"
+    assert forecast.eta([run, run], workers=2) == "50s" and forecast.eta([run, score], 2) == "not known yet"
+    assert forecast.eta([run], workers=2) == "50s"  # two workers do not share a job
     for work, seconds in ((10.0, 20.0), (10.0, 10.0), (20.0, 80.0)):
         store.append({"job": f"{work} {seconds}", "kind": "course", "work": work, "seconds": seconds})
     assert forecast.total([run]) == 200
+
+
+def test_the_status_takes_the_pace_of_running_training_over_the_plans_word(values, write, folder, monkeypatch):
+    values |= {"expected": {"step_seconds": 0.5, "glue_minutes": 10}, "workers": 2}
+    forecast = JobForecast(read_plan(write(values)), open_store(folder))
+    run, waiting = (Job("course", name, name, (), folder / name, work=1000.0) for name in ("first", "second"))
+    score = Job("glue", "g", "g", (), folder / "g")
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    (folder / "first").mkdir(parents=True)
+
+    def status(*rows):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / "first" / "metrics.jsonl").write_text("".join(lines))
+        return forecast.status([(run, 40.0), (score, 40.0)], [run, score, waiting])
+
+    # (500 s - 60 s) of the run, 540 s of the score and 500 s of the other run, by two workers
+    start = {"iteration": 1, "step_time": 30.0}
+    assert status(start) == "run first step 1 of 1,000 since 1m00s; glue g since 1m00s; eta 12m20s"
+    # 900 steps and 1,000 more of 2 s; the row of a validation has no time
+    rows = [start, {"iteration": 50, "step_time": 2.0}, {"iteration": 100, "step_time": 2.0}, {"iteration": 100}]
+    assert status(*rows) == "run first step 100 of 1,000 since 1m00s; glue g since 1m00s; eta 36m10s"

@@ -1,0 +1,48 @@
+"""A benchmark's training step is one of the model that it names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig
+from megatron_ddrp.objectives.contract import losses_of
+
+
+@pytest.fixture(scope="module")
+def arms() -> ModuleType:
+    folder = str(Path(__file__).resolve().parents[3] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("arms")
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mth"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_a_step_is_the_objectives(
+    arms: ModuleType, objective: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=arms.VOCABULARY, seq_length=8,
+        position_encoding="ddrp", hidden_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    settings, arrays = ObjectiveConfig(objective=objective), arms.full_rows(4, 8)
+    monkeypatch.setattr(arms, "training_step", lambda model, loss: (model, loss))
+    model, loss = arms.our_step(config, settings, arrays, dtype)
+    computed = loss()
+
+    terms = arms.make_objective(settings)
+    sums = model(arms.on_device(arrays), arms.new_draws(arrays, settings, config)()).sums.double()
+    counts = {name: float(count(arrays)) for name, count in terms.counts.items()}
+    totals = dict(zip(terms.sum_names, sums.tolist(), strict=True)) | counts
+    assert computed.item() == pytest.approx(losses_of(totals, terms)["loss"], rel=1e-5)
+    assert all(weight.dtype == dtype for weight in model.parameters())
+    computed.backward()
+    assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in model.parameters())
