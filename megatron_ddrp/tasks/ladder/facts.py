@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any
 
 from megatron_ddrp.config import flag_words
@@ -45,9 +47,18 @@ def _shared(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _difference(name: str, runs: Sequence[Run]) -> str:
-    """Return a sentence about a flag whose value differs between runs, with the rungs of each value."""
-    rungs: dict[str, dict[int, None]] = {}
+    """Return a sentence about a flag whose value differs between runs, with the rungs of each value.
+
+    Where it differs within a rung, the sentence names the models, because their differences may come from the flag.
+    """
+    models: dict[str, dict[int, dict[str, None]]] = {}  # value → rung → names
     for run in runs:
-        rungs.setdefault(str(run.facts.common.get(name, "not given")), {})[run.rung] = None
-    values = [f"{value} at {', '.join(f'{rung:,}' for rung in found)} tokens" for value, found in rungs.items()]
+        value = str(run.facts.common.get(name, "not given"))
+        models.setdefault(value, {}).setdefault(run.rung, {})[run.arm.label] = None
+    uses = Counter(rung for rungs in models.values() for rung in rungs)
+
+    def place(rung: int, names: Iterable[str]) -> str:
+        return f"{rung:,} ({', '.join(names)})" if uses[rung] > 1 else f"{rung:,}"
+
+    values = [f"{value} at {', '.join(starmap(place, rungs.items()))} tokens" for value, rungs in models.items()]
     return f"Flag that differs: `--{name.replace('_', '-')}` is {'; '.join(values)}."

@@ -94,6 +94,15 @@ def test_facts_about_the_runs(page_of):
     assert "- Hardware: 2 cores.\n- Hardware: 1 core." in text
 
 
+def test_a_flag_that_differs_within_a_rung_names_the_models(page_of):
+    in_fp32 = {"common": {"num_layers": 2, "bf16": False}}
+    rows = [make_row("absolute", 1, RUNGS[0], {LOSS: 5.0}, common={"num_layers": 2, "bf16": True})]
+    rows += [make_row(name, 1, RUNGS[0], {LOSS: 5.0}, **in_fp32) for name in ("rope", "ddrp")]
+    text = page_of([*rows, make_row("rope", 1, RUNGS[1], {LOSS: 4.0}, **in_fp32)]).text([])
+    values = "True at 4,194,304 (absolute) tokens; False at 4,194,304 (rope, ddrp), 16,777,216 tokens"
+    assert f"- Flag that differs: `--bf16` is {values}." in text
+
+
 def test_json_has_the_numbers_of_the_tables(page_of, tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "draw_all", lambda *_: [])
     page = page_of(full_rows())
