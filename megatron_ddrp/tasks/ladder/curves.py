@@ -94,7 +94,10 @@ def draw_training(ladder: Ladder, path: Path) -> bool:
     for row, (title, arms) in zip(axes.T if is_row else axes, groups.items(), strict=True):
         for axis, rung in zip(row, rungs, strict=True):
             _draw_curves(axis, ladder, arms, rung)
-            axis.set_title(title if ladder.is_one_budget else f"{title}, {shown_tokens(rung)}", fontsize="small")
+            if axis.lines:
+                axis.set_title(title if ladder.is_one_budget else f"{title}, {shown_tokens(rung)}", fontsize="small")
+            else:
+                axis.set_axis_off()  # no model of the group has run on this rung
         beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
         row[-1].legend(*_all_handles(row), fontsize="x-small", **(below if is_row else beside))

@@ -180,3 +180,14 @@ def test_training_curves_are_means_over_the_seeds_that_all_models_of_a_panel_hav
     panel = drawn[0].axes[0]
     ends = {line.get_label(): line.get_ydata()[-1] for line in panel.get_lines()}
     assert ends == {"absolute": 2.5, "ddrp": 5.0}
+
+
+def test_a_group_of_models_without_a_run_on_a_rung_has_no_panel_there(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(curves, "save_figure", lambda plt, figure, path: drawn.append(figure))
+    curve = {"curve": [[1, 6.0], [2, 5.0]]}
+    rows = [make_row(name, 1, RUNGS[0], {LOSS: 5.0}, **curve) for name in ("absolute", "absolute+mth", "ddrp")]
+    rows.append(make_row("ddrp", 1, RUNGS[1], {LOSS: 4.0}, **curve))
+    assert curves.draw_training(ladder_of(rows), tmp_path / "training.png")
+    shown = [panel.get_title() for panel in drawn[0].axes if panel.axison]
+    assert shown == ["Encodings under MLM, 4.19 M", "Encodings under MLM, 16.8 M", "Objectives with BERT, 4.19 M"]
