@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -15,13 +13,8 @@ from megatron_ddrp.objectives.contract import losses_of
 
 
 @pytest.fixture(scope="module")
-def arms() -> ModuleType:
-    folder = str(Path(__file__).resolve().parents[3] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("arms")
-    finally:
-        sys.path.remove(folder)
+def arms(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("arms")
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mth"])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def scaling() -> ModuleType:
-    folder = str(Path(__file__).resolve().parents[3] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("scaling")
-    finally:
-        sys.path.remove(folder)
+def scaling(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("scaling")
 
 
 @pytest.mark.parametrize("name", ["rates", "check", "base", "corpus"])
