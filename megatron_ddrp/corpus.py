@@ -18,6 +18,7 @@ from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, sample_totals, split_documents
+from megatron_ddrp.data.batches.split_shift import split_remark
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
@@ -113,6 +114,16 @@ class Corpus:
         if self.config.data.split is None:
             return 0, num_documents
         return split_documents(num_documents, self.config.data.split)[split]
+
+    def split_remarks(self) -> list[str]:
+        """Return a line for each dataset whose `--split` has validation text of another kind than its training text.
+
+        This reads some samples of each. Separate validation data are meant to differ, and give no line.
+        """
+        if self.config.data.data_path is None or not self.config.logging.validates:
+            return []
+        parts = zip(self.samples("train").parts, self.samples("valid").parts, strict=True)
+        return [line for training, validation in parts if (line := split_remark(training, validation))]
 
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank.

@@ -78,7 +78,9 @@ def train(config: Config) -> int:
         agree(lambda: stack.enter_context(home or nullcontext()))
         log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
-        own = (*verified, *corpus.remarks, *(home.remarks if home else ()), *precision_remarks(config, ranks.device))
+        shifted = agree(lambda: corpus.split_remarks() if first else [])
+        at_home = home.remarks if home else ()
+        own = (*verified, *corpus.remarks, *shifted, *at_home, *precision_remarks(config, ranks.device))
         remarks = remarks_of_ranks(own)
         first_lines = introduction(config, ranks, corpus, loader, sizes)
         for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):
@@ -125,8 +127,8 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Corpus, BatchLoader, BatchL
     read_settings(config.parallel)
     corpus = Corpus.open(config)
     training = corpus.loader("train", ranks.data_rank, ranks.data_size)
-    wants_validation = config.logging.eval_interval > 0 and config.logging.eval_iters > 0
-    return corpus, training, corpus.loader("valid", ranks.data_rank, ranks.data_size) if wants_validation else None
+    validates = config.logging.validates
+    return corpus, training, corpus.loader("valid", ranks.data_rank, ranks.data_size) if validates else None
 
 
 def open_notes(config: Config, corpus: Corpus) -> NoteDictionary | None:

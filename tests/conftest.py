@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import re
 from collections import Counter
@@ -60,3 +62,19 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
         vocab_file=str(vocab_file),
     )
     return TinyCorpus(text_file, vocab_file, Path(preprocess(config).prefixes[0]))
+
+
+@pytest.fixture(scope="session")
+def prose_then_code(tiny_corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a dataset of 600 documents of prose and 40 of Python code, with which `--split 949,50,1` validates."""
+    folder = tmp_path_factory.mktemp("prose_then_code")
+    blocks = [block for block in inspect.getsource(argparse).split("\n\n") if len(block.split()) >= 10][:40]
+    code = folder / "code.jsonl"
+    code.write_text("".join(json.dumps({"text": block}) + "\n" for block in blocks), encoding="utf-8")
+    config = PreprocessConfig(
+        input=(str(tiny_corpus.text_file), str(code)),
+        output_prefix=str(folder / "both"),
+        tokenizer_type="BertWordPieceLowerCase",
+        vocab_file=str(tiny_corpus.vocab_file),
+    )
+    return str(preprocess(config).prefixes[0])

@@ -168,7 +168,7 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     config = corpus.config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
-    lines = [*verified, *corpus.remarks, f"data: {corpus.summary(samples, consumed)}"]
+    lines = [*verified, *corpus.remarks, *corpus.split_remarks(), f"data: {corpus.summary(samples, consumed)}"]
     epochs = corpus.epochs(consumed)[0] if samples.counts is None else consumed / len(samples)
     facts: dict[str, Any] = {"training_sequences": len(samples), "epochs": epochs}
     size = 0

@@ -65,3 +65,8 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+    @property
+    def validates(self) -> bool:
+        """True if the run reads validation text."""
+        return self.eval_interval > 0 and self.eval_iters > 0

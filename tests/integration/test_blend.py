@@ -57,3 +57,10 @@ def test_two_ranks_see_the_blend_of_one(tiny_corpus: TinyCorpus, second: str, fl
     for row, expected in zip(two, one, strict=True):
         assert row["consumed_tokens"] == expected["consumed_tokens"]
         assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5)
+
+
+def test_one_rank_tells_of_validation_of_another_kind(prose_then_code: str, flags: Flags, tmp_path: Path) -> None:
+    validated = {"split": "949,50,1", "eval_interval": 1, "eval_iters": 1}
+    result = start_ranks(flags(data_path=prose_then_code, save=tmp_path, train_iters=1, **validated), 2).check()
+    told = f"{prose_then_code}: the validation text is of another kind than the training text"
+    assert [text.count(told) for text in result.stdout] == [1, 0]

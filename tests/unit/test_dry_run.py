@@ -49,6 +49,13 @@ def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypa
     assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
 
 
+def test_validation_of_another_kind_is_told(capsys, prose_then_code, tiny_corpus):
+    line = f"--vocab-file {tiny_corpus.vocab_file} --seq-length 48 --data-path"
+    told = f"{prose_then_code}: the validation text is of another kind than the training text"
+    assert run_dry(capsys, f"{line} {prose_then_code}")[0].count(told) == 1
+    assert "of another kind" not in run_dry(capsys, f"{line} {tiny_corpus.prefix}")[0]
+
+
 def test_data_are_verified_when_asked_for(capsys, tiny_corpus, tmp_path):
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(f"{tiny_corpus.prefix}{suffix}", tmp_path / f"d{suffix}")

@@ -56,8 +56,8 @@ def build_parser() -> ArgumentParser:
     mode.add_argument(
         "--no-wait",
         action="store_true",
-        help="exit instead of waiting for jobs that other commands on the same OUT are doing; the command that "
-        "finishes last writes the page (for job arrays)",
+        help="exit instead of waiting for jobs that other commands on the same OUT are doing, except jobs that make "
+        "data; the command that finishes last writes the page (for job arrays)",
     )
     mode.add_argument(
         "--dry-run", action="store_true", help="print the plan, every command and the expected hours; write nothing"

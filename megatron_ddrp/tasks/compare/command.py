@@ -34,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     require_packages("compare", *PAGE_PACKAGES)  # before hours of jobs, not after them
     stop_on_sigterm()
+    runner = Runner(forecast, _say, *([work.record] if isinstance(work, Rungs) else []))
+    runner.run(first := work.first_jobs())
     if isinstance(work, Work):
-        runner = Runner(forecast, _say)
-        runner.run(work.first_jobs())
         work.update()  # the probes have given the steps of a budget in minutes
-    else:
-        runner = Runner(forecast, _say, work.record)
+    if not work.store.missing(first):
+        for line in _data_remarks(work):
+            _say(f"  {line}")
     runner.run(work.jobs(), wait=not options.no_wait)
     if left := len(runner.left(work.jobs())):
         print(left_to_others(left, options.output_dir))
@@ -68,6 +69,14 @@ def _remarks(work: Work | Rungs) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [f"  {line}" for run in work.missing_runs for line in precision_remarks(run.config, device)]
     return list(dict.fromkeys(lines))
+
+
+def _data_remarks(work: Work | Rungs) -> list[str]:
+    """Return what the missing runs will say about the division of their data, each line once."""
+    from megatron_ddrp.corpus import Corpus  # here, because --help must not import torch
+
+    by_data = {run.config.data: run.config for run in work.missing_runs}
+    return [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
 
 
 def _say(line: str) -> None:

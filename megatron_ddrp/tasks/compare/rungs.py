@@ -32,6 +32,10 @@ class Rungs:
         self.rows = open_rows(rows or folder / ROWS)
         self.works = [Work(plan, folder, store) for plan in plans]
 
+    def first_jobs(self) -> list[Job]:
+        """Return the jobs that make the data of runs without a row."""
+        return list({job.name: job for work, _ in self._without_row() for job in work.corpus.jobs}.values())
+
     def jobs(self) -> list[Job]:
         """Return the jobs of all rungs, each once, without those of runs that have a row."""
         found: dict[str, Job] = {}

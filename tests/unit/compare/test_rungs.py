@@ -13,6 +13,7 @@ from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.command import main, plan_work
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rungs import Rungs, open_rows
+from megatron_ddrp.tasks.compare.running import Runner
 from tests.unit.compare.conftest import finish_run, finish_similarity
 
 LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}
@@ -200,6 +201,20 @@ def test_the_plan_says_once_that_this_cpu_multiplies_slowly_in_bf16(rungs, write
     for plan, count in ((rungs, 0), (rungs | {"rungs": [LOWEST, in_bf16]}, 1)):
         assert main([str(write(plan)), "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
         assert capsys.readouterr().out.count("this CPU has no AVX-512") == count
+
+
+def test_the_missing_runs_are_told_once_of_validation_of_another_kind(
+    rungs, open_ladder, write, prose_then_code, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Runner, "run", lambda *_, **__: None)
+    words = ["--output-dir", str(tmp_path / "out")]
+    for prefix, count in ((rungs["corpus"]["data_path"][0], 0), (prose_then_code, 1)):
+        plan = rungs | {"corpus": rungs["corpus"] | {"data_path": [prefix]}}
+        assert main([str(write(plan)), *words]) == 0
+        assert capsys.readouterr().out.count("the validation text is of another kind") == count
+    finish(open_ladder(plan))
+    assert main([str(write(plan)), *words]) == 0
+    assert "of another kind" not in capsys.readouterr().out
 
 
 def test_rows_are_json(rungs, open_ladder, tmp_path):

@@ -1,0 +1,75 @@
+"""Is the validation text of the same kind as the training text? `--split` divides documents in order, so it may not be.
+
+The shift of a text is how much worse, in nats per piece, the training text's piece frequencies predict it than its own
+do: an estimate of the Kullback-Leibler divergence of the two unigram distributions. Stretches of the training text, as
+long as the validation text, show which shift is usual: 0.01 for articles of an encyclopedia, 0.1 for a few novels.
+Novels after an encyclopedia have 0.5.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ddrp.data.batches.samples import SampleIndex
+
+SAMPLES = 256
+"""Number of samples read for each frequency; with 128 tokens each, the shift is known to about 0.02 nats."""
+STRETCHES = 5
+"""Number of stretches of the training text whose shift is measured."""
+MIN_DOCUMENTS = 20
+"""Fewest validation documents that can be of another kind: fewer than these differ by their topics."""
+MIN_SHIFT, MIN_RATIO = 0.2, 2.0
+"""Smallest shift of which the user is told, in nats per piece and in units of the usual one."""
+
+
+def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
+    """Return a line for the user if the validation part of a dataset is of another kind than its training part."""
+    if min(len(training), validation.num_documents - validation.num_dropped_documents) < MIN_DOCUMENTS:
+        return None
+    shift = shift_of(validation, 0, len(validation), training)
+    if shift < MIN_SHIFT or shift < MIN_RATIO * (usual := usual_shift(training, len(validation))):
+        return None
+    return (
+        f"{training.prefix}: the validation text is of another kind than the training text (its piece frequencies are "
+        f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual within the training text), as --split "
+        "divides documents in order: make one dataset per kind of text and blend them, or shuffle the documents first"
+    )
+
+
+def usual_shift(training: SampleIndex, length: int) -> float:
+    """Return the median shift of stretches of the training text, each of `length` samples if there are enough."""
+    length = min(length, len(training) // STRETCHES)
+    begins = np.linspace(0, len(training) - length, STRETCHES).astype(int).tolist()
+    return float(np.median([shift_of(training, begin, begin + length, training) for begin in begins]))
+
+
+def shift_of(text: SampleIndex, begin: int, end: int, training: SampleIndex) -> float:
+    """Return the shift of the samples `[begin, end)` of `text` from those of `training`, in nats per piece.
+
+    If `text` is `training` itself, from those outside `[begin, end)`.
+    """
+    places = _spread(begin, end, 2 * SAMPLES)
+    others = _spread(0, len(training), SAMPLES)
+    if text is training:
+        others = others[(others < begin) | (others >= end)]
+    read = text.tokens(places[1::2]), text.tokens(places[::2]), training.tokens(others)
+    return unigram_shift(*map(np.concatenate, read))
+
+
+def unigram_shift(predicted: NDArray[np.int64], own: NDArray[np.int64], other: NDArray[np.int64]) -> float:
+    """Return how much worse piece frequencies of `other` predict `predicted` than those of `own` do, in nats per piece.
+
+    All are ids of pieces, `[n]` each. A frequency is a count plus one. The longer of `own` and `other` is thinned
+    first, so that both know equally many pieces.
+    """
+    shorter = min(len(own), len(other))
+    own, other = (ids[_spread(0, len(ids), shorter)] for ids in (own, other))
+    num_pieces = 1 + max(int(ids.max()) for ids in (predicted, own, other))
+    own_counts, other_counts = (np.bincount(ids, minlength=num_pieces) for ids in (own, other))  # [num_pieces] each
+    return float(np.log((own_counts + 1) / (other_counts + 1))[predicted].mean())
+
+
+def _spread(begin: int, end: int, count: int) -> NDArray[np.int64]:
+    """Return at most `count` integers in `[begin, end)`, evenly spread."""
+    return begin + np.arange(min(count, end - begin)) * (end - begin) // min(count, end - begin)

@@ -1,0 +1,121 @@
+"""Validation text of another kind than the training text: measured as a slow loop measures it, and told."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_ddrp.config import Config
+from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.data.batches.samples import SampleIndex
+from megatron_ddrp.data.batches.split_shift import shift_of, split_remark, unigram_shift, usual_shift
+from tests.datasets import write_dataset
+
+WORDS = 50
+
+
+def slow_shift(predicted, own, other):
+    """The same from the definition: two cross-entropies of add-one frequencies, over pieces that either knows."""
+    pieces = set(predicted) | set(own) | set(other)
+
+    def cross_entropy(known):
+        counts = Counter(known)
+        return -sum(math.log((counts[p] + 1) / (len(known) + len(pieces))) for p in predicted) / len(predicted)
+
+    return cross_entropy(other) - cross_entropy(own)
+
+
+def zipf(seed, count, order=None):
+    """`count` ids with frequencies 1 / rank; `order` gives the ranks to other ids."""
+    shares = 1 / np.arange(1, WORDS + 1)
+    ids = np.random.default_rng(seed).choice(WORDS, count, p=shares / shares.sum())
+    return ids if order is None else order[ids]
+
+
+OTHER = np.random.default_rng(0).permutation(WORDS)
+"""Another kind of text: the same ids with other frequencies."""
+
+
+def text(folder, name, *kinds, length=40):
+    """A dataset of documents; each kind is (number of documents, order of the ids)."""
+    documents = [
+        [zipf([number, k], length, order)] for k, (count, order) in enumerate(kinds) for number in range(count)
+    ]
+    return write_dataset(folder / name, documents)
+
+
+def halves(dataset, first):
+    """The samples of the first documents, and those of the others."""
+    bounds = (0, first), (first, dataset.num_documents)
+    return [SampleIndex(dataset, part, seq_length=22) for part in bounds]
+
+
+def test_the_shift_is_that_of_a_slow_loop():
+    own, other, predicted = zipf(1, 300), zipf(2, 300, OTHER), zipf(3, 200)
+    expected = slow_shift(predicted.tolist(), own.tolist(), other.tolist())
+    assert unigram_shift(predicted, own, other) == pytest.approx(expected, rel=1e-12)
+    assert unigram_shift(predicted, other, own) == pytest.approx(-expected, rel=1e-12)
+    longer = np.repeat(other, 3)  # thinned to one of each three
+    assert unigram_shift(predicted, own, longer) == pytest.approx(expected, rel=1e-12)
+    assert unigram_shift(predicted, np.repeat(own, 3), other) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_shift_of_much_text_is_the_divergence_of_its_distribution():
+    shares = 1 / np.arange(1, WORDS + 1)
+    shares /= shares.sum()
+    divergence = (shares * np.log(shares / shares[np.argsort(OTHER)])).sum()
+    assert unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000, OTHER)) == pytest.approx(
+        divergence, abs=0.02
+    )
+    assert unigram_shift(zipf(1, 200_000), zipf(2, 200_000), zipf(3, 200_000)) == pytest.approx(0, abs=0.01)
+
+
+def test_another_kind_of_text_is_told_with_both_shifts(tmp_path):
+    training, validation = halves(text(tmp_path, "two", (400, None), (40, OTHER)), 400)
+    line = split_remark(training, validation) or ""
+    shift, usual = shift_of(validation, 0, len(validation), training), usual_shift(training, len(validation))
+    assert shift > 0.5 > 0.05 > usual
+    assert line.startswith(f"{tmp_path}/two: the validation text is of another kind than the training text")
+    assert f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual" in line and "\n" not in line
+
+
+def test_text_of_one_kind_is_not_told(tmp_path):
+    assert split_remark(*halves(text(tmp_path, "one", (440, None)), 400)) is None
+
+
+def test_training_text_that_changes_as_much_is_not_told(tmp_path):
+    generator = np.random.default_rng(1)
+    kinds = [(40, generator.permutation(WORDS)) for _ in range(11)]  # as novels: each its own
+    training, validation = halves(text(tmp_path, "many", *kinds), 400)
+    assert shift_of(validation, 0, len(validation), training) > 0.2
+    assert split_remark(training, validation) is None
+
+
+@pytest.mark.parametrize(("documents", "told"), [(19, False), (20, True)])
+def test_a_few_documents_are_not_judged(tmp_path, documents, told):
+    dataset = text(tmp_path, "few", (400, None), (documents, OTHER))
+    assert bool(split_remark(*halves(dataset, 400))) == told
+    with_short = text(tmp_path, "short", (400, None), (documents - 1, OTHER), (30, None), length=40)
+    cut = write_dataset(
+        tmp_path / "cut", [[with_short.get(i)[: 40 if i < 399 + documents else 4]] for i in range(len(with_short))]
+    )
+    assert split_remark(*halves(cut, 400)) is None  # documents under 8 tokens do not count
+
+
+def test_little_training_text_is_not_judged(tmp_path):
+    assert split_remark(*halves(text(tmp_path, "tiny", (9, None), (40, OTHER)), 9)) is None
+
+
+def test_a_corpus_tells_it_for_each_dataset_that_split_divides(prose_then_code, tiny_corpus):
+    def remarks(logging=None, **data):
+        config = Config().replace(data=data, model={"seq_length": 48}, logging=logging or {})
+        return Corpus.open(config).split_remarks()
+
+    (line,) = remarks(data_path=("1", str(tiny_corpus.prefix), "3", prose_then_code))
+    assert line.startswith(f"{prose_then_code}: the validation text")
+    assert remarks(data_path=(prose_then_code,), logging={"eval_interval": 0}) == []
+    assert remarks(data_path=(prose_then_code,), logging={"eval_iters": 0}) == []
+    assert remarks(train_data_path=(str(tiny_corpus.prefix),), valid_data_path=(prose_then_code,), split=None) == []
