@@ -60,21 +60,22 @@ class Settings(dict[str, Any]):
 
 def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     """Parse a command line (default: this process's). Wrong arguments end the process with one line and exit code 2."""
+    words = sys.argv[1:] if words is None else words
+    from_file = read_config(file) if (file := config_file_of(words)) else FromFile({})
     parser = build_parser()
-    theirs = translate(sys.argv[1:] if words is None else words)
+    theirs = translate(words)
     parsed, unknown = parser.parse_known_args(theirs.words)
     given = vars(parsed)
     refused = [(typed, parser.hint_for(typed)) for typed in flags_of(unknown)]
     if (file := given.pop("deepspeed", None)) is not None:
         refused.append((f"--deepspeed {file}", "it takes no value; give --deepspeed_config FILE"))
-    from_file = read_config(given.pop("config")) if "config" in given else FromFile({})
     dry_run = given.pop("dry_run", False)
     assumed = {name: given.pop(name) for name in ("world_size", "device_memory") if name in given}
     for name, value in assumed.items():
         if not dry_run:
             parser.error(f"{flag(name)} needs --dry-run: a run takes its ranks from the launcher")
         check_range(name, value, "[1, 1000000]" if name == "world_size" else "(0, inf)")
-    for done_with in ("local_rank", "plugin"):
+    for done_with in ("local_rank", "plugin", "config"):
         given.pop(done_with, None)
     for found, ours in theirs.renamed:
         add_renamed(parser, given, found, ours)
@@ -91,6 +92,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
     config = config_of(settings)
     remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))
+
+
+def config_file_of(words: Sequence[str]) -> str | None:
+    """Return the value of `--config`, whose file is read before the flags: these may have names from its plug-ins."""
+    scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    scout.add_argument("--config", nargs="?")
+    return scout.parse_known_args(words)[0].config
 
 
 def add_renamed(parser: ArgumentParser, given: dict[str, Any], found: Found, ours: Sequence[str]) -> None:

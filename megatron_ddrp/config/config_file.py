@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import flag
-from megatron_ddrp.config.reading import Place, load_yaml, options_of, read_settings
+from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, options_of, read_settings
 from megatron_ddrp.config.run import Config, concerns
 from megatron_ddrp.config.translation import HINTS
 from megatron_ddrp.errors import UserError
 
+PLUGINS = "plugin"
+"""Key with the files of `--plugin`."""
 OF_THE_RUN = ("save", "load", "tensorboard_dir")
 """Settings of a run's config.json that belong to that run: another one has folders of its own."""
 
@@ -30,9 +32,15 @@ class FromFile(NamedTuple):
 
 
 def read_config(path: str) -> FromFile:
-    """Return the settings of a file. Raises `UserError` for what cannot be read, by file and key."""
+    """Return the settings of a file, after loading its plug-ins.
+
+    Raises `UserError` for what cannot be read, by file and key.
+    """
     place = Place(f"--config {path}")
     content = _load(Path(path), place)
+    if isinstance(content, Mapping) and PLUGINS in content:
+        load_plugins(content[PLUGINS], place.at(PLUGINS))
+        content = {key: value for key, value in content.items() if key != PLUGINS}
     if not _is_nested(content):
         return FromFile(read_settings(options_of(*concerns().values()), content, place, HINTS))
     model = content.get("model")

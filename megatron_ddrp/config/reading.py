@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from megatron_ddrp.config.option import refused_range
+from megatron_ddrp.config.registry import load_plugin
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 Section = TypeVar("Section")
@@ -58,6 +59,18 @@ def options_of(*sections: Any) -> dict[str, Option]:
             if "help" in f.metadata:
                 found[f.name] = Option(hints[f.name], f.metadata, f.default)
     return found
+
+
+def load_plugins(files: Any, place: Place) -> None:
+    """Load the plug-ins that a YAML file names, before its other keys are checked: these may have names from them."""
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise place.error(f"got {SHOWN.repr(files)}, expected a list of files, such as [my_encoding.py]")
+    for file in files:
+        try:
+            load_plugin(Path(file))
+        except UserError as error:
+            raise place.error(str(error)) from None
 
 
 def load_yaml(path: Path, place: Place) -> Any:

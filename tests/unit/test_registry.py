@@ -1,10 +1,13 @@
 """Plug-ins in the registry: one file may bring several classes, also of one name, and a name in both tables."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.config import ENCODINGS, OBJECTIVES, encoding_class, load_plugin, objective_class
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
@@ -54,6 +57,31 @@ def test_a_second_file_may_not_take_a_name_of_the_first(tmp_path: Path) -> None:
     load_plugin(write(tmp_path / "one.py"))
     with pytest.raises(UserError, match="ENCODINGS names 'near', which is taken"):
         load_plugin(write(tmp_path / "two.py"))
+
+
+@pytest.mark.parametrize("values", [{"position-encoding": "near"}, {"model": {"position-encoding": "near"}}])
+@pytest.mark.parametrize("one", [True, False])
+def test_keys_and_flags_take_names_from_the_plug_ins_of_a_config_file(values: dict, one: bool, tmp_path: Path) -> None:
+    plugin, file = write(tmp_path / "mine.py"), tmp_path / "run.yaml"
+    file.write_text(json.dumps(values | {"plugin": str(plugin) if one else [str(plugin)]}))  # JSON is YAML
+    config = parse_arguments(["--objective", "near", "--config", str(file)]).config
+    assert (config.model.position_encoding, config.objective.objective) == ("near", "near")
+    assert set(PLUGINS.values()) == {plugin}
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"mine.py": 1}, "run.yaml: plugin: got {'mine.py': 1}, expected a list of files, such as [my_encoding.py]"),
+        ([3], "run.yaml: plugin: got [3], expected a list of files"),
+        (["nowhere.py"], "run.yaml: plugin: --plugin "),
+    ],
+)
+def test_wrong_plug_ins_of_a_config_file_are_refused_in_one_line(listed: object, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps({"plugin": listed}))
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        parse_arguments(["--config", str(tmp_path / "run.yaml")])
+    assert "\n" not in str(refused.value)
 
 
 def test_an_unknown_name_says_what_there_is() -> None:

@@ -20,7 +20,7 @@ STRETCHES = 5
 MIN_DOCUMENTS = 20
 """Fewest validation documents that can be of another kind: fewer than these differ by their topics."""
 MIN_SHIFT, MIN_RATIO = 0.2, 2.0
-"""Smallest shift of which the user is told, in nats per piece and in units of the usual one."""
+"""Smallest shift that gives a line, in nats per piece and in units of the usual one."""
 
 
 def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:

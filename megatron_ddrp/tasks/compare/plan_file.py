@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config.reading import Place, load_yaml, read_section
-from megatron_ddrp.config.registry import load_plugin
-from megatron_ddrp.errors import UserError
+from megatron_ddrp.config.reading import Place, load_plugins, load_yaml, read_section
 from megatron_ddrp.tasks.compare.plan import Plan
 
 RUNGS = "rungs"
@@ -50,12 +48,8 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
 
 def _plan(values: Any, place: Place) -> Plan:
     """Return a plan from its values, after loading its plug-ins, whose names its models may have."""
-    files = values.get("plugins") if isinstance(values, Mapping) else None
-    for file in files if isinstance(files, list) else ():
-        try:
-            load_plugin(Path(str(file)))
-        except UserError as error:
-            raise place.at("plugins").error(str(error)) from None
+    if isinstance(values, Mapping) and "plugins" in values:
+        load_plugins(values["plugins"], place.at("plugins"))
     return read_section(Plan, values, place)
 
 

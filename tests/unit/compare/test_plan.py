@@ -277,6 +277,10 @@ def test_models_of_a_plug_in_take_it_to_every_command_and_change_with_it(values,
     values["plugins"] = [str(file)]
     with pytest.raises(UserError, match=r"plan\.yaml: plugins: --plugin .*near\.py: cannot be read"):
         read_plan(write(values))
+    values["plugins"] = {"near.py": 1}
+    with pytest.raises(UserError, match=r"plugins: got \{'near\.py': 1\}, expected a list of files"):
+        read_plan(write(values))
+    values["plugins"] = str(file)  # one file needs no brackets
     file.write_text(PLUGIN)
     try:
         work = open_work(values)
