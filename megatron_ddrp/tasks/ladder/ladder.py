@@ -89,15 +89,23 @@ class Ladder:
 
 
 def check_ladder(runs: Sequence[Run], check: str) -> Ladder:
-    """Return the ladder of a check. Runs of its baseline that the main ladder has at its rungs and seeds join it."""
+    """Return the ladder of a check. Runs of its baseline that have their rows elsewhere join it.
+
+    They may belong to the main ladder or to another check, at the same rungs and seeds and with the same common flags:
+    otherwise the flags, not the model, may have made the difference.
+    """
     own = [run for run in runs if run.check == check]
-    baselines, places = {run.facts.baseline for run in own}, {(run.rung, run.seed) for run in own}
+    baselines, places = {run.facts.baseline for run in own}, [_setting(run) for run in own]
     shared = [
         replace(run, check=check)
         for run in runs
-        if not (run.check or run.arm.half) and run.arm.name in baselines and (run.rung, run.seed) in places
+        if run.check != check and not run.arm.half and run.arm.name in baselines and _setting(run) in places
     ]
     return Ladder([*shared, *own], check)
+
+
+def _setting(run: Run) -> tuple[object, ...]:
+    return run.rung, run.seed, run.facts.common
 
 
 def _has_pairs(run: Run) -> bool:

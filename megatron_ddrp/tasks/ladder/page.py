@@ -21,6 +21,7 @@ from megatron_ddrp.tasks.ladder.summary import summary
 from megatron_ddrp.tasks.ladder.tables import (
     check_tables,
     claims_table,
+    flag_tables,
     of_measure,
     runs_table,
     score_tables,
@@ -45,13 +46,14 @@ class LadderPage:
         self.folder = folder
         self.ladder = Ladder(runs)
         self.checks = {name: check_ladder(runs, name) for name in dict.fromkeys(run.check for run in runs) if name}
+        self.flags = flag_tables(runs)
         self.judged = judge(self.ladder, paper_claims(self.ladder))
         self.models = judge(self.ladder, model_claims(self.ladder))
 
     @cached_property
     def blocks(self) -> dict[str, str]:
         """Name → table as Markdown, for every one of `NAMES`; empty if there is nothing to show."""
-        ladder, checks = self.ladder, check_tables(self.checks)
+        ladder, checks = self.ladder, [*check_tables(self.checks), *self.flags]
         if not ladder.runs:
             found = {"summary": "All rows belong to checks." * bool(checks), "checks": "\n\n".join(map(str, checks))}
             return dict.fromkeys(NAMES, "") | found

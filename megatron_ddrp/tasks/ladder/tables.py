@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
+from megatron_ddrp.config import flag_words
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, SCORED
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_gain, shown_spread, shown_tokens
+from megatron_ddrp.tasks.ladder.rows import Run
 from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, seeds_needed, spread
 
@@ -142,7 +145,7 @@ def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
         measures = [measure for measure in check.measures if measure not in INSIDE]
         for rung in check.rungs:
             rows = []
-            for arm in check.arms_on(rung):
+            for arm in sorted(check.arms_on(rung), key=lambda arm: arm != check.baseline):
                 cells = [shown_spread(measure, spread(check.of(measure, arm, rung))) for measure in measures]
                 gain = gains.get(arm, {}).get(rung)
                 rows.append([arm.label, *cells, shown_gain(LOSS, gain) if gain else "", str(len(check.on(rung, arm)))])
@@ -154,6 +157,34 @@ def check_tables(checks: Mapping[str, Ladder]) -> list[Table]:
             header = ["model", *measures, f"gain over {base}", "seeds"]
             tables.append(Table(header, rows, caption))
     return tables
+
+
+def flag_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return one table per pair of values of a common flag: the losses of runs that differ in nothing else."""
+    rows: dict[tuple[str, str], list[list[str]]] = {}
+    scored = sorted((run for run in runs if LOSS in run.values), key=lambda run: (run.rung, run.arm.label, run.seed))
+    for first, second in combinations(scored, 2):
+        own, others = _typed(first) - _typed(second), _typed(second) - _typed(first)
+        same = (first.arm, first.rung, first.seed) == (second.arm, second.rung, second.seed)
+        if not same or len(own) != 1 or len(others) != 1:
+            continue
+        losses = {own.pop(): first.values[LOSS], others.pop(): second.values[LOSS]}
+        (flag, loss), (other, other_loss) = sorted(losses.items())
+        cells = [shown(LOSS, loss), shown(LOSS, other_loss), shown(LOSS, other_loss - loss, "+")]
+        rows.setdefault((flag, other), []).append([first.arm.label, shown_tokens(first.rung), str(first.seed), *cells])
+    return [
+        Table(
+            ["model", "tokens", "seed", flag, other, "difference"],
+            found,
+            f"Runs of one model and seed that differ only in `{flag}` and `{other}`: {LOSS}.",
+        )
+        for (flag, other), found in rows.items()
+    ]
+
+
+def _typed(run: Run) -> set[str]:
+    """Return the common flags of a run, each as on a command line."""
+    return {" ".join(flag_words([item])) for item in run.facts.common.items()}
 
 
 def of_measure(judged: Sequence[Judged], name: str) -> list[Judged]:

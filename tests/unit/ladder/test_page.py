@@ -103,6 +103,20 @@ def test_a_flag_that_differs_within_a_rung_names_the_models(page_of):
     assert f"- Flag that differs: `--bf16` is {values}." in text
 
 
+def test_runs_that_differ_in_one_flag_stand_side_by_side(page_of):
+    flags = {"num_layers": 2, "bf16": True, "lr": 0.001}
+    rows = [make_row("absolute", seed, RUNGS[0], {LOSS: 6.0 + seed}, common=flags) for seed in (2, 1)]
+    for change, loss in (({"bf16": False}, 7.25), ({"bf16": False, "lr": 0.1}, 9.0), ({"num_layers": 4}, 6.5)):
+        rows.append(make_row("absolute", 1, RUNGS[0], {LOSS: loss}, check=f"{change}", common=flags | change))
+    rows.append(make_row("rope", 2, RUNGS[0], {LOSS: 6.5}, common=flags | {"bf16": False}))
+    _, *tables = page_of(rows).blocks["checks"].split("Runs of one model and seed that differ only in ")
+    assert [(table.split(":")[0], re.findall(r"^\| (?!model|---)(.*) \|$", table, re.M)) for table in tables] == [
+        ("`--bf16` and `--no-bf16`", ["absolute | 4.19 M | 1 | 7.0000 | 7.2500 | +0.2500"]),
+        ("`--num-layers 2` and `--num-layers 4`", ["absolute | 4.19 M | 1 | 7.0000 | 6.5000 | -0.5000"]),
+        ("`--lr 0.001` and `--lr 0.1`", ["absolute | 4.19 M | 1 | 7.2500 | 9.0000 | +1.7500"]),
+    ]
+
+
 def test_json_has_the_numbers_of_the_tables(page_of, tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "draw_all", lambda *_: [])
     page = page_of(full_rows())

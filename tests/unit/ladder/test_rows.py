@@ -110,3 +110,13 @@ def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(wri
         ("ddrp", 2, "warm-up"),
     ]
     assert check.baseline.name == "absolute"
+
+
+def test_a_check_borrows_no_baseline_with_other_flags_and_also_one_of_another_check(write_rows):
+    in_fp32 = {"common": row()["common"] | {"bf16": False}}
+    rows = [row(), row(loss=5.0, check="rate", **in_fp32), row("ddrp", check="rate", baseline="absolute", **in_fp32)]
+    rows.append(row("t5", check="warm-up", baseline="absolute", **in_fp32))
+    runs = read_runs([write_rows(rows)])
+    for name, other in (("rate", "ddrp"), ("warm-up", "t5")):
+        found = check_ladder(runs, name).runs
+        assert [(run.arm.name, run.values[LOSS]) for run in found] == [("absolute", 5.0), (other, 6.0)]
