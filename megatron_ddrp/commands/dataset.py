@@ -1,8 +1,9 @@
-"""Look into indexed datasets (PREFIX.bin and .idx, ours or Megatron-LM's), check them, and join them.
+"""Look into indexed datasets (PREFIX.bin and .idx, ours or Megatron-LM's), check them, join them, and shuffle them.
 
     megatron-ddrp dataset inspect data/wiki_text_document --vocab-file vocab.txt
     megatron-ddrp dataset verify data/wiki_text_document --vocab-file vocab.txt
     megatron-ddrp dataset merge --output-prefix data/all data/wiki_text_document data/books_text_document
+    megatron-ddrp dataset shuffle --output-prefix data/mixed data/all
 
 `megatron-ddrp dataset COMMAND --help` explains a command.
 """
@@ -25,6 +26,7 @@ from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_document
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest
 from megatron_ddrp.data.dataset.merging import merge
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed, recorded_flags, training_command
+from megatron_ddrp.data.dataset.shuffling import shuffle
 from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
@@ -57,10 +59,19 @@ whole input, and a missing, repeated or foreign part is an error.
     megatron-ddrp dataset merge --output-prefix data/all shards/*.idx
     megatron-ddrp dataset merge --output-prefix data/wiki_text_document data/wiki_part*_text_document.idx
 """
+SHUFFLE = """Write the documents of a dataset in a random order, so that --split gives training and validation the same.
+
+A run's --split divides documents in order: after articles and then novels, validation would be novels alone. Documents
+stay whole, and their order is a function of --seed and of their number. The output appears under its name when it is
+complete; with --overwrite it may have the name of the input. The documents are read in their new order, so data that
+are larger than the memory should lie on an SSD.
+
+    megatron-ddrp dataset shuffle --output-prefix data/mixed data/all
+"""
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of the three commands."""
+    """Return the parser of all commands."""
     parser = ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="counts, lengths, first documents", description=INSPECT)
@@ -77,8 +88,14 @@ def build_parser() -> ArgumentParser:
     )
     join = commands.add_parser("merge", help="several datasets → one", description=MERGE)
     join.add_argument("input", nargs="+", metavar="IN", help="prefix of a dataset; IN.bin and IN.idx name it too")
-    join.add_argument("--output-prefix", required=True, metavar="P", help="path and name of the result, without .bin")
-    join.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
+    mix = commands.add_parser("shuffle", help="documents in a random order", description=SHUFFLE)
+    mix.add_argument("prefix", metavar="IN", help="prefix of the dataset; IN.bin and IN.idx name it too")
+    mix.add_argument("--seed", type=int, default=1234, metavar="N", help="number that decides the order")
+    for command in (join, mix):
+        command.add_argument(
+            "--output-prefix", required=True, metavar="P", help="path and name of the result, without .bin"
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
     return parser
 
 
@@ -186,6 +203,19 @@ def run_merge(arguments: argparse.Namespace) -> None:
     print(f"{len(paths)} datasets, {counts}{manifest} → {merged.prefix}.{{bin,idx}}")
 
 
+def run_shuffle(arguments: argparse.Namespace) -> None:
+    """Shuffle a dataset and print the counts of the result."""
+    exit_on_sigterm()  # so that unfinished files are removed
+    path = dataset_path(arguments.prefix, ".bin")
+    file_size(path)
+    passes = 1 if read_manifest(arguments.prefix) is None else 2  # the first one for its SHA-256
+    with reading_progress([os.fspath(path)] * passes) as progress:
+        output = arguments.output_prefix, arguments.prefix, arguments.seed, arguments.overwrite
+        shuffled = shuffle(*output, progress.update)
+    print(f"{shuffled.num_documents:,} documents, shuffled by seed {arguments.seed} → {shuffled.prefix}.{{bin,idx}}")
+
+
 def main() -> int | None:
     arguments = build_parser().parse_args()
-    return {"inspect": run_inspect, "verify": run_verify, "merge": run_merge}[arguments.command](arguments)
+    commands = {"inspect": run_inspect, "verify": run_verify, "merge": run_merge, "shuffle": run_shuffle}
+    return commands[arguments.command](arguments)

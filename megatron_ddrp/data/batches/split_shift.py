@@ -33,7 +33,7 @@ def split_remark(training: SampleIndex, validation: SampleIndex) -> str | None:
     return (
         f"{training.prefix}: the validation text is of another kind than the training text (its piece frequencies are "
         f"off by {shift:.2f} nats per piece; {max(usual, 0):.2f} is usual within the training text), as --split "
-        "divides documents in order: make one dataset per kind of text and blend them, or shuffle the documents first"
+        "divides documents in order: shuffle them by megatron-ddrp dataset shuffle, or blend one dataset per kind"
     )
 
 

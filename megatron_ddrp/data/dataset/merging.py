@@ -16,7 +16,7 @@ from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.parts import joined_inputs, order_of_parts
-from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, recorded_flags, relative_path
+from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
 from megatron_ddrp.data.dataset.verification import wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
@@ -57,7 +57,7 @@ def merge(
         known = [manifest for manifest in manifests if manifest is not None]
         merged = None
         if len(known) == len(datasets):
-            merged = merged_manifest(known, datasets, dtype) | _vocabulary(datasets, output_prefix)
+            merged = merged_manifest(known, datasets, dtype) | path_entry(prefixes, output_prefix)
         output.publish([merged])
     return IndexedDataset(output_prefix)
 
@@ -102,13 +102,6 @@ def merged_manifest(
         "inputs": [file for files in inputs if isinstance(files, list) for file in files],
         "merged": [os.path.basename(dataset.prefix) for dataset in datasets],
     }
-
-
-def _vocabulary(datasets: Sequence[IndexedDataset], output_prefix: str) -> dict[str, str]:
-    """Return the manifest's entry of the vocabulary's path; empty where the datasets name several, or none."""
-    paths = {recorded_flags(dataset.prefix).path for dataset in datasets}
-    path = paths.pop()
-    return {} if paths or path is None else {PATH: relative_path(path, output_prefix)}
 
 
 def _refuse_mixed_tokenizers(datasets: Sequence[IndexedDataset], manifests: Sequence[dict[str, Any] | None]) -> None:

@@ -69,6 +69,13 @@ def recorded_flags(prefix: AnyPath) -> TokenizerFlags:
     return TokenizerFlags(kind).with_path(path if here.startswith(os.pardir) else here)
 
 
+def path_entry(prefixes: Sequence[AnyPath], output_prefix: AnyPath) -> dict[str, str]:
+    """Return the entry `PATH` for a dataset made from others; empty where these name several vocabularies, or none."""
+    paths = {recorded_flags(prefix).path for prefix in prefixes}
+    path = paths.pop()
+    return {} if paths or path is None else {PATH: relative_path(path, output_prefix)}
+
+
 def completed(given: TokenizerFlags, prefixes: Sequence[AnyPath]) -> TokenizerFlags:
     """Return the flags with those that are not given taken from the first manifest that names a tokenizer.
 

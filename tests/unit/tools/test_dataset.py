@@ -164,3 +164,16 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, command, words, exit_code,
 def test_starts_without_torch():
     program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_shuffle_prints_what_it_wrote(tiny_corpus, command, tmp_path):
+    words = ("shuffle", f"{tiny_corpus.prefix}.idx", "--output-prefix", tmp_path / "mixed")
+    assert command(*words)[1:] == (f"600 documents, shuffled by seed 1234 → {tmp_path}/mixed.{{bin,idx}}\n", "")
+    code, out, err = command(*words, "--seed", 5)
+    assert (code, out) == (1, "") and "mixed.bin: exists already; give --overwrite" in err
+    first = (tmp_path / "mixed.bin").read_bytes()
+    assert command(*words, "--seed", 5, "--overwrite")[0] == 0
+    second = (tmp_path / "mixed.bin").read_bytes()
+    assert sorted(first) == sorted(second) and first != second
+    code, _, err = command("shuffle", tmp_path / "none", "--output-prefix", tmp_path / "more")
+    assert code != 0 and len(err.splitlines()) == 1 and "none.bin" in err
