@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ddrp.cli import ArgumentParser
+from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--note", dest="remark", metavar="TEXT", help="a sentence above the scores, in Markdown")
     parser.add_argument("--commands", type=Path, metavar="FILE", help="the command lines that made the run")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for report.md and the figures")
+    add_plugin_flag(parser)
     arguments = parser.parse_args()
     require_packages("plots", "matplotlib")
     found = read_runs(arguments.load, arguments.beside)

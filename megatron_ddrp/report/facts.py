@@ -23,7 +23,7 @@ def facts(folder: Path, rows: Rows) -> list[tuple[str, str]]:
         try:
             config = load_config(folder)
             settled = list(_of_config(config))
-        except UserError as error:  # damaged, or with an objective of a plug-in
+        except UserError as error:  # damaged, or of a plug-in that was not given
             settled = [("model", f"unknown: {error}")]
     return [*settled, *_of_rows(rows, config)]
 

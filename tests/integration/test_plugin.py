@@ -78,6 +78,10 @@ def test_it_trains_alike_in_every_layout_is_recorded_exported_and_loaded_alone(
     assert told + "my_plugin_encoding-2.py" in again.stdout[0] and len(list((one / "plugins").iterdir())) == 3
     forgotten = start_ranks(flags(save=one, load=one, train_iters=9, **VALIDATION))
     assert forgotten.exit_codes == [2] and "--plugin" in forgotten.stderr[0] and "damaged" not in forgotten.stderr[0]
+    for words, told in (((), "unknown: "), (plugins, "slopes + counting")):
+        report = ["--load", one, "--output-dir", tmp_path / "report", *words]
+        start_ranks(report, None, program="tools/training_report.py").check()
+        assert told in (tmp_path / "report" / "report.md").read_text()
     convert(one, tmp_path / "huggingface", *plugins).check()
     loaded = subprocess.run(
         [sys.executable, "-c", LOADS, str(tmp_path / "huggingface")],
