@@ -54,6 +54,7 @@ def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, 
     best = max((first, second), key=lambda row: row["score"])
     card = (folder / "README.md").read_text()
     assert f"| score (accuracy) | {best['score']:.4f} on 21 development examples |" in card
+    assert f"| score of always the most frequent label | {best['baseline']:.4f} |" in card
     assert f"{bert_folder.name}, fine-tuned on topics" in card and "pipeline_tag: text-classification" in card
     assert "AutoModelForSequenceClassification.from_pretrained" in card and str(tmp_path) not in card
     kept = json.loads((folder / "config.json").read_text())
