@@ -64,7 +64,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         "seeds": 1,
         "budget": {"steps": STEPS},
         "checkpoints": 3,
-        "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file)},
+        "corpus": {"input": [str(tiny_corpus.text_file)], "vocab_file": str(tiny_corpus.vocab_file), "shuffle": True},
         "model": {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 32},
         "training": {"micro-batch-size": 4, "global-batch-size": 4, "lr": 1e-3, "eval-iters": 1},
         "minimal_pairs": {"data_dir": str(pairs)},
@@ -82,7 +82,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
         said, _ = driver.communicate(timeout=TIMEOUT)
     assert driver.returncode == 0, said
     rows = [json.loads(line) for line in (out / "jobs.jsonl").read_text().splitlines()]
-    assert len({row["job"] for row in rows}) == len(rows) == 1 + 2 + 2 + 2
+    assert len({row["job"] for row in rows}) == len(rows) == 2 + 2 + 2 + 2
     assert {row["job"]: row["started"] for row in rows}.items() >= began.items()  # the dataset was not made again
     logs = "".join(path.read_text() for path in out.glob("logs/course*.log"))
     assert "resumed from" in logs
@@ -102,7 +102,7 @@ def test_a_comparison_killed_in_a_run_resumes_and_ends_with_its_page(tiny_corpus
     seen = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     with driver_of(plan, out) as driver:
         said, _ = driver.communicate(timeout=TIMEOUT)
-    assert driver.returncode == 0 and "0 of 7 jobs to do" in said
+    assert driver.returncode == 0 and "0 of 8 jobs to do" in said
     assert seen == {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
 
 

@@ -89,7 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if parsed.input:
         parsed.given["corpus.data_path"] = None
     if parsed.data_path:
-        parsed.given |= {"corpus.input": None, "corpus.vocab_size": None}
+        parsed.given |= {"corpus.input": None, "corpus.vocab_size": None, "corpus.shuffle": None}
     for section in ("glue", "minimal_pairs", "tasks"):
         if getattr(parsed, f"no_{section}"):
             parsed.given[section] = None

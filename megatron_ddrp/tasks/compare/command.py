@@ -76,7 +76,9 @@ def _data_remarks(work: Work | Rungs) -> list[str]:
     from megatron_ddrp.corpus import Corpus  # here, because --help must not import torch
 
     by_data = {run.config.data: run.config for run in work.missing_runs}
-    return [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
+    lines = [line for config in by_data.values() for line in Corpus.open(config).split_remarks()]
+    remedy = "; in a plan: shuffle: true under corpus" * bool(work.plan.corpus.input)
+    return [line + remedy for line in lines]
 
 
 def _say(line: str) -> None:

@@ -40,7 +40,7 @@ def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
         return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
     inputs = [fingerprint(plan, "input", name) for name in corpus.input]
     vocabulary = fingerprint(plan, "vocab_file", corpus.vocab_file) if corpus.vocab_file else corpus.vocab_size
-    key = digest([inputs, vocabulary, corpus.tokenizer_type])
+    key = digest([inputs, vocabulary, corpus.tokenizer_type, *(["shuffled"] * corpus.shuffle)])
     return _build(corpus, folder / "corpus" / key, key)
 
 
@@ -67,6 +67,11 @@ def _build(corpus: CorpusPlan, folder: Path, key: str) -> CorpusFiles:
     jobs.append(
         Job("dataset", f"dataset-{key}", title, command, Path(f"{data_path}.idx"), tuple(job.name for job in jobs))
     )
+    if corpus.shuffle:
+        made, data_path = data_path, str(folder / "shuffled_text_document")
+        command = ("megatron-ddrp", "dataset", "shuffle", made, "--output-prefix", data_path, "--overwrite")
+        output = Path(f"{data_path}.idx")
+        jobs.append(Job("dataset", f"shuffled-{key}", "with its documents shuffled", command, output, (jobs[-1].name,)))
     return CorpusFiles((data_path,), vocab_file, corpus.tokenizer_type, key, tuple(jobs))
 
 

@@ -90,8 +90,11 @@ class CorpusPlan:
     vocab_size: int | None = option(None, "number of pieces of a vocabulary to build", within="[100, 2147483648)")
     tokenizer_type: str = option("BertWordPieceLowerCase", "tokenizer", choices=TOKENIZER.rules["choices"])
     workers: int = option(1, "processes of megatron-ddrp preprocess", within=COUNT)
+    shuffle: bool = option(False, "documents of the texts in a random order, so that validation has each kind of text")
 
     def __post_init__(self) -> None:
+        if self.shuffle and not self.input:
+            refuse("shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuffle")
         if bool(self.input) == bool(self.data_path):
             refuse("expected either input (texts) or data_path (prefixes of indexed datasets)")
         if self.data_path and not self.vocab_file:

@@ -53,6 +53,11 @@ def changed(values, path, value):
         ("budget", {"hours": 1}, "budget: unknown setting 'hours'; allowed are steps, minutes, tokens"),
         ("corpus.input", ["a.txt"], "corpus: expected either input (texts) or data_path"),
         ("corpus.vocab_file", None, "corpus: vocab_file is missing"),
+        (
+            "corpus.shuffle",
+            True,
+            "corpus: shuffle needs input (texts); shuffle datasets by megatron-ddrp dataset shuffle",
+        ),
         ("corpus.tokenizer_type", "BPE", "corpus.tokenizer_type: got 'BPE', expected one of BertWordPieceLowerCase"),
         ("model", {"num-layer": 2}, "model: unknown setting 'num-layer'; did you mean num-layers?"),
         ("model", {"num-layers": 0}, "model.num-layers: got 0: it must lie in"),
@@ -99,6 +104,27 @@ def test_values_that_training_refuses_are_refused_before_anything_runs(values, o
     assert "plan.yaml: BERT (MLM): " in str(caught.value) and caught.value.exit_code == 2
 
 
+def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_work, tiny_corpus):
+    values["corpus"] = {"input": [str(tiny_corpus.text_file)], "vocab_size": 500}
+    plain = open_work(values).corpus
+    values["corpus"]["shuffle"] = True
+    work = open_work(values)
+    vocabulary, dataset, shuffled = work.corpus.jobs
+    assert work.corpus.key != plain.key and len(plain.jobs) == 2
+    made = str(dataset.output).removesuffix(".idx")
+    assert work.corpus.data_path == (str(shuffled.output).removesuffix(".idx"),) != (made,)
+    assert shuffled.needs == (dataset.name,) and dataset.needs == (vocabulary.name,)
+    assert shuffled.command[:6] == (
+        "megatron-ddrp",
+        "dataset",
+        "shuffle",
+        made,
+        "--output-prefix",
+        *work.corpus.data_path,
+    )
+    assert set(work.runs[0].job.needs) == {vocabulary.name, dataset.name, shuffled.name}
+
+
 def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, tmp_path):
     values["corpus"] = {"input": [str(tmp_path / "no.jsonl")], "vocab_size": 500}
     with pytest.raises(UserError, match=r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"):
@@ -110,6 +136,10 @@ def test_the_command_line_replaces_values(values, write, tmp_path):
     words = ["plan.yaml", "--output-dir", str(tmp_path), "--input", str(text), "--workers", "3"]
     plan = read_plan(write(values), parse_arguments(words).given)
     assert plan.corpus.input == (str(text),) and plan.corpus.data_path == () and plan.workers == 3
+    of_texts = values | {"corpus": {"input": [str(text)], "vocab_size": 500, "shuffle": True}}
+    words = ["plan.yaml", "--output-dir", str(tmp_path), "--data-path", "made", "--vocab-file", "vocab.txt"]
+    corpus = read_plan(write(of_texts), parse_arguments(words).given).corpus
+    assert corpus.data_path == ("made",) and not (corpus.input or corpus.vocab_size or corpus.shuffle)
 
 
 def test_flags_are_typed_and_null_is_the_default(values, open_work):
