@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The paper's corpus, English Wikipedia and a folder of books, as one indexed dataset in their natural proportions.
+# The paper's corpus, English Wikipedia and a folder of books, as one indexed dataset in their natural proportions, with
+# its documents in a random order, so that training and validation have both.
 #
 #   hardware   CPU cores (WORKERS of them), 8 GB of memory, 4 times the size of the text on disk
 #   time       an estimate, not measured: 16 GB of text in about an hour on 16 cores
@@ -47,5 +48,8 @@ fi
 printf '\n== Wikipedia and books: one dataset\n'
 python tools/preprocess_data.py --input "$WIKI" "$OUT/books.jsonl" --output-prefix "$OUT/paper" --overwrite \
     --vocab-file "$OUT/vocab.txt" --tokenizer-type BertWordPieceLowerCase --workers "$WORKERS"
+
+printf '\n== Documents in a random order\n'
+python tools/dataset.py shuffle "$OUT/paper_text_document" --output-prefix "$OUT/paper_text_document" --overwrite
 
 printf '\nFor pretrain_bert.py: --data-path %s --vocab-file %s\n' "$OUT/paper_text_document" "$OUT/vocab.txt"

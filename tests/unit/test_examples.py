@@ -197,7 +197,7 @@ def test_the_papers_corpus_is_built_from_wikipedia_and_books(tmp_path: Path) -> 
     done = run_script(script, environment | {"VOCAB_SIZE": "120"})
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out" / "paper_text_document.json").read_text())
-    assert facts["documents"] == 21  # the book is one
+    assert facts["documents"] == 21 and facts["shuffled"] == 1234  # the book is one
     for missing in ("WIKI", "BOOKS"):
         done = run_script(script, environment | {missing: str(tmp_path / "nowhere")})
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
