@@ -32,7 +32,7 @@ class Estimate:
     total_bytes: int
     """Bytes of the input files, as they lie on the disk."""
     by_key: list[KeyCounts]
-    """Counts of what was read, one per JSON key."""
+    """Counts of the text read, one per JSON key."""
     read_files: int = 0
     read_bytes: int = 0
     """Bytes that were read of these files, as they lie on the disk."""
@@ -43,12 +43,12 @@ class Estimate:
     token_bytes: int = 0
     """Bytes of a token in the dataset."""
     seconds: float = 0.0
-    """Seconds in which one process tokenized what was read."""
+    """Seconds in which one process tokenized this text."""
     warnings: list[str] = field(default_factory=list)
 
     @property
     def factor(self) -> float:
-        """Size of the whole input in units of what was read."""
+        """Size of the whole input in units of the bytes read."""
         return self.total_bytes / max(1, self.read_bytes)
 
 
