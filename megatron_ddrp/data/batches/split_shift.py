@@ -65,8 +65,10 @@ def unigram_shift(predicted: NDArray[np.int64], own: NDArray[np.int64], other: N
     """
     shorter = min(len(own), len(other))
     own, other = (ids[_spread(0, len(ids), shorter)] for ids in (own, other))
-    num_pieces = 1 + max(int(ids.max()) for ids in (predicted, own, other))
-    own_counts, other_counts = (np.bincount(ids, minlength=num_pieces) for ids in (own, other))  # [num_pieces] each
+    # Numbered anew, because an id of a damaged file may be anything.
+    pieces, numbers = np.unique(np.concatenate([predicted, own, other]), return_inverse=True)
+    predicted, own, other = np.split(numbers, [len(predicted), len(predicted) + shorter])
+    own_counts, other_counts = (np.bincount(ids, minlength=len(pieces)) for ids in (own, other))  # [pieces] each
     return float(np.log((own_counts + 1) / (other_counts + 1))[predicted].mean())
 
 

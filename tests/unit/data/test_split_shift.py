@@ -63,6 +63,13 @@ def test_the_shift_is_that_of_a_slow_loop():
     assert unigram_shift(predicted, np.repeat(own, 3), other) == pytest.approx(expected, rel=1e-12)
 
 
+def test_ids_of_a_damaged_file_cost_no_memory_and_no_traceback():
+    own, other, predicted = (ids.astype(np.int32) for ids in (zipf(1, 300), zipf(2, 300), zipf(3, 200)))
+    sound = unigram_shift(predicted, own, other)
+    predicted[7], own[5] = -3, 2**31 - 1
+    assert unigram_shift(predicted, own, other) == pytest.approx(sound, abs=0.05)
+
+
 def test_the_shift_of_much_text_is_the_divergence_of_its_distribution():
     shares = 1 / np.arange(1, WORDS + 1)
     shares /= shares.sum()
