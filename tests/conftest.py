@@ -12,8 +12,12 @@ from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # by default a test fails if a busy machine is slow
 
 NUM_DOCUMENTS = 600
 NUM_WORDS = 500
