@@ -12,13 +12,13 @@ import numpy as np
 
 import megatron_ddrp
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.dataset.dataset_index import CHUNK, MEND, dataset_path
+from megatron_ddrp.data.dataset.dataset_index import CHUNK, dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import entry, refuse_existing, tokenizer_name
 from megatron_ddrp.data.dataset.parts import joined_inputs, order_of_parts
 from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
-from megatron_ddrp.data.dataset.verification import wrong_sums
+from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.errors import UserError
 
@@ -63,7 +63,7 @@ def merge(
 
 
 def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[str, Any], advance: Advance) -> None:
-    """Append a dataset. Raises `UserError` if it differs from its manifest: a new checksum would hide the damage."""
+    """Append a dataset. Raises `UserError` if it differs from its manifest."""
     for begin in range(0, dataset.num_documents, CHUNK):
         output.append(0, documents=np.diff(dataset.document_indices[begin : begin + CHUNK + 1]))
     for begin in range(0, len(dataset), CHUNK):
@@ -73,8 +73,7 @@ def _append(output: UnfinishedDatasets, dataset: IndexedDataset, manifest: dict[
         output.append(0, tokens.astype(output.dtype, copy=False).tobytes())
         digest.update(tokens.data)
         advance(tokens.nbytes)
-    for fault in wrong_sums(dataset.prefix, manifest, digest.hexdigest()):
-        raise UserError(f"{fault}; {MEND}, and see where by megatron-ddrp dataset verify")
+    refuse_wrong_sums(dataset.prefix, manifest, digest.hexdigest())
 
 
 def merged_manifest(

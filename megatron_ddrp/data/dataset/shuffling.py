@@ -10,15 +10,14 @@ import numpy as np
 
 import megatron_ddrp
 from megatron_ddrp.data.atomic import AnyPath
-from megatron_ddrp.data.dataset.dataset_index import MEND, dataset_path
+from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.manifest import file_sha256, refuse_existing
 from megatron_ddrp.data.dataset.recorded_tokenizer import PATH, path_entry
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
-from megatron_ddrp.data.dataset.verification import wrong_sums
+from megatron_ddrp.data.dataset.verification import refuse_wrong_sums
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.randomness import permute
-from megatron_ddrp.errors import UserError
 
 BLOCK = 1 << 16
 """Number of documents whose order is in memory at once."""
@@ -37,7 +36,11 @@ def shuffle(
     if not overwrite:
         refuse_existing([output_prefix])
     dataset = IndexedDataset(prefix)
-    _refuse_damage(dataset, advance)
+    dataset.check()
+    manifest = dataset.manifest
+    if manifest is not None:
+        sha256 = file_sha256(dataset_path(dataset.prefix, ".bin"), advance)
+        refuse_wrong_sums(dataset.prefix, manifest, sha256)
     job = {"shuffle": prefix, "process": [os.getpid(), time.time()]}  # unique, so that a new shuffle starts over
     with UnfinishedDatasets(f"{output_prefix}.unfinished", [output_prefix], dataset.dtype, job) as output:
         for begin in range(0, dataset.num_documents, BLOCK):
@@ -49,22 +52,11 @@ def shuffle(
                 ids = b"".join(dataset[sequence].tobytes() for sequence in range(first, last))
                 output.append(0, ids, dataset.sizes[first:last])
                 advance(len(ids))
-        output.publish([_manifest(dataset, output_prefix, seed)])
+        output.publish([None if manifest is None else _shuffled(manifest, dataset.prefix, output_prefix, seed)])
     return IndexedDataset(output_prefix)
 
 
-def _refuse_damage(dataset: IndexedDataset, advance: Advance) -> None:
-    """Raise `UserError` if a dataset differs from its manifest: a new checksum would hide the damage."""
-    dataset.check()
-    if (manifest := dataset.manifest) is not None:
-        for fault in wrong_sums(dataset.prefix, manifest, file_sha256(dataset_path(dataset.prefix, ".bin"), advance)):
-            raise UserError(f"{fault}; {MEND}, and see where by megatron-ddrp dataset verify")
-
-
-def _manifest(dataset: IndexedDataset, output_prefix: str, seed: int) -> dict[str, Any] | None:
-    """Return the manifest of the dataset with the seed as `shuffled`; None if it has none."""
-    manifest = dataset.manifest
-    if manifest is None:
-        return None
+def _shuffled(manifest: dict[str, Any], prefix: str, output_prefix: str, seed: int) -> dict[str, Any]:
+    """Return the manifest of a dataset with the seed as `shuffled`."""
     kept = {key: value for key, value in manifest.items() if key not in ("files", "partition", PATH)}
-    return kept | {"shuffled": seed, "version": megatron_ddrp.__version__} | path_entry([dataset.prefix], output_prefix)
+    return kept | {"shuffled": seed, "version": megatron_ddrp.__version__} | path_entry([prefix], output_prefix)

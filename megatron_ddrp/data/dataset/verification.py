@@ -12,6 +12,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,15 @@ def verify(prefix: AnyPath, tokenizer: Tokenizer | None = None, advance: Advance
     yield from _wrong_hash(manifest, bin_path, ids.digest.hexdigest)
 
 
-def wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> Iterator[str]:
-    """Yield one line per file that differs from its SHA-256 in the manifest, if the manifest has one."""
-    index_path = dataset_path(prefix, ".idx")
-    yield from _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
-    yield from _wrong_hash(manifest, dataset_path(prefix, ".bin"), lambda: bin_sha256)
+def refuse_wrong_sums(prefix: AnyPath, manifest: dict[str, Any], bin_sha256: str) -> None:
+    """Raise `UserError` for the first file that differs from its SHA-256 in the manifest, if the manifest has one.
+
+    Copies need it: their new checksums would hide the damage.
+    """
+    index_path, bin_path = dataset_path(prefix, ".idx"), dataset_path(prefix, ".bin")
+    of_index = _wrong_hash(manifest, index_path, lambda: file_sha256(index_path))
+    for fault in chain(of_index, _wrong_hash(manifest, bin_path, lambda: bin_sha256)):
+        raise UserError(f"{fault}; {MEND}, and see where by megatron-ddrp dataset verify")
 
 
 def check_sums(prefix: AnyPath, advance: Advance = silent) -> None:

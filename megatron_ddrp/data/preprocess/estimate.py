@@ -57,7 +57,7 @@ def estimate(config: PreprocessConfig) -> Estimate:
 
     Raises `UserError` for what `preprocess` would refuse, as far as it is read, and for standard input and pipes.
     """
-    files = find_inputs(config.input, leave_out=[path for path in (config.vocab_file, config.tokenizer_model) if path])
+    files = find_inputs(config.input, leave_out=config.vocabularies)
     for file in files:
         if is_stream(file.path):
             raise UserError(f"--dry-run: {file.path} can be read only once; give a file", WRONG_ARGUMENTS)

@@ -87,8 +87,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessResult:
     A dataset gets its name when it is complete. Warnings about a vocabulary that does not fit go to standard error.
     Raises `UserError` for inputs, tokenizers and outputs that cannot be used.
     """
-    local = [path for path in (config.vocab_file, config.tokenizer_model) if path]
-    files = find_inputs(config.input, leave_out=local)
+    files = find_inputs(config.input, leave_out=config.vocabularies)
     tokenize = ChunkTokenizer(config)
     rules = _rules(config, tokenize)
     if config.partition is not None:

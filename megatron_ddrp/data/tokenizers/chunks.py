@@ -54,6 +54,11 @@ class PreprocessConfig:
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
 
     @property
+    def vocabularies(self) -> list[str]:
+        """Files of the tokenizer, which may lie beside the text."""
+        return [path for path in (self.vocab_file, self.tokenizer_model) if path]
+
+    @property
     def prefixes(self) -> list[str]:
         """Prefixes of the datasets, one per key."""
         level = "sentence" if self.split_sentences else "document"

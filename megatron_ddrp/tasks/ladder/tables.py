@@ -164,9 +164,10 @@ def flag_tables(runs: Sequence[Run]) -> list[Table]:
     rows: dict[tuple[str, str], list[list[str]]] = {}
     scored = sorted((run for run in runs if LOSS in run.values), key=lambda run: (run.rung, run.arm.label, run.seed))
     for first, second in combinations(scored, 2):
+        if (first.arm, first.rung, first.seed) != (second.arm, second.rung, second.seed):
+            continue
         own, others = _typed(first) - _typed(second), _typed(second) - _typed(first)
-        same = (first.arm, first.rung, first.seed) == (second.arm, second.rung, second.seed)
-        if not same or len(own) != 1 or len(others) != 1:
+        if len(own) != 1 or len(others) != 1:
             continue
         losses = {own.pop(): first.values[LOSS], others.pop(): second.values[LOSS]}
         (flag, loss), (other, other_loss) = sorted(losses.items())

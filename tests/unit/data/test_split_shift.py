@@ -18,7 +18,7 @@ WORDS = 50
 
 
 def slow_shift(predicted, own, other):
-    """The same from the definition: two cross-entropies of add-one frequencies, over pieces that either knows."""
+    """Subtract two cross-entropies of `predicted`, each under the add-one frequencies of one text."""
     pieces = set(predicted) | set(own) | set(other)
 
     def cross_entropy(known):
