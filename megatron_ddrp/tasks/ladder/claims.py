@@ -57,18 +57,10 @@ class Judged:
         return paired(second, first) if self.claim.measure in SMALLER_IS_BETTER else paired(first, second)
 
     @cached_property
-    def points(self) -> list[tuple[float, float]]:
-        """Pairs (x of the rung, gain), one per seed of the rungs with an interval."""
-        first, judged = self.ladder.rungs[0], [item for item in self.gains.items() if item[1].interval]
-        return [(steps_of_four(rung, first), value) for rung, gain in judged for value in gain.values]
-
-    @cached_property
     def trend(self) -> Trend | None:
-        """Trend of the gains; None with fewer than two rungs that have an interval.
-
-        A rung with one seed has no spread of its own. That of another rung, which may be 0, says too little about it.
-        """
-        return fit(self.points)
+        """Trend of the gains; None with fewer than two rungs that have an interval."""
+        first = self.ladder.rungs[0]
+        return fit({steps_of_four(rung, first): gain.values for rung, gain in self.gains.items()})
 
     @cached_property
     def verdicts(self) -> dict[int, str]:
@@ -86,8 +78,7 @@ class Judged:
         """Sign of the gain if the trend's 95 % band lies on one side of 0 on every rung of the trend, otherwise 0."""
         if self.trend is None:
             return 0
-        places = {x for x, _ in self.points}
-        sides = {self.trend.side(x) for x in places}
+        sides = {self.trend.side(rung.x) for rung in self.trend.rungs}
         return sides.pop() if len(sides) == 1 else 0
 
     @property

@@ -49,8 +49,8 @@ def definitions(num_rungs: int) -> str:
         "visible* if the interval contains 0. A rung with one common seed has no interval and no verdict.",
         f"{TREND_DEFINITION}. The trend is the straight line a + b·log4(tokens / tokens of the first rung) by least "
         "squares through the paired differences of all seeds, on the rungs that have an interval. Tables show b, the "
-        "change per factor of four, with half the width of its 95 % interval (Student's t). The fit treats the "
-        "differences as independent with one variance, although seeds recur on every rung.",
+        "change per factor of four, with half the width of its 95 % interval. Each rung has its own variance (Welch's "
+        "t); differences count as independent, although seeds recur on every rung.",
     ]
     after = 'A claim that a model is "at least as good" is contradicted only if the model is worse.'
     paragraphs = [*(before if num_rungs > 1 else []), after]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
-from scipy.stats import linregress, t
+from scipy.stats import t, ttest_ind
 
 from megatron_ddrp.tasks.ladder.trend import fit, steps_of_four
-from megatron_ddrp.tasks.statistics import seeds_needed
+from megatron_ddrp.tasks.statistics import seeds_needed, student_interval
 
-POINTS = [(0.0, 0.05), (0.0, 0.043), (0.0, 0.061), (1.0, 0.038), (1.0, 0.049), (2.0, 0.031)]
+GAINS = {0.0: (0.05, 0.043, 0.061), 1.0: (0.038, 0.049), 2.0: (0.031, 0.0312, 0.027, 0.03)}
+LATER = {1.0: GAINS[1.0], 2.0: GAINS[2.0]}
 
 
 def slow_line(points):
@@ -23,55 +25,80 @@ def slow_line(points):
     return (sy * sxx - sx * sxy) / determinant, (n * sxy - sx * sy) / determinant
 
 
-def slow_half_width(points, at):
-    """Half-width of the line at x: with v = (1, x), t·s·√(vᵀ (XᵀX)⁻¹ v), the inverse of the 2 × 2 matrix by hand."""
-    a, b = slow_line(points)
-    n = sx = sxx = squares = 0.0
-    for x, y in points:
-        n, sx, sxx, squares = n + 1, sx + x, sxx + x * x, squares + (y - a - b * x) ** 2
-    quadratic = (sxx - 2 * at * sx + at * at * n) / (n * sxx - sx * sx)
-    return t.ppf(0.975, n - 2) * math.sqrt(squares / (n - 2) * quadratic)
+def slow_half_width(gains, of_line):
+    """Half-width of a number `of_line(a, b)`: move each gain by 1, square what the number does, times its variance."""
+    points = [(x, y) for x, values in gains.items() for y in values]
+    still = of_line(*slow_line(points))
+    variance = below = 0.0
+    for x, values in gains.items():
+        of_rung = 0.0
+        for place, point in enumerate(points):
+            if point[0] == x:
+                moved = [*points[:place], (x, point[1] + 1.0), *points[place + 1 :]]
+                of_rung += (of_line(*slow_line(moved)) - still) ** 2 * statistics.variance(values)
+        variance += of_rung
+        below += of_rung**2 / (len(values) - 1)
+    return t.ppf(0.975, variance**2 / below) * math.sqrt(variance)
 
 
-def test_the_line_is_that_of_the_normal_equations():
-    trend = fit(POINTS)
-    assert (trend.intercept, trend.slope) == pytest.approx(slow_line(POINTS), rel=1e-12)
+@pytest.mark.parametrize("gains", [GAINS, LATER], ids=["three rungs", "two later rungs"])
+def test_line_and_intervals_are_those_of_the_loops(gains):
+    trend = fit(gains)
+    a, b = slow_line([(x, y) for x, values in gains.items() for y in values])
+    assert trend.slope == pytest.approx(b, rel=1e-12)
+    assert trend.slope_half_width == pytest.approx(slow_half_width(gains, lambda a, b: b), rel=1e-9)
     for at in (-0.3, 0.0, 0.7, 2.5):
-        assert trend.half_width(at) == pytest.approx(slow_half_width(POINTS, at), rel=1e-12)
-        assert trend.at(at) == pytest.approx(trend.intercept + at * trend.slope)
+        assert trend.at(at) == pytest.approx(a + b * at, rel=1e-12)
+        assert trend.half_width(at) == pytest.approx(slow_half_width(gains, lambda a, b, at=at: a + b * at), rel=1e-9)
 
 
-def test_the_slope_and_its_interval_are_those_of_scipy():
-    found = linregress(*zip(*POINTS, strict=True))
-    trend = fit(POINTS)
-    assert trend.slope == pytest.approx(found.slope, rel=1e-12)
-    assert trend.slope_half_width == pytest.approx(found.stderr * t.ppf(0.975, len(POINTS) - 2), rel=1e-12)
+def test_between_two_rungs_the_slope_has_the_interval_of_welch_and_the_band_that_of_student():
+    trend = fit(LATER)
+    interval = ttest_ind(LATER[2.0], LATER[1.0], equal_var=False).confidence_interval()
+    expected = [trend.slope - trend.slope_half_width, trend.slope + trend.slope_half_width]
+    assert expected == pytest.approx([interval.low, interval.high], rel=1e-9)
+    for x, values in LATER.items():
+        band = [trend.at(x) - trend.half_width(x), trend.at(x) + trend.half_width(x)]
+        assert band == pytest.approx(student_interval(values), rel=1e-9)
 
 
-def test_the_interval_of_the_slope_has_its_level():
-    """About 95 % of the intervals, from many samples with a known slope, contain this slope."""
+@pytest.mark.parametrize("spreads", [(1.0, 1.0, 1.0), (1.0, 0.1, 0.1), (0.1, 1.0, 0.1)])
+def test_the_intervals_have_their_level_also_with_unequal_spreads(spreads):
+    """About 95 % of the intervals, from many samples of a known line, contain its slope and its height.
+
+    One variance for all rungs would contain the height at the first rung in 78 % of the samples of the second case.
+    """
     generator = random.Random(3)
-    samples = [fit([(x, 1 - 0.2 * x + generator.gauss(0, 0.1)) for x in (0, 0, 0, 1, 1, 2)]) for _ in range(2000)]
-    covered = sum(abs(trend.slope + 0.2) <= trend.slope_half_width for trend in samples) / len(samples)
-    assert covered == pytest.approx(0.95, abs=0.02)
+    slope = height = 0
+    for _ in range(1000):
+        trend = fit({x: [1 - 0.2 * x + generator.gauss(0, spreads[x]) for _ in range(4 - x // 2)] for x in range(3)})
+        slope += abs(trend.slope + 0.2) <= trend.slope_half_width
+        height += abs(trend.at(0) - 1) <= trend.half_width(0)
+    assert slope / 1000 == pytest.approx(0.95, abs=0.025)
+    assert height / 1000 == pytest.approx(0.95, abs=0.025)
 
 
-@pytest.mark.parametrize("points", [POINTS[:2], POINTS[:3], []])
-def test_no_trend_without_three_points_on_two_rungs(points):
-    assert fit(points) is None
+@pytest.mark.parametrize("gains", [{}, {0.0: GAINS[0.0]}, {0.0: GAINS[0.0], 1.0: (0.5,)}])
+def test_no_trend_without_two_rungs_of_two_gains(gains):
+    assert fit(gains) is None
+
+
+def test_a_rung_with_one_gain_is_left_out():
+    assert fit({**LATER, 0.0: (9.0,)}) == fit(LATER)
 
 
 def test_rounding_is_no_trend():
     """Differences that are equal but for rounding give a level line without width."""
-    trend = fit([(x, (6.05 + x / 3) - (6.02 + x / 3)) for x in (0, 0, 1, 1, 2)])
-    assert (trend.slope, trend.deviation, trend.direction) == (0.0, 0.0, 0)
+    trend = fit({x: [(6.05 + x / 3) - (6.02 + x / 3), (6.04 + x / 3) - (6.01 + x / 3)] for x in (0, 1, 2)})
+    assert (trend.slope, trend.half_width(1), trend.direction) == (0.0, 0.0, 0)
     assert trend.side(1) == 1
 
 
 def test_signs():
-    up = fit([(0, -0.1), (0, -0.11), (1, 0.0), (1, 0.01), (2, 0.1), (2, 0.11)])
+    up = fit({0: (-0.1, -0.11), 1: (0.0, 0.01), 2: (0.1, 0.11)})
     assert [up.side(x) for x in (0, 0.98, 2)] == [-1, 0, 1]
-    assert (up.direction, fit([(x, -y) for x, y in POINTS]).direction) == (1, fit(POINTS).direction * -1)
+    assert (up.direction, fit({x: [-y for y in values] for x, values in GAINS.items()}).direction) == (1, 1)
+    assert fit(GAINS).direction == -1
 
 
 def test_x_counts_factors_of_four():
