@@ -56,9 +56,8 @@ WITHOUT_EFFECT = {
         no-one-logger one-logger-project= one-logger-run-name= one-logger-async app-tag-run-name=
         app-tag-run-version= config-logger-dir=""",
     "wandb reads `WANDB_NAME`, `WANDB_DIR` and `WANDB_ENTITY`": "wandb-exp-name= wandb-save-dir= wandb-entity=",
-    "no profile is taken": """
-        profile profile-steps= profile-step-start= profile-step-end= profile-ranks=* use-pytorch-profiler
-        record-memory-history memory-snapshot-path=""",
+    "`--profile` is torch's profiler, of times, on the ranks of the first replica": """
+        profile-steps= profile-ranks=* use-pytorch-profiler record-memory-history memory-snapshot-path=""",
     "every step is checked: `--max-skipped-steps`": """
         no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-spiky-loss
         check-for-large-grads check-weight-hash-across-dp-replicas-interval= rerun-mode=""",

@@ -61,6 +61,16 @@ class LoggingConfig:
         "(default: the maker's figure for known GPUs; otherwise no MFU is shown)",
         within="(0, inf)",
     )
+    profile: bool = option(
+        False,
+        "write which operations some steps spend their time on: a table and a trace in profile/ of the --save folder",
+    )
+    profile_step_start: int | None = option(
+        None, "the profile begins after this step (default: after 10 steps of this run)", within="[0, 2147483648)"
+    )
+    profile_step_end: int | None = option(
+        None, "last step of the profile (default: the second after its begin)", within=COUNT
+    )
     wandb_project: str | None = option(None, "also send the metrics to this Weights & Biases project", metavar="NAME")
 
     def __post_init__(self) -> None:

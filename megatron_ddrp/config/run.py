@@ -48,6 +48,8 @@ class Config:
                 "cuts them into flat parts; use --zero-stage 0"
             )
         self._check_schedules()
+        if self.logging.profile and self.checkpoint.save is None:
+            refuse("--profile writes into the --save folder: give --save DIR")
         if self.logging.log_similarity and self.model.num_attention_heads < 2:
             refuse("--log-similarity with --num-attention-heads 1: f(H) compares heads, so give 2 or more")
         if self.objective.notes and self.model.embedding_width != self.model.hidden_size:

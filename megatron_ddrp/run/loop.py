@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_ddrp.parallel.process_group import Ranks, agree, largest_on_device
 from megatron_ddrp.run.flops import flop_of_step, peak_of_run
 from megatron_ddrp.run.host_memory import peak_memory_bytes
 from megatron_ddrp.run.log import Clock, MetricsLog, UnsavedWork, progress_line, similarities, terms
+from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.run_folder import RunFolder
 from megatron_ddrp.run.stopping import StopRequests
 
@@ -54,7 +55,8 @@ class Run:
         config, ranks, begin = self.config, self.ranks, progress
         clock = Clock(begin.iteration, config.training.train_iters, peak_of_run(config, ranks))
         unsaved, finite = UnsavedWork(config), FiniteSteps(self.engine, config, ranks, self.log.say, self.notes)
-        late = reads_late(config, ranks)
+        late, profile = reads_late(config, ranks), StepProfile(config, ranks, begin.iteration)
+        self.say(profile.refusal)
 
         def prepare(micro_batches: list[Batch], number: int) -> list[MicroBatch]:
             return training_inputs(micro_batches, config, begin.iteration + 1 + number, ranks.device)
@@ -74,14 +76,19 @@ class Run:
         to_do = config.training.train_iters - begin.iteration
         stream = iterate(loader, begin.consumed_samples, to_do, prepare, begin.iteration)
         for number, micro_batches in enumerate(stream):
+            profile.begin(begin.iteration + 1 + number)
             launched = finite.launch(micro_batches, begin.iteration + 1 + number)
             if waiting is not None:
                 earlier, requested = waiting
                 progress, request = finish(earlier), int(requested.read())
-            if late and not request and not self.pauses_after(launched.step, validates=validation is not None):
+            pauses = self.pauses_after(launched.step, validation is not None) or profile.is_bound(launched.step)
+            if late and not request and not pauses:
                 waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
                 continue
             progress, waiting = finish(launched), None
+            if about_profile := profile.finish(progress.iteration):
+                self.say(about_profile)
+                clock.pause()
             if validation and due(progress.iteration, config.logging.eval_interval, config):
                 self.validate(validation, progress)
                 clock.pause()
@@ -91,8 +98,14 @@ class Run:
                 self.save(self.folder, progress, must=bool(stops))
                 clock.pause()
             if stops:
+                self.say(profile.stop_early(progress.iteration))
                 break
         return progress, request
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Print lines for people."""
+        for line in lines:
+            self.log.say(line)
 
     def logs(self, iteration: int) -> bool:
         """Return whether a step is logged: the first, every `--log-interval`-th and the last."""

@@ -20,6 +20,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run import loop
+from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.stopping import StopRequests
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
@@ -84,6 +85,18 @@ def test_late_numbers_are_read_behind_the_next_launch_but_before_a_checkpoint(mo
     assert made() == (Progress(6, 12, 30), 0)
     assert made.events[:7] == ["launch 1", "launch 2", "row 1", "launch 3", "row 2", "launch 4", "row 3"]
     assert made.events[7:] == ["row 4", "save 4", "launch 5", "launch 6", "row 5", "row 6", "save 6"]
+
+
+def test_a_profile_begins_and_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No step that is still being computed is in it, and none of its own is left out."""
+    made = training(monkeypatch, late=True)
+    monkeypatch.setattr(StepProfile, "begin", lambda self, step: made.events.append(f"begin? {step}"))
+    monkeypatch.setattr(StepProfile, "finish", lambda self, step: made.events.append(f"end? {step}") or [])
+    window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
+    made.run = loop.replace(made.run, config=CONFIG.replace(logging=window))
+    made()
+    assert made.events[:5] == ["begin? 1", "launch 1", "row 1", "end? 1", "begin? 2"]
+    assert made.events[5:11] == ["launch 2", "begin? 3", "launch 3", "row 2", "row 3", "end? 3"]
 
 
 def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
