@@ -105,5 +105,5 @@ class StepProfile:
         first = sorted(times, key=times.__getitem__, reverse=True)[:LINE_OPERATIONS]
         shares = ", ".join(f"{key} {times[key] / total:.0%}" for key in first)
         steps = f"steps {self.start + 1} to {self.end} on rank {self._ranks.rank}"
-        time_of_step = f"{seconds:.3f} s per step with the profiler"
-        return f"profile of {steps}, {time_of_step}: {shares}; {path}.txt has all, ui.perfetto.dev shows {path.name}.json.gz"
+        files = f"{path}.txt has all, ui.perfetto.dev shows {path.name}.json.gz"
+        return f"profile of {steps}, {seconds:.3f} s per step with the profiler: {shares}; {files}"
