@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import starmap
 from typing import Any
 
@@ -49,16 +49,23 @@ def _shared(runs: Sequence[Run]) -> dict[str, Any]:
 def _difference(name: str, runs: Sequence[Run]) -> str:
     """Return a sentence about a flag whose value differs between runs, with the rungs of each value.
 
-    Where it differs within a rung, the sentence names the models, because their differences may come from the flag.
+    Where it differs within a rung, but all models of a seed have one value, the sentence names the seeds: no paired
+    difference comes from the flag. Otherwise it names the models, whose differences may come from it.
     """
-    models: dict[str, dict[int, dict[str, None]]] = {}  # value → rung → names
+    found: dict[str, dict[int, list[Run]]] = {}  # value → rung → runs
     for run in runs:
         value = str(run.facts.common.get(name, "not given"))
-        models.setdefault(value, {}).setdefault(run.rung, {})[run.arm.label] = None
-    uses = Counter(rung for rungs in models.values() for rung in rungs)
+        found.setdefault(value, {}).setdefault(run.rung, []).append(run)
 
-    def place(rung: int, names: Iterable[str]) -> str:
-        return f"{rung:,} ({', '.join(names)})" if uses[rung] > 1 else f"{rung:,}"
+    def place(rung: int, own: Sequence[Run]) -> str:
+        values = [rungs[rung] for rungs in found.values() if rung in rungs]
+        if len(values) == 1:
+            return f"{rung:,}"
+        seeds = Counter(seed for of_value in values for seed in {run.seed for run in of_value})
+        if max(seeds.values()) == 1:
+            of_value = sorted({run.seed for run in own})
+            return f"{rung:,} (seed{'s' * (len(of_value) > 1)} {', '.join(map(str, of_value))})"
+        return f"{rung:,} ({', '.join(dict.fromkeys(run.arm.label for run in own))})"
 
-    values = [f"{value} at {', '.join(starmap(place, rungs.items()))} tokens" for value, rungs in models.items()]
+    values = [f"{value} at {', '.join(starmap(place, rungs.items()))} tokens" for value, rungs in found.items()]
     return f"Flag that differs: `--{name.replace('_', '-')}` is {'; '.join(values)}."

@@ -103,6 +103,16 @@ def test_a_flag_that_differs_within_a_rung_names_the_models(page_of):
     assert f"- Flag that differs: `--bf16` is {values}." in text
 
 
+def test_a_flag_that_differs_between_seeds_names_the_seeds(page_of):
+    """All models of a seed have one value, so no difference that is paired by seed comes from the flag."""
+    rows = []
+    for seed in (1, 2, 3):
+        common = {"num_layers": 2, "bf16": seed < 3}
+        rows += [make_row(name, seed, RUNGS[0], {LOSS: 5.0}, common=common) for name in ("absolute", "ddrp")]
+    values = "True at 4,194,304 (seeds 1, 2) tokens; False at 4,194,304 (seed 3) tokens"
+    assert f"- Flag that differs: `--bf16` is {values}." in page_of(rows).text([])
+
+
 def test_runs_that_differ_in_one_flag_stand_side_by_side(page_of):
     flags = {"num_layers": 2, "bf16": True, "lr": 0.001}
     rows = [make_row("absolute", seed, RUNGS[0], {LOSS: 6.0 + seed}, common=flags) for seed in (2, 1)]
