@@ -9,6 +9,12 @@ name on the hub works if huggingface_hub is installed and there is a network. Co
     megatron-ddrp convert --from-hf electra-base-discriminator --generator electra-base-generator \\
         --output start
 
+Another vocabulary (--from-hf with --vocab-file or --tokenizer-model): a piece that both vocabularies have keeps its
+embedding, any other begins as the mean of the old pieces that spell it. So an encoder moves to the words of a domain or
+language, and goes on training from there.
+
+    megatron-ddrp convert --from-hf bert-base-uncased --vocab-file law_vocab.txt --output start
+
 To Hugging Face (--load): a model that transformers has an equal for leaves as that one, by default as the family that
 it came from. Every other model brings its own small model files, which transformers runs only when asked to by
 trust_remote_code=True. DeBERTa's enhanced mask decoder goes into the masked-LM model alone.
@@ -31,9 +37,18 @@ import sys
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
+from megatron_ddrp.config import flag
+from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags
+from megatron_ddrp.data.preprocess.flags import add_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 TERMINATED = 143
+BELONGS_TO = {
+    **dict.fromkeys(("generator", "tokenizer_type", "vocab_file", "tokenizer_model"), "from_hf"),
+    **dict.fromkeys(("family", "license", "language"), "load"),
+}
+"""Flag → the input that it needs."""
 
 
 def build_parser() -> ArgumentParser:
@@ -49,6 +64,8 @@ def build_parser() -> ArgumentParser:
     more.add_argument("--generator", type=Path, metavar="HF_DIR", help=joined)
     leaving = "with --load: the kind of folder, such as roberta, or megatron_ddrp, ours (default: as the model is)"
     more.add_argument("--family", metavar="MODEL_TYPE", help=leaving)
+    kind = f"kind of vocabulary (default: {TOKENIZER_TYPES[0]})"
+    add_tokenizer(parser, "another vocabulary, with --from-hf (default: the folder's own)", None, kind)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output",
@@ -71,14 +88,18 @@ def build_parser() -> ArgumentParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that an unfinished folder is removed
-    for name, other in (("generator", "from_hf"), ("family", "load"), ("license", "load"), ("language", "load")):
+    for name, other in BELONGS_TO.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
-            message = f"--{name} needs --{other.replace('_', '-')}: leave it out"
+            message = f"{flag(name)} needs {flag(other)}: leave it out"
             raise UserError(message, WRONG_ARGUMENTS)
     if arguments.from_hf:
         from megatron_ddrp.conversion.from_huggingface import import_folder
 
-        imported = import_folder(arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator)
+        flags = TokenizerFlags.given(arguments)
+        tokenizer = flags.build() if flags else None
+        imported = import_folder(
+            arguments.from_hf, arguments.output, arguments.overwrite, arguments.generator, tokenizer
+        )
         print(imported.summary(), flush=True)
         if imported.warning:
             print(f"convert_checkpoint.py: warning: {imported.warning}", file=sys.stderr)

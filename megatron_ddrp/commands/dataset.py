@@ -31,7 +31,7 @@ from megatron_ddrp.data.dataset.verification import check_tokenizer, verify
 from megatron_ddrp.data.preprocess.flags import add_tokenizer
 from megatron_ddrp.data.preprocess.signals import exit_on_sigterm
 from megatron_ddrp.data.progress import reading_progress
-from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
 
 INSPECT = """Show a dataset: counts, lengths of its documents, and its first documents as text.
@@ -101,12 +101,12 @@ def build_parser() -> ArgumentParser:
 
 def given_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or None where they name none."""
-    flags = TokenizerFlags(*(getattr(arguments, name) for name in TokenizerFlags._fields))
-    if flags == TokenizerFlags():
+    flags = TokenizerFlags.given(arguments)
+    if flags is None:
         return None
     with contextlib.suppress(UserError):  # verify says it better
         flags = completed(flags, [arguments.prefix])
-    return build_tokenizer(flags.tokenizer_type or TOKENIZER_TYPES[0], flags.vocab_file, flags.tokenizer_model)
+    return flags.build()
 
 
 def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
@@ -115,7 +115,7 @@ def recorded_tokenizer(dataset: IndexedDataset) -> Tokenizer | None:
     if flags.tokenizer_type is None or flags.path is None:
         return None
     try:
-        tokenizer = build_tokenizer(flags.tokenizer_type, flags.vocab_file, flags.tokenizer_model)
+        tokenizer = flags.build()
     except UserError:
         return None
     return tokenizer if entry(dataset.manifest, "tokenizer").get("fingerprint") == tokenizer.fingerprint else None

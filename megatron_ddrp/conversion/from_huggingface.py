@@ -16,6 +16,7 @@ from megatron_ddrp.conversion.hub import local_folder
 from megatron_ddrp.conversion.huggingface_folder import PADDED_ROWS, ReadFolder, read_folder
 from megatron_ddrp.conversion.output_folder import refuse_output, whole_folder
 from megatron_ddrp.conversion.run_flags import model_flags, objective_flags
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 
 NO_TOKENIZER = (
@@ -58,6 +59,7 @@ class Import(ReadFolder):
             "left out": ", ".join(left_out) or "nothing",
             "initialised": "; ".join(self.weights.initialised) or "nothing",
             "tokenizer": f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size:,} pieces" if tokenizer else NO_TOKENIZER,
+            **({"vocabulary": self.transfer.summary()} if self.transfer else {}),
             "wrote": f"{self.output}: weights without optimizer state",
             "resume": shlex.join(command),
         }
@@ -68,23 +70,29 @@ class Import(ReadFolder):
             return []
         kind, copied = self.tokenizer.tokenizer_type, self.output / checkpoint.TOKENIZER
         if kind == "HuggingFace":
-            has_rules = (self.source / self.tokenizer.file_name).is_file()
+            has_rules = (self.source / self.tokenizer.file_name).is_file() and not self.transfer
             return ["--tokenizer-type", kind, "--tokenizer-model", str(self.source if has_rules else copied)]
         flag_name = "--tokenizer-model" if kind == "SentencePiece" else "--vocab-file"
         return ["--tokenizer-type", kind, flag_name, str(copied / self.tokenizer.file_name)]
 
 
-def import_folder(source: Path, output: Path, overwrite: bool = False, generator: Path | None = None) -> Import:
+def import_folder(
+    source: Path,
+    output: Path,
+    overwrite: bool = False,
+    generator: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Import:
     """Write the model of a Hugging Face folder as a checkpoint folder with one checkpoint, iteration 0.
 
     For an ELECTRA discriminator `source`, `generator` is the folder of its generator; without it a new one is drawn.
-    Both may be names on the hub.
+    Both may be names on the hub. With a `tokenizer`, the model gets its vocabulary instead of its own.
 
     `output` is written whole or not at all. Raise `UserError` if the model's family is not in the registry, if a weight
     is missing or does not fit, or if `output` exists and may not be replaced.
     """
     refuse_output(output, overwrite, _is_import, "an untrained import")
-    read = read_folder(local_folder(source), None if generator is None else local_folder(generator))
+    read = read_folder(local_folder(source), None if generator is None else local_folder(generator), tokenizer)
     with whole_folder(output) as folder:
         whole = Config(model=read.config, objective=read.objective)
         tensors = dict(read.model.named_parameters()) | checkpoint.persistent_buffers(read.model)

@@ -22,11 +22,13 @@ from megatron_ddrp.conversion.huggingface_weights import (
     SEGMENT_EMBEDDING,
     TOKEN_EMBEDDING,
     Weights,
+    change_rows,
     fill,
     read_weights,
     refuse_sizes,
     rename,
 )
+from megatron_ddrp.conversion.vocabulary_transfer import Transfer, plan_transfer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder, build_model, on_meta_device
@@ -51,10 +53,14 @@ class ReadFolder:
     embedded_pieces: int
     """Rows of the folder's word embedding; those beyond the tokenizer's vocabulary are left out."""
     tokenizer: Tokenizer | None
+    transfer: Transfer | None
+    """How the rows of another vocabulary were made, if the model was given one."""
 
 
-def read_folder(source: Path, generator: Path | None = None) -> ReadFolder:
+def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenizer | None = None) -> ReadFolder:
     """Read a folder of a family in the registry; for an ELECTRA, optionally also the folder of its generator.
+
+    With a `tokenizer`, the model gets its vocabulary instead of the folder's: `vocabulary_transfer.py`.
 
     Raise `UserError` if its family is not in the registry, or if a weight is missing or does not fit.
     """
@@ -63,15 +69,20 @@ def read_folder(source: Path, generator: Path | None = None) -> ReadFolder:
         other_config, _, _, other = _settings_and_weights(generator)
         objective = generator_objective(objective, config, other_config)
         join_generator(weights, other, dict(on_meta_device(config, objective).named_parameters()))
-    tokenizer, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
-    pieces = tokenizer.vocab_size if tokenizer else rows
+    own, rows = find_tokenizer(source), len(weights.ours[TOKEN_EMBEDDING])
+    pieces = own.vocab_size if own else rows
     if pieces > rows:
         raise UserError(f"{source}: its tokenizer has {pieces} pieces and its model embeds {rows}: they do not match")
+    transfer = None
+    if tokenizer is not None:
+        transfer = plan_transfer(require_own(own, rows, source), tokenizer)
+        change_rows(weights, transfer)
+        pieces = rows = tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=pieces)
     torch.manual_seed(SEED)
     model = build_model(config, objective=objective)
     fill(model, weights, pieces, source)
-    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer)
+    return ReadFolder(source, family, config, objective, model, weights, rows, tokenizer or own, transfer)
 
 
 def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, Family, Weights]:
@@ -98,14 +109,19 @@ def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:
     Raise `UserError` as `read_folder` does, and if the folder has no tokenizer or another model's.
     """
     read = read_folder(folder)
-    if read.tokenizer is None:
+    return read.model.eval(), require_own(read.tokenizer, read.embedded_pieces, folder), read.config
+
+
+def require_own(tokenizer: Tokenizer | None, embedded_pieces: int, folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder. Raise `UserError` if it has none, or that of another model."""
+    if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer: copy the model's vocab.txt or tokenizer.json there")
-    if read.embedded_pieces - read.tokenizer.vocab_size > PADDED_ROWS:
+    if embedded_pieces - tokenizer.vocab_size > PADDED_ROWS:
         raise UserError(
-            f"{folder}: its tokenizer has {read.tokenizer.vocab_size} pieces but its model embeds "
-            f"{read.embedded_pieces}; put the vocabulary of the model's training into the folder"
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} pieces but its model embeds {embedded_pieces}; "
+            "put the vocabulary of the model's training into the folder"
         )
-    return read.model.eval(), read.tokenizer, read.config
+    return tokenizer
 
 
 def _refuse_other_tables(config: ModelConfig, weights: Weights, source: Path) -> None:

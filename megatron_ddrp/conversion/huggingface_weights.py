@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp import checkpoint
 from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.conversion.vocabulary_transfer import Transfer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import on_meta_device
 
@@ -26,6 +27,8 @@ SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NOT_TENSORS = "not a plain file of tensors: damaged, or unpickling it would run code; save it as model.safetensors"
 """Reason given for a pickle that torch refuses. Torch's own text advises to load it unsafely."""
 OUTPUT_BIAS, OUTPUT_MATRIX = "head.decoder.bias", "head.decoder.weight"
+BY_PIECE = (TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)
+"""Ends of the names of weights with one row per piece of the vocabulary."""
 DIFFERENCE = "difference of the embeddings"
 DRAWN = {
     r"head\.own\.": "modules of the objective",
@@ -105,6 +108,13 @@ def refuse_sizes(config: ModelConfig, tensors: Mapping[str, Tensor], source: Pat
         )
 
 
+def change_rows(weights: Weights, transfer: Transfer) -> None:
+    """Replace the rows of one vocabulary by those of another one."""
+    for name, tensor in weights.ours.items():
+        if name.endswith(BY_PIECE):
+            weights.ours[name] = transfer.rows(tensor)
+
+
 def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> None:
     """Copy the weights into a freshly initialised model; its vocabulary's padding stays unchanged.
 
@@ -116,7 +126,7 @@ def fill(model: nn.Module, weights: Weights, vocab_size: int, source: Path) -> N
         if name not in weights.ours:
             continue
         value, target = weights.ours[name], parameter.data
-        if name.endswith((TOKEN_EMBEDDING, EMBEDDING_DIFFERENCE, OUTPUT_BIAS)):
+        if name.endswith(BY_PIECE):
             value, target = value[:vocab_size], target[:vocab_size]
         if value.shape != target.shape:
             raise UserError(

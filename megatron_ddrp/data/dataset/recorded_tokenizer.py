@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ddrp.data.atomic import AnyPath
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.manifest import entry, read_manifest
-from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron_ddrp.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 PATH = "tokenizer_path"
@@ -42,6 +42,16 @@ class TokenizerFlags(NamedTuple):
     def with_path(self, path: str | None) -> TokenizerFlags:
         """Return the same type with another vocabulary."""
         return self._replace(**{self.path_name: path})
+
+    @classmethod
+    def given(cls, arguments: Any) -> TokenizerFlags | None:
+        """Return the three flags of a parsed command line; None if none of them was given."""
+        flags = cls(*(getattr(arguments, name) for name in cls._fields))
+        return None if flags == cls() else flags
+
+    def build(self) -> Tokenizer:
+        """Make the tokenizer, of the first type if none is named. Raises `UserError` as `build_tokenizer` does."""
+        return build_tokenizer(self.tokenizer_type or TOKENIZER_TYPES[0], self.vocab_file, self.tokenizer_model)
 
     def words(self) -> list[str]:
         """Return the flags as the words that one types."""

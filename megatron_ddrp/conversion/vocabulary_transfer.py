@@ -1,0 +1,124 @@
+"""Another vocabulary for a trained encoder: each new piece begins as the mean of the old pieces that spell it.
+
+A piece that both vocabularies have keeps its row; any other gets the mean of the rows of the pieces into which the old
+tokenizer splits it; a piece that the old one cannot spell gets the mean of all rows (Gee, Zugarini, Rigutini, Torroni:
+Fast Vocabulary Transfer for Language Model Compression, EMNLP 2022 industry track, section 3). Rows are those of the
+token embedding, of E_Δ under replaced-token detection, and of the output bias.
+
+Vocabularies of different kinds are compared by what a piece stands for: its text, and whether a word begins with it.
+WordPiece's `ing` and `##ing` are SentencePiece's `▁ing` and `ing`, and a byte-level vocabulary's `Ġing` and `ing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
+
+CONTINUES = "##"
+"""WordPiece's mark of a piece inside a word."""
+NO_TEXT = "\ufffd"
+"""Character that stands for bytes which are no text by themselves, as in pieces of byte-level vocabularies."""
+
+
+class Surface(NamedTuple):
+    """What an ordinary piece stands for in a text."""
+
+    text: str
+    begins_word: bool
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """For each new piece, the old pieces whose mean it is."""
+
+    parts: list[list[int]]
+    """New id → old ids; none stands for all ordinary ones."""
+    ordinary: list[int]
+    """Old ids that are not special."""
+    old_size: int
+    """Number of old pieces."""
+    kept: int
+    """Number of pieces that the old vocabulary has too."""
+    spelled: int
+    """Number of other pieces that the old tokenizer can spell; the rest are the mean of all."""
+
+    def summary(self) -> str:
+        """Return a line about the pieces."""
+        rest = len(self.parts) - self.kept - self.spelled
+        return (
+            f"{len(self.parts):,} pieces instead of {self.old_size:,}: {self.kept:,} kept, {self.spelled:,} the mean "
+            f"of the old pieces that spell them, {rest:,} the mean of all"
+        )
+
+    def rows(self, table: Tensor) -> Tensor:
+        """Return the new rows `[new pieces, …]` of a table `[old pieces, …]` with one row per piece."""
+        ids = torch.tensor([i for parts in self.parts for i in parts])
+        begins = torch.tensor([0, *(len(parts) for parts in self.parts[:-1])]).cumsum(0)
+        flat = table.reshape(len(table), -1).double()  # [old pieces, width]
+        means = F.embedding_bag(ids, flat, begins, mode="mean")
+        means[[not parts for parts in self.parts]] = flat[self.ordinary].mean(0)
+        return means.to(table.dtype).reshape(len(self.parts), *table.shape[1:])
+
+
+def plan_transfer(old: Tokenizer, new: Tokenizer) -> Transfer:
+    """Return the old pieces that make up each piece of a new vocabulary."""
+    same_kind = old.tokenizer_type == new.tokenizer_type
+    known = {surface: i for i, surface in reversed(_surfaces(old).items())}  # of twins, the first counts
+    names = {piece: i for i, piece in enumerate(old.pieces)}
+    roles = {getattr(new, f"{role}_id"): getattr(old, f"{role}_id") for role in SPECIAL_PIECES}
+    surfaces, special = _surfaces(new), set(old.special_ids.tolist())
+    parts, kept, spelled = list[list[int]](), 0, 0
+    for i, piece in enumerate(new.pieces):
+        surface = surfaces.get(i)
+        own = roles.get(i, known.get(surface) if surface else None)
+        if own is None and surface is None and (same_kind or i in new.special_ids):
+            own = names.get(piece)  # bytes, or a further special piece
+        if own is not None:
+            parts.append([own])
+            kept += 1
+        elif surface and (spelling := _spell(surface, old, known)):
+            parts.append(spelling)
+            spelled += 1
+        else:
+            parts.append([])
+    ordinary = [i for i in range(old.vocab_size) if i not in special]
+    return Transfer(parts, ordinary, old.vocab_size, kept, spelled)
+
+
+def _surfaces(tokenizer: Tokenizer) -> dict[int, Surface]:
+    """Return id → surface of the ordinary pieces that are text by themselves."""
+    special, found = set(tokenizer.special_ids.tolist()), {}
+    for i, piece in enumerate(tokenizer.pieces):
+        begins = bool(tokenizer.word_starts[i])
+        inside = not begins and piece.startswith(CONTINUES) and len(piece) > len(CONTINUES)
+        text = "" if i in special else piece[len(CONTINUES) :] if inside else tokenizer.decode([i]).strip()
+        if text and NO_TEXT not in text:
+            found[i] = Surface(text, begins)
+    return found
+
+
+def _spell(surface: Surface, old: Tokenizer, known: Mapping[Surface, int]) -> list[int]:
+    """Return the old ids that spell a new piece, as words are split; empty if some of it is unknown to the old one."""
+    if not surface.begins_word and (inside := _longest_first(surface.text, known)):
+        return inside
+    ids = old.encode(f" {surface.text}")
+    return [] if old.unk_id in ids else ids
+
+
+def _longest_first(text: str, known: Mapping[Surface, int]) -> list[int]:
+    """Return the old ids inside words that spell a text, the longest piece first; empty if there are none."""
+    ids, begin = [], 0
+    while begin < len(text):
+        end = next((end for end in range(len(text), begin, -1) if Surface(text[begin:end], False) in known), begin)
+        if end == begin:
+            return []
+        ids.append(known[Surface(text[begin:end], False)])
+        begin = end
+    return ids

@@ -1,0 +1,158 @@
+"""Another vocabulary for an imported encoder: which old pieces make up a new one, and what the model then computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.conversion.from_huggingface import import_folder
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.to_huggingface import export_checkpoint
+from megatron_ddrp.conversion.vocabulary_transfer import plan_transfer
+from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
+from megatron_ddrp.errors import UserError
+from tests.unit.conversion.conftest import WORDS, ours, padded_pair_batch, write_checkpoint
+from tests.unit.conversion.test_from_huggingface import byte_level_tokenizer
+from tests.unit.conversion.test_to_huggingface import run_tool
+from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+OLD = [*SPECIALS, *"abcd", *(f"##{letter}" for letter in "abcd"), "ab", "##ab", "##abc"]
+NEW = ["[CLS]", "[unused]", "ab", "##ab", "abc", "##dabc", "cab", "##xa", "☃", "[MASK]", "[PAD]", "[SEP]", "[UNK]"]
+MADE_OF = {
+    "ab": ["ab"],
+    "##ab": ["##ab"],
+    "abc": ["ab", "##c"],  # as the old tokenizer splits the word
+    "##dabc": ["##d", "##abc"],  # inside words, the longest piece first
+    "cab": ["c", "##ab"],
+    "##xa": [],
+    "☃": [],
+    "[unused]": [],
+    **{piece: [piece] for piece in SPECIALS},
+}
+
+
+def wordpiece(path, pieces, kind="BertWordPieceCase"):
+    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    return build_tokenizer(kind, path)
+
+
+def made_of(old, new):
+    """New piece → the old pieces whose mean it is."""
+    parts = plan_transfer(old, new).parts
+    return {piece: [old.pieces[i] for i in parts[number]] for number, piece in enumerate(new.pieces)}
+
+
+def slow_rows(old, new, table):
+    """The rows in loops and float64, by the pieces of `MADE_OF`."""
+    rows = []
+    for piece in new.pieces:
+        names = MADE_OF[piece] or [name for name in old.pieces if name not in SPECIALS]
+        total = [0.0] * table.shape[1]
+        for name in names:
+            for column, value in enumerate(table[old.pieces.index(name)].tolist()):
+                total[column] += value / len(names)
+        rows.append(total)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return wordpiece(tmp_path / "old.txt", OLD), wordpiece(tmp_path / "new.txt", NEW)
+
+
+def test_pieces_are_kept_spelled_or_the_mean_of_all(pair):
+    old, new = pair
+    transfer = plan_transfer(old, new)
+    assert made_of(old, new) == {piece: MADE_OF[piece] for piece in new.pieces}
+    assert (transfer.kept, transfer.spelled) == (7, 3)
+    assert transfer.summary() == (
+        "13 pieces instead of 16: 7 kept, 3 the mean of the old pieces that spell them, 3 the mean of all"
+    )
+
+
+def test_rows_are_those_of_the_loops(pair):
+    old, new = pair
+    table = torch.randn(len(old.pieces) + 4, 6, dtype=torch.float64)  # the model embeds four rows more
+    transfer = plan_transfer(old, new)
+    torch.testing.assert_close(transfer.rows(table), slow_rows(old, new, table))
+    bias = transfer.rows(table[:, 0].float())
+    torch.testing.assert_close(bias, slow_rows(old, new, table[:, :1])[:, 0].float())
+
+
+def test_what_a_tokenizer_removes_from_text_does_not_count(tmp_path):
+    """An uncased vocabulary spells `Ab` and `é` by what it makes of them."""
+    old = wordpiece(tmp_path / "old.txt", [*SPECIALS, "ab", "e", "##e"], "BertWordPieceLowerCase")
+    new = wordpiece(tmp_path / "new.txt", [*SPECIALS, "Ab", "é", "##é"])
+    assert list(made_of(old, new).items())[5:] == [("Ab", ["ab"]), ("é", ["e"]), ("##é", ["e"])]
+
+
+def test_kinds_are_compared_by_text_and_begin_of_words(tmp_path):
+    byte_level_tokenizer(tmp_path)
+    of_bytes = build_tokenizer("HuggingFace", tokenizer_model=tmp_path)
+    sentences = sentencepiece_model(tmp_path)
+    old = wordpiece(tmp_path / "old.txt", [*SPECIALS, *"abcd", "##a", "##b", "##c", "##ab", "red", "##red"])
+    found = made_of(old, of_bytes)
+    expected = {"\u0120a": ["a"], "a": ["##a"], "ab": ["##ab"], "d": ["d"], "[MASK]": ["[MASK]"]}
+    assert {piece: found[piece] for piece in expected} == expected
+    assert found["\u0120"] == []  # a space alone
+    begins = {piece: made_of(old, sentences)[piece] for piece in sentences.pieces if piece.strip("\u2581") == "red"}
+    assert begins and begins == {piece: [("" if piece[0] == "\u2581" else "##") + "red"] for piece in begins}
+    back = made_of(of_bytes, wordpiece(tmp_path / "new.txt", [*SPECIALS, "a", "##a", "##ab", "aab", "##d", "z"]))
+    assert list(back.values())[5:] == [["\u0120a"], ["a"], ["ab"], ["\u0120a", "ab"], ["d"], []]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("objective", ["mlm", "electra", "rtd"])
+def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, tokenizer, offline, objective):
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective=objective, position_encoding="absolute")
+    export_checkpoint(run, tmp_path / "hf")
+    order = torch.randperm(tokenizer.vocab_size, generator=torch.Generator().manual_seed(2))
+    pieces = [tokenizer.pieces[i] for i in order]
+    new = wordpiece(tmp_path / "new.txt", pieces, tokenizer.tokenizer_type)
+    imported = import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=new)
+    size = len(pieces)
+    assert f"vocabulary:  {size} pieces instead of {size}: {size} kept, 0 the mean" in imported.summary()
+    model, saved, _ = load_model(tmp_path / "start")
+    assert saved.fingerprint == new.fingerprint
+    expected, _, _ = load_hugging_face(tmp_path / "hf")
+    ids, segments, mask = padded_pair_batch(tokenizer.vocab_size)
+    renumbered = torch.argsort(order)[ids] * mask
+    if objective != "mlm":
+        places = torch.arange(ids.shape[1]).expand_as(ids) * mask
+        theirs, mine = expected.encode(ids, segments, mask, places), model.encode(renumbered, segments, mask, places)
+        assert torch.equal(theirs[mask.bool()], mine[mask.bool()])
+        return
+    (_, theirs), (_, mine) = ours(expected, ids, segments, mask), ours(model, renumbered, segments, mask)
+    torch.testing.assert_close(mine, theirs[:, :, order])
+
+
+def test_the_command_gives_a_model_new_words(tmp_path, tokenizer, offline):
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective="mlm")
+    export_checkpoint(run, tmp_path / "hf")
+    new = tmp_path / "new.txt"
+    new.write_text("\n".join([*SPECIALS, *WORDS, "cats", "##dog"]) + "\n", encoding="utf-8")
+    command = ("--from-hf", tmp_path / "hf", "--output", tmp_path / "start", "--vocab-file", new)
+    done = run_tool(*command)
+    assert done.returncode == 0, done.stderr
+    assert "tokenizer:   BertWordPieceLowerCase, 22 pieces" in done.stdout
+    assert "vocabulary:  22 pieces instead of 20: " in done.stdout
+    assert f"--vocab-file {tmp_path / 'start' / 'tokenizer' / 'vocab.txt'}" in done.stdout
+    (old, _, _), (model, saved, config) = load_model(run), load_model(tmp_path / "start")
+    assert config.model.vocab_size == 22 and saved.pieces[-2:] == ["cats", "##dog"]
+    rows, words = old.embeddings.token.weight, tokenizer.pieces
+    expected = (rows[words.index("cat")] + rows[words.index("##s")]) / 2
+    torch.testing.assert_close(model.embeddings.token.weight[20], expected)
+    again = run_tool("--load", run, "--output", tmp_path / "out", "--vocab-file", new)
+    assert again.returncode == 2 and "--vocab-file needs --from-hf: leave it out" in again.stderr
+
+
+def test_a_folder_without_its_own_vocabulary_is_refused(tmp_path, tokenizer, offline):
+    run = write_checkpoint(tmp_path / "run", tokenizer, objective="mlm", position_encoding="absolute")
+    export_checkpoint(run, tmp_path / "hf")
+    for name in ("vocab.txt", "tokenizer.json", "export_sums.json"):
+        (tmp_path / "hf" / name).unlink()
+    with pytest.raises(UserError, match="has no tokenizer: copy the model's vocab.txt or tokenizer.json there"):
+        import_folder(tmp_path / "hf", tmp_path / "start", tokenizer=tokenizer)
+    assert not (tmp_path / "start").exists()
