@@ -54,7 +54,7 @@ class ReadFolder:
     """Rows of the folder's word embedding; those beyond the tokenizer's vocabulary are left out."""
     tokenizer: Tokenizer | None
     transfer: Transfer | None
-    """How the rows of another vocabulary were made, if the model was given one."""
+    """Origin of each row of the vocabulary, if the model was given another one."""
 
 
 def read_folder(source: Path, generator: Path | None = None, tokenizer: Tokenizer | None = None) -> ReadFolder:
