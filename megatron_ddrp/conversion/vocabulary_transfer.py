@@ -28,7 +28,7 @@ NO_TEXT = "\ufffd"
 
 
 class Surface(NamedTuple):
-    """What an ordinary piece stands for in a text."""
+    """Text of an ordinary piece, and its place in a word."""
 
     text: str
     begins_word: bool
@@ -36,7 +36,7 @@ class Surface(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """For each new piece, the old pieces whose mean it is."""
+    """Old pieces of which each new piece is the mean."""
 
     parts: list[list[int]]
     """New id → old ids; none stands for all ordinary ones."""

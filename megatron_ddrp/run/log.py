@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -136,9 +137,12 @@ class Clock:
         self.last, self.steps, self.tokens, self.flop = now, 0, 0, 0.0
         return rates
 
-    def pause(self) -> None:
-        """Exclude the time since `read` (a validation, a checkpoint) from the next rates."""
-        self.last = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside (a validation, a checkpoint) from the rates."""
+        began = time.perf_counter()
+        yield
+        self.last += time.perf_counter() - began
 
     def eta(self, iteration: int) -> str:
         """Return the time to the last step, such as 9h12m."""

@@ -86,17 +86,15 @@ class Run:
                 waiting = launched, HostCopy(largest_on_device(requests.code, ranks.device))
                 continue
             progress, waiting = finish(launched), None
-            if about_profile := profile.finish(progress.iteration):
-                self.say(about_profile)
-                clock.pause()
-            if validation and due(progress.iteration, config.logging.eval_interval, config):
-                self.validate(validation, progress)
-                clock.pause()
+            with clock.paused():
+                self.say(profile.finish(progress.iteration))
+                if validation and due(progress.iteration, config.logging.eval_interval, config):
+                    self.validate(validation, progress)
             request = request or largest_over_ranks(requests.code, ranks.device)
             stops = exits(progress.iteration, config) or request
             if self.folder and (stops or progress.iteration % config.checkpoint.save_interval == 0):
-                self.save(self.folder, progress, must=bool(stops))
-                clock.pause()
+                with clock.paused():
+                    self.save(self.folder, progress, must=bool(stops))
             if stops:
                 self.say(profile.stop_early(progress.iteration))
                 break

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ddrp.config import Config
@@ -16,8 +17,8 @@ FOLDER = "profile"
 """Folder in the `--save` folder."""
 WARM_UP, LENGTH = 10, 2
 """Number of a run's steps before the profile, and of steps in it, where no flag says so."""
-TABLE_ROWS, LINE_OPERATIONS = 60, 5
-"""Number of operations in the table and in the line for people."""
+LINE_OPERATIONS = 5
+"""Number of operations in the line for people."""
 
 
 class StepProfile:
@@ -94,16 +95,28 @@ class StepProfile:
         """Write table and trace; return a line about them. `seconds` is the time of a step under the profiler."""
         on_gpu = self._ranks.device.type == "cuda"
         operations = profiler.key_averages()
-        field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        times = {item.key: float(getattr(item, field)) for item in operations}
         path = self._folder / f"steps-{self.start + 1}-{self.end}-rank-{self._ranks.rank}"
         self._folder.mkdir(exist_ok=True)
-        table = operations.table(sort_by=field, row_limit=TABLE_ROWS, max_name_column_width=80)
+        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        table = operations.table(sort_by=order, row_limit=-1, max_name_column_width=80)
         path.with_suffix(".txt").write_text(table, encoding="utf-8")
         profiler.export_chrome_trace(f"{path}.json.gz")
-        total = sum(times.values()) or 1.0
-        first = sorted(times, key=times.__getitem__, reverse=True)[:LINE_OPERATIONS]
-        shares = ", ".join(f"{key} {times[key] / total:.0%}" for key in first)
+        shares = ", ".join(f"{name:.60} {share:.0%}" for name, share in shares_of(operations, on_gpu)[:LINE_OPERATIONS])
         steps = f"steps {self.start + 1} to {self.end} on rank {self._ranks.rank}"
         files = f"{path}.txt has all, ui.perfetto.dev shows {path.name}.json.gz"
         return f"profile of {steps}, {seconds:.3f} s per step with the profiler: {shares}; {files}"
+
+
+def shares_of(operations: Any, on_gpu: bool) -> list[tuple[str, float]]:
+    """Return (name, share of the time) of torch's averaged operations, the longest first: kernels on a GPU.
+
+    There an operation of the host has the time of the kernels that it launched too, which would count twice; a named
+    range has the time of all inside.
+    """
+    if on_gpu:
+        kernels = [item for item in operations if item.device_type != DeviceType.CPU and not item.is_user_annotation]
+        times = [(item.key, float(item.self_device_time_total)) for item in kernels]
+    else:
+        times = [(item.key, float(item.self_cpu_time_total)) for item in operations]
+    total = sum(time for _, time in times) or 1.0
+    return sorted(((name, time / total) for name, time in times), key=lambda pair: -pair[1])

@@ -33,7 +33,8 @@ def test_the_first_replica_profiles_the_steps_asked_for_and_no_number_changes(fl
     assert results_of(tmp_path / "with") == results_of(tmp_path / "without")
     folder = tmp_path / "with" / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
-    assert "aten::addmm" in (folder / "steps-3-4-rank-0.txt").read_text(encoding="utf-8")
+    table = (folder / "steps-3-4-rank-0.txt").read_text(encoding="utf-8").splitlines()
+    assert sum("aten::" in line for line in table) > 100, "operations are left out"
     assert losses_in(folder / "steps-3-4-rank-0.json.gz") == 2
     (line,) = [line for line in done.stdout[0].splitlines() if line.startswith("profile of ")]
     assert line.startswith("profile of steps 3 to 4 on rank 0, ") and f"; {folder}/steps-3-4-rank-0.txt has all" in line

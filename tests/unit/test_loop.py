@@ -19,7 +19,7 @@ from megatron_ddrp.engine.step import StepResult
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.parallel.process_group import Ranks
-from megatron_ddrp.run import loop
+from megatron_ddrp.run import log, loop
 from megatron_ddrp.run.profile import StepProfile
 from megatron_ddrp.run.stopping import StopRequests
 
@@ -108,6 +108,27 @@ def test_late_or_not_each_row_has_its_own_steps_numbers(monkeypatch: pytest.Monk
         rows.append([{name: row[name] for name in kept} for row in made.rows])
     assert rows[0] == rows[1] and [row["grad_norm"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
     assert rows[0][2]["lm_loss"] == 6.0  # 10 · 3 ÷ 5
+
+
+def test_rates_are_those_of_all_steps_when_validations_and_checkpoints_fall_between_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes 2 s and 5 tokens here, a checkpoint 100 s."""
+    made, now = training(monkeypatch, late=False), [0.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    launch, save = made.train_step, made.save
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(nonfinite, "train_step", lambda *given: (pass_time(2), launch(*given))[1])
+    monkeypatch.setattr(made, "save", lambda progress: (pass_time(100), save(progress)))
+    made.run = loop.replace(
+        made.run, config=CONFIG.replace(logging={"log_interval": 6}, checkpoint={"save_interval": 5})
+    )
+    made()
+    assert "save 5" in made.events
+    assert [(row["step_time"], row["tokens_per_second"]) for row in made.rows] == [(2.0, 2.5), (2.0, 2.5)]
 
 
 SIX_STEPS_EVERY_FOUR = CONFIG.replace(logging={"log_interval": 4})
