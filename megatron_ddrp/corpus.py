@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from megatron_ddrp.data.batches.split_shift import split_remark
 from megatron_ddrp.data.batches.word_counts import open_rare_words
 from megatron_ddrp.data.dataset.dataset_index import dataset_path
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
+from megatron_ddrp.data.dataset.manifest import entry
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed
 from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer
 from megatron_ddrp.data.progress import reading_progress
@@ -114,6 +115,28 @@ class Corpus:
         if self.config.data.split is None:
             return 0, num_documents
         return split_documents(num_documents, self.config.data.split)[split]
+
+    @cached_property
+    def contents(self) -> dict[str, str]:
+        """Prefix of each dataset → its size and, if it has a manifest, the start of its SHA-256 there."""
+        found = {}
+        for prefix, (dataset, _) in self.sources.items():
+            digest = entry(entry(dataset.manifest, "files"), "bin").get("sha256")
+            size = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
+            found[prefix] = f"{size}, SHA-256 {digest:.12}" if isinstance(digest, str) else size
+        return found
+
+    def changes(self, before: Mapping[str, str]) -> list[str]:
+        """Return a line for each dataset whose content differs from that of `contents` of an earlier run.
+
+        Where only one of the two has a manifest, the sizes decide.
+        """
+        return [
+            f"data {prefix}: another content than at the checkpoint ({before[prefix]} → {content}), so samples may "
+            "repeat, and validation text may have been trained on"
+            for prefix, content in self.contents.items()
+            if not (was := before.get(prefix, content)).startswith(content) and not content.startswith(was)
+        ]
 
     def split_remarks(self) -> list[str]:
         """Return a line for each dataset whose `--split` has validation text of another kind than its training text.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def train(config: Config) -> int:
         engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
     progress = resumed.progress if resumed else Progress()
+    changes = corpus.changes(progress.datasets)
+    progress = replace(progress, datasets=corpus.contents)
     notes = open_notes(config, corpus)
     if notes is not None and resumed and not resumed.weights_only:
         agree(lambda: load_notes(notes, resumed.path))
@@ -80,7 +83,7 @@ def train(config: Config) -> int:
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
-        own = (*verified, *corpus.remarks, *shifted, *at_home, *precision_remarks(config, ranks.device))
+        own = (*verified, *corpus.remarks, *changes, *shifted, *at_home, *precision_remarks(config, ranks.device))
         remarks = remarks_of_ranks(own)
         first_lines = introduction(config, ranks, corpus, loader, sizes)
         for line in (*remarks, *unused_devices(ranks.world_size), first_lines, *about_optimizer, *about(notes, corpus)):

@@ -42,7 +42,15 @@ from megatron_ddrp.checkpoint.folder import (
     refuse_folders,
     tag,
 )
-from megatron_ddrp.checkpoint.state import SINCE_LOGGED, STARTED_FROM, STATE, WEIGHTS_ONLY, read_state, write_state
+from megatron_ddrp.checkpoint.state import (
+    DATASETS,
+    SINCE_LOGGED,
+    STARTED_FROM,
+    STATE,
+    WEIGHTS_ONLY,
+    read_state,
+    write_state,
+)
 from megatron_ddrp.checkpoint.weights import (
     StoredTensors,
     load_model,

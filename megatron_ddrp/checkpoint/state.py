@@ -32,6 +32,8 @@ SINCE_LOGGED = "since_logged"
 """Key of the sums and counts since the last row of metrics.jsonl. Older versions did not write it."""
 STARTED_FROM = "started_from"
 """Key of the checkpoint that training began from, null for random weights. Older versions did not write it."""
+DATASETS = "datasets"
+"""Key of the datasets' contents by prefix. Older versions did not write it."""
 _OF_TRAINING = (*_COUNTS, "optimizer_step", "loss_scaler", "layout", "files", "config")
 _OF_IMPORTS = (*_COUNTS, "files", "config")
 _OF_OLDER_VERSIONS = ("iteration", "config")
@@ -113,6 +115,10 @@ def _check_name(value: Any) -> None:
     _require(value is None or isinstance(value, str), "null, or a text")
 
 
+def _check_names(value: Any) -> None:
+    _require(isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by name")
+
+
 def _check_scaler(value: Any) -> None:
     if value is None:
         return
@@ -149,6 +155,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys((*_COUNTS, "optimizer_step"), _check_count),
     SINCE_LOGGED: _check_totals,
     STARTED_FROM: _check_name,
+    DATASETS: _check_names,
     WEIGHTS_ONLY: _check_flag,
     "loss_scaler": _check_scaler,
     "layout": _check_layout,

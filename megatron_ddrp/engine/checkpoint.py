@@ -45,13 +45,15 @@ class Progress:
     """Sums and counts of the objective over the steps since the last row of metrics.jsonl, by name."""
     started_from: str | None = None
     """Checkpoint of another folder that training began from, `start/iter_0000000`; None for random weights."""
+    datasets: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of each dataset → its content, as `Corpus.contents` names it. Older versions did not keep it."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """Return the progress in a checkpoint's state. Older versions kept no sums, so theirs start at the resume."""
         sums = state.get(files.SINCE_LOGGED, {})
         counts = (state["iteration"], state["consumed_samples"], state["consumed_tokens"])
-        return cls(*counts, sums, state.get(files.STARTED_FROM))
+        return cls(*counts, sums, state.get(files.STARTED_FROM), state.get(files.DATASETS, {}))
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,6 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     path, remarks = _newest_undamaged(folder, ranks)
     if path is None:
         return None
-    held = HeldState(engine, config, ranks)
 
     def read() -> tuple[dict[str, Any], dict[Moments, files.StoredTensors]]:
         state = files.read_state(path)
@@ -216,6 +217,7 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
             held.check(tensors, moments)
         return state, stored
 
+    held = HeldState(engine, config, ranks)
     state, stored = agree(read)
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
@@ -226,9 +228,8 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
-    theirs, ours = state["layout"], layout(config, ranks)
+    theirs, ours, progress = state["layout"], layout(config, ranks), Progress.from_state(state)
     changes = [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
-    progress = Progress.from_state(state)
     if path.parent.resolve() != Path(config.checkpoint.save or path.parent).resolve():  # a branch of another run
         progress = replace(progress, started_from=_name(path))
     return Resumed(progress, path, (*remarks, *changes, *changed_settings(state["config"], config)))

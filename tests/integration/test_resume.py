@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 from megatron_ddrp.checkpoint import load_model, newest, read_state
+from tests.conftest import TinyCorpus
 from tests.integration.launch import read_rows, start_ranks, training_rows
 
 Flags = Callable[..., list[str]]
@@ -52,6 +57,28 @@ def test_stopped_and_restarted(zero_stage: int, flags: Flags, tmp_path: Path) ->
     second = start_ranks(command).check()
     assert f"resumed from {parts} at step {STEPS // 2}" in second.stdout[0]
     assert_same_run(parts, whole)
+
+
+def test_data_that_changed_since_the_checkpoint_are_told(flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
+    """The same documents in another order have another sum. A manifest that is gone is no change."""
+    prefix, text = tmp_path / "data", Path(tiny_corpus.prefix)
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copyfile(f"{text}{suffix}", f"{prefix}{suffix}")
+    command = arguments(flags, tmp_path / "run", data_path=prefix, exit_interval=2)
+
+    def told() -> list[str]:
+        lines = start_ranks(command).check().stdout[0].splitlines()
+        return [line for line in lines if line.startswith(f"data {prefix}: another content")]
+
+    assert told() == told() == []
+    script = [sys.executable, "-m", "megatron_ddrp", "dataset", "shuffle", prefix, "--output-prefix", prefix]
+    subprocess.run([*map(str, script), "--overwrite", "--seed", "3"], check=True, capture_output=True)
+    (line,) = told()
+    before, after = re.findall(r"documents, [\d,]+ tokens, SHA-256 ([0-9a-f]{12})", line)
+    assert before != after and "validation text may have been trained on" in line
+    Path(f"{prefix}.json").unlink()
+    command += ["--vocab-file", str(tiny_corpus.vocab_file), "--train-iters", "8"]
+    assert told() == []
 
 
 def test_stopped_between_two_logged_steps(flags: Flags, tmp_path: Path) -> None:
