@@ -97,5 +97,7 @@ def _write_page(work: Work | Rungs) -> int:
         if isinstance(work, Work):
             print(write_page(work))
         else:
-            print(LadderPage(read_runs([work.rows.path], work.runs), work.folder).write())
+            print(LadderPage(read_runs([work.rows.path], work.rank), work.folder).write())
+            if left_out := work.left_out:
+                print(f"left out until they are measured as the plan says: {', '.join(left_out)}")
     return 0

@@ -78,7 +78,7 @@ class JobForecast(Forecast[Job]):
     def line(self, job: Job, seconds: float, left: Sequence[Job]) -> str:
         """Return the printed line of a finished job."""
         losses = [row["valid_lm_loss"] for row in _rows(job) if "valid_lm_loss" in row]
-        loss = f", validation masked-LM loss {losses[-1]:.4f}" if losses else ""
+        loss = f", validation masked-LM loss {_shown(losses[-1])}" if losses else ""
         return f"{job}: {duration(seconds)}{loss}, eta {self.eta(left, self.plan.workers)}"
 
     def status(self, running: Sequence[tuple[Job, float]], left: Sequence[Job]) -> str:
@@ -99,6 +99,10 @@ class JobForecast(Forecast[Job]):
             elif expected is not None:
                 remaining[job.name] = max(0.0, expected - (now - began))
         return f"{'; '.join(parts)}; eta {self.eta(left, self.plan.workers, remaining)}"
+
+
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def _pace(rows: Sequence[dict[str, float]]) -> float | None:

@@ -93,6 +93,10 @@ class Items:
         """Return the number of development rows of some tasks."""
         return sum(self._rows.get(task, 0) for task in tasks)
 
+    def pairs_by_paradigm(self, arm: Arm, seed: int) -> dict[str, int]:
+        """Return the number of pairs by paradigm that a run was scored on; empty if it was not."""
+        return {name: len(right) for name, right in self._pairs.get(arm, {}).get(seed, {}).items()}
+
     def count_pairs(self) -> tuple[int, int]:
         """Return the numbers of pairs and of paradigms; 0 if nothing is measured."""
         for by_seed in self._pairs.values():

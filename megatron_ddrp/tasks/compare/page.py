@@ -29,6 +29,7 @@ from megatron_ddrp.tasks.compare.tables import (
 )
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.ladder.as_json import claims
+from megatron_ddrp.tasks.ladder.facts import not_finite
 from megatron_ddrp.tasks.ladder.page import LadderPage
 from megatron_ddrp.tasks.ladder.rows import as_run
 from megatron_ddrp.tasks.markdown import Table
@@ -82,6 +83,7 @@ def page(work: Work, results: Results, measured: Table, rung: LadderPage, figure
         glue_flags=" ".join(flag_words(plan.glue.flags)) if plan.glue else "",
         sizes=[f"{task} ({row['train_examples']:,} rows)" for task, row in results.facts.items()],
         missing=missing(work),
+        not_finite=not_finite(rung.ladder.runs),
         blocks=rung.blocks,
         comparison=measured,
         samples=BOOTSTRAP_SAMPLES,

@@ -50,7 +50,12 @@ def make_row(work: Work, run: TrainingRun, results: Results) -> Row:
 
 
 def planned_tokens(work: Work, run: TrainingRun) -> int:
-    """Return the tokens of the rung's budget: steps x batch x sequence length."""
+    """Return the tokens of the rung's budget, equal for all models of a budget in tokens.
+
+    Other budgets give steps x batch x sequence length.
+    """
+    if work.plan.budget.kind == "tokens":
+        return round(work.plan.budget.amount)
     training = run.config.training
     return round(work.steps[run.model.name] * training.global_batch_size * run.config.mean_seq_length)
 
@@ -77,14 +82,15 @@ def _curves(run: TrainingRun, results: Results) -> Row:
 
 def _measured(run: TrainingRun, results: Results) -> dict[str, Any]:
     """Return a run's values by measure, and its accuracy on minimal pairs by paradigm and by field."""
-    pairs, paradigms = results.items.count_pairs()
+    pairs = results.items.pairs_by_paradigm(run.arm, run.seed)
     return {
         "values": {
             name: by_arm[run.arm][run.seed]
             for name, by_arm in results.values.items()
             if run.seed in by_arm.get(run.arm, {})
-        },
+        }
+        | dict.fromkeys(results.not_finite.get((run.arm, run.seed), ())),
         "paradigms": results.items.accuracies(run.arm, run.seed),
         "fields": results.fields.get(run.arm, {}).get(run.seed, {}),
-        "pairs": pairs // paradigms if paradigms else 0,
+        "pairs": pairs if len(set(pairs.values())) > 1 else max(pairs.values(), default=0),
     }

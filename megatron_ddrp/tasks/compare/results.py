@@ -50,6 +50,8 @@ class Results:
         self.runs = [run for run in ([only] if only else work.runs) if run.job.name in work.store]
         self.values: dict[str, dict[Arm, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
+        self.not_finite: dict[tuple[Arm, int], list[str]] = defaultdict(list)
+        """Arm and seed → measures whose value is not finite; these have no value."""
         self.maps: dict[Arm, Path] = {}
         self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
         """Arm → row length → result of `megatron-ddrp analyze throughput`."""
@@ -100,9 +102,11 @@ class Results:
     def _read_metrics(self, run: TrainingRun) -> None:
         rows = read_rows(run.folder)
         losses = [(float(row["iteration"]), row["valid_lm_loss"]) for row in rows if "valid_lm_loss" in row]
-        if losses:
+        if losses and losses[-1][1] is None:
+            self.not_finite[run.arm, run.seed].append(LOSS)
+        elif losses:
             self.values[LOSS][run.arm][run.seed] = losses[-1][1]
-            self.curves[LOSS][run.arm][run.seed] = losses
+            self.curves[LOSS][run.arm][run.seed] = [point for point in losses if point[1] is not None]
         times = [row["step_time"] for row in rows if row["iteration"] > WARM_UP * run.steps and "step_time" in row]
         if times:
             self.values[STEP_SECONDS][run.arm][run.seed] = statistics.median(times)

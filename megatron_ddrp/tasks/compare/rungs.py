@@ -13,7 +13,7 @@ from megatron_ddrp.tasks.compare.jobs import Job, digest
 from megatron_ddrp.tasks.compare.plan import Plan
 from megatron_ddrp.tasks.compare.runs import TrainingRun
 from megatron_ddrp.tasks.compare.work import Work
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.store import Row, Store
 
 ROWS = "rows.jsonl"
 
@@ -31,6 +31,13 @@ class Rungs:
         self.plan, self.folder, self.store = plans[0], folder, store
         self.rows = open_rows(rows or folder / ROWS)
         self.works = [Work(plan, folder, store) for plan in plans]
+        self._owners: dict[str, tuple[Work, TrainingRun]] = {}
+        """Name of each run → its rung, which measures more than a check that shares the run."""
+        for work in sorted(self.works, key=lambda work: bool(work.plan.check)):
+            for run in work.runs:
+                self._owners.setdefault(run.job.name, (work, run))
+        self._wanted = {name: {job.name for job in work.jobs_of(run)} for name, (work, run) in self._owners.items()}
+        """Name of each run → names of its jobs."""
 
     def first_jobs(self) -> list[Job]:
         """Return the jobs that make the data of runs without a row."""
@@ -42,11 +49,6 @@ class Rungs:
         for work, run in self._without_row():
             found |= {job.name: job for job in (*work.corpus.jobs, *work.jobs_of(run))}
         return list(found.values())
-
-    @property
-    def runs(self) -> set[str]:
-        """Names of all runs."""
-        return {run.job.name for work in self.works for run in work.runs}
 
     @property
     def missing_runs(self) -> list[TrainingRun]:
@@ -62,22 +64,29 @@ class Rungs:
             if not self.store.missing(work.jobs_of(run)):
                 self.rows.append(make_row(work, run, Results(work, run)))
 
-    def _without_row(self) -> list[tuple[Work, TrainingRun]]:
-        """Return the runs without a row that has all their jobs, in the order of the rungs.
+    def rank(self, row: Row) -> int:
+        """Return what a row is worth to the plan: 2 with all jobs of its run, 1 with some of them and no others.
 
-        A run that a rung and a check share belongs to the rung, which measures more.
+        0 is for a run of another plan, and for one that was measured in another way.
         """
-        recorded = {row["run"]: set(row["jobs"]) for row in self.rows}
-        owners: dict[str, tuple[Work, TrainingRun]] = {}
-        for work in sorted(self.works, key=lambda work: bool(work.plan.check)):
-            for run in work.runs:
-                owners.setdefault(run.job.name, (work, run))
+        wanted, has = self._wanted.get(row["run"]), set(row["jobs"])
+        if wanted is None:
+            return 0
+        return 2 if has >= wanted else int(has <= wanted)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Runs of the plan all of whose rows were measured in another way."""
+        ranks: dict[str, int] = {}
+        for row in self.rows:
+            ranks[row["run"]] = max(ranks.get(row["run"], 0), self.rank(row))
+        return [name for name in self._wanted if ranks.get(name) == 0]
+
+    def _without_row(self) -> list[tuple[Work, TrainingRun]]:
+        """Return the runs without a row that has all their jobs, in the order of the rungs."""
+        recorded = {row["run"] for row in self.rows if self.rank(row) == 2}
         in_order = dict.fromkeys(run.job.name for work in self.works for run in work.runs)
-        return [
-            owners[name]
-            for name in in_order
-            if not recorded.get(name, set()).issuperset(job.name for job in owners[name][0].jobs_of(owners[name][1]))
-        ]
+        return [self._owners[name] for name in in_order if name not in recorded]
 
     def plan_text(self) -> str:
         """Return the text of the plans, rung by rung."""

@@ -29,10 +29,13 @@ def facts(ladder: Ladder) -> list[str]:
             f"Up to {workers} runs shared the machine, so their times are no benchmark: `benchmarks/step.py` "
             "measures steps alone."
         )
-    undefined = [f"{', '.join(run.undefined)} of {run.name}" for run in runs if run.undefined]
-    if undefined:
-        lines.append(f"Values that are not finite are left out: {'; '.join(undefined)}.")
-    return lines
+    return lines + not_finite(runs)
+
+
+def not_finite(runs: Sequence[Run]) -> list[str]:
+    """Return a sentence about the values that are not finite; none without such values."""
+    left_out = [f"{', '.join(run.undefined)} of {run.name}" for run in runs if run.undefined]
+    return [f"Values that are not finite are left out: {'; '.join(left_out)}."] if left_out else []
 
 
 def _flags(runs: Sequence[Run]) -> list[str]:

@@ -33,7 +33,7 @@ class PairsScore:
     arm: Arm
     accuracy: Spread
     error: float | None
-    """Standard error over pairs; None if a run has no paradigms or fewer than two pairs per paradigm."""
+    """Standard error over pairs; None if a run has no paradigms, or one with fewer than two pairs."""
     difference: Difference | None
     """This arm − the baseline at each common seed; None for the baseline and without a common seed."""
     over_paradigms: tuple[float, float] | None
@@ -45,11 +45,14 @@ class PairsScore:
         return (self.accuracy.mean - CHANCE) / self.error if self.error else None
 
 
-def standard_error(accuracies: Mapping[str, float], pairs: int) -> float | None:
-    """Return the standard error of the macro average of paradigms with `pairs` pairs each; None if it is unknown."""
-    if not accuracies or pairs < 2:
+def standard_error(accuracies: Mapping[str, float], pairs: Mapping[str, int]) -> float | None:
+    """Return the standard error of the macro average of paradigms, from the number of pairs of each.
+
+    None if a number is unknown or below two.
+    """
+    if not accuracies or min(pairs.get(name, 0) for name in accuracies) < 2:
         return None
-    return math.sqrt(math.fsum(p * (1 - p) / (pairs - 1) for p in accuracies.values())) / len(accuracies)
+    return math.sqrt(math.fsum(p * (1 - p) / (pairs[name] - 1) for name, p in accuracies.items())) / len(accuracies)
 
 
 def pair_scores(ladder: Ladder) -> list[PairsScore]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.jobs.store import Store
+from megatron_ddrp.tasks.jobs.store import Row, Store
 
 Points = tuple[tuple[float, ...], ...]
 """Points of a curve: consumed tokens, then one value or several."""
@@ -86,37 +86,40 @@ class Run:
     values: Mapping[str, float]
     """Measure → finite value."""
     undefined: tuple[str, ...]
-    """Measures whose value is not finite."""
+    """Measures whose value is not finite, which JSON has as null."""
     curve: Points
     """Pairs of consumed tokens and training masked-LM loss."""
     similarity: Points
     """Triples of consumed tokens, f(S) and f(H)."""
     paradigms: Mapping[str, float]
     """Paradigm of minimal pairs → accuracy."""
-    pairs: int
-    """Number of pairs per paradigm; 0 if it is unknown."""
+    pairs: Mapping[str, int]
+    """Paradigm of minimal pairs → number of its pairs; empty if they are unknown."""
     fields: Mapping[str, float]
     """Field of minimal pairs → accuracy."""
     facts: Facts
 
 
-def read_runs(paths: Sequence[Path], only: Collection[str] | None = None) -> list[Run]:
-    """Return the runs of some files in the order of their rows. A later row of a run replaces an earlier one.
+def read_runs(paths: Sequence[Path], rank: Callable[[Row], int] = lambda row: 1) -> list[Run]:
+    """Return the runs of some files in the order of their rows.
 
-    `only` has the names of the runs to return (default: all).
+    Of the rows of a run, that with the highest rank counts, of equal ones the last. Rows of rank 0 are left out.
 
     Raises:
         UserError: a file is missing or empty or has a damaged line, or two runs claim the same place.
     """
-    rows: dict[str, Run] = {}
+    found: dict[str, tuple[int, Row]] = {}
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; give the rows.jsonl that megatron-ddrp compare writes")
         store = Store(path, lambda row: str(row["run"]), "a row of a run", _checked, on_damage=_refuse)
-        rows |= {row["run"]: as_run(row) for row in store if only is None or row["run"] in only}
-    if not rows:
+        for row in store:
+            number = rank(row)
+            if number and number >= found.get(row["run"], (0, row))[0]:
+                found[row["run"]] = (number, row)
+    if not found:
         raise UserError(f"no row in {', '.join(map(str, paths))}; train a run of the plan first")
-    runs = list(rows.values())
+    runs = [as_run(row) for _, row in found.values()]
     _check_places(runs)
     return runs
 
@@ -125,7 +128,7 @@ def as_run(row: Mapping[str, Any]) -> Run:
     """Return a row as a run. Raises KeyError, TypeError or ValueError for another object."""
     half = bool(row.get("half", False))
     arm = Arm.of(row["model"], row["encoding"], row["objective"], row.get("flags", {}), half)
-    values = {str(name): float(value) for name, value in row["values"].items() if value is not None}
+    values = {str(name): math.nan if value is None else float(value) for name, value in row["values"].items()}
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     return Run(
         name=str(row["run"]),
@@ -139,7 +142,7 @@ def as_run(row: Mapping[str, Any]) -> Run:
         curve=_points(row.get("curve", ()), 2),
         similarity=_points(row.get("similarity", ()), 3),
         paradigms={name: float(value) for name, value in row.get("paradigms", {}).items()},
-        pairs=int(row.get("pairs", 0)),
+        pairs=_pairs(row),
         fields={name: float(value) for name, value in row.get("fields", {}).items()},
         facts=_facts(row),
     )
@@ -169,6 +172,13 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _pairs(row: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of pairs by paradigm; in a row one number stands for all paradigms."""
+    pairs = row.get("pairs", 0)
+    by_paradigm = pairs if isinstance(pairs, dict) else dict.fromkeys(row.get("paradigms", {}), pairs)
+    return {str(name): int(count) for name, count in by_paradigm.items() if count}
 
 
 def _points(points: Iterable[Sequence[float]], size: int) -> Points:

@@ -13,12 +13,14 @@ from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.figures import compared_panels, draw_all
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.page import ladder_page, write_page
+from megatron_ddrp.tasks.compare.recording import make_row
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.glue.tasks import TASKS
 from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS
+from megatron_ddrp.tasks.ladder.rows import as_run
 from megatron_ddrp.tasks.statistics import student_interval
 from tests.unit.compare.conftest import finish_run, read_plan, record
 
@@ -226,6 +228,11 @@ def test_a_task_whose_data_change_is_done_again(with_scores, open_work, tmp_path
     (tmp_path / "valid.jsonl").unlink()
     with pytest.raises(UserError, match=r"plan\.yaml: tasks: .*valid\.jsonl: No such file.*; give .* or --no-tasks"):
         open_work(with_scores)
+
+
+def test_a_row_has_the_number_of_pairs_of_each_paradigm(work):
+    row = make_row(work, work.runs[0], Results(work))
+    assert row["pairs"] == as_run(row).pairs == {name: number for name, (_, number) in PAIRS.items()}
 
 
 def test_the_forecast_knows_pairs_and_tasks(with_scores, open_work):

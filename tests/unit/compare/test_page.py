@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.command import main
+from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import log_file
 from megatron_ddrp.tasks.compare.page import ladder_page, write_page
 from megatron_ddrp.tasks.compare.results import Results
@@ -52,6 +53,18 @@ def test_values_are_those_of_the_store(work):
         {1234: 0.52, 1235: 0.52}
     )  # without the 60 s of the first step
     assert results.curves[TOKEN_SIMILARITY][mlm][1234] == [(20.0, 0.8), (40.0, 0.8)]
+
+
+def test_a_loss_that_is_not_finite_is_left_out_and_told(work):
+    """metrics.jsonl has null for it."""
+    run = next(run for run in work.runs if run.seed == 1235 and run.model.objective == "mlm")
+    metrics = run.folder / "metrics.jsonl"
+    *before, last = metrics.read_text(encoding="utf-8").splitlines()
+    metrics.write_text("\n".join([*before, json.dumps(json.loads(last) | {"valid_lm_loss": None})]) + "\n")
+    assert Results(work).of(LOSS, run.arm) == pytest.approx({1234: 6.5, 1236: 6.52})
+    assert "validation masked-LM loss not finite, eta" in JobForecast(work.plan, work.store).line(run.job, 1.0, [])
+    text = page_of(work)["page.md"]
+    assert f"Values that are not finite are left out: validation masked-LM loss of {run.job.name}." in text
 
 
 def test_the_page_tells_what_is_there_and_names_what_is_missing(work):

@@ -253,7 +253,7 @@ def test_the_ladder_has_three_budgets_and_every_measure_of_every_run():
         seeds[plan.budget.amount] |= {(model.name, seed) for model in plan.models for seed in plan.seeds}
         assert plan.glue and plan.minimal_pairs and all((plan.analyses.space, plan.analyses.direction))
     counts = [{sum(model == name for model, _ in of_rung) for name, _ in of_rung} for of_rung in seeds.values()]
-    assert counts == [{4, 6}, {3}, {2}] and len({model for model, _ in seeds[2**22]}) == 21
+    assert counts == [{4, 8, 10}, {3}, {2}] and len({model for model, _ in seeds[2**22]}) == 21
 
 
 @pytest.mark.parametrize("with_glue", [True, False])

@@ -14,6 +14,7 @@ from megatron_ddrp.tasks.compare.command import main, plan_work
 from megatron_ddrp.tasks.compare.plan_file import read_plans
 from megatron_ddrp.tasks.compare.rungs import Rungs, open_rows
 from megatron_ddrp.tasks.compare.running import Runner
+from megatron_ddrp.tasks.ladder.rows import read_runs
 from tests.unit.compare.conftest import finish_run, finish_similarity
 
 LOWEST = {"budget": {"tokens": 5120}, "seeds": 2, "half_budget": ["BERT (MTH)"]}
@@ -162,6 +163,30 @@ def test_a_new_measure_repeats_a_run_whose_folder_is_gone_and_its_row_replaces_t
     finish(open_ladder(more))
     rows = open_rows(tmp_path / "out" / "rows.jsonl").rows
     assert len(rows) == 10 + 7 and len({row["run"] for row in rows}) == 10
+
+
+def test_a_plan_shows_what_was_measured_as_it_says_and_goes_back_without_work(rungs, open_ladder, capsys):
+    """Other measures of the same runs are neither shown as this plan's nor compared with them."""
+    first, second = rungs, rungs | {"analyses": {"self-similarity": 11}}
+    finish(open_ladder(first))
+    ladder = open_ladder(second)
+    assert not ladder.missing_runs and len(ladder.left_out) == 7
+    shown = read_runs([ladder.rows.path], ladder.rank)
+    assert {run.check or run.arm.half for run in shown} == {"rate", True}  # they have no analysis
+    finish(ladder)
+    for plan in (first, second):
+        ladder = open_ladder(plan)
+        assert not ladder.jobs() and not ladder.left_out
+        jobs = [set(row["jobs"]) for row in ladder.rows if ladder.rank(row) == 2]
+        assert len(jobs) == 10 == len(read_runs([ladder.rows.path], ladder.rank))
+
+
+def test_models_with_batches_of_their_own_share_the_rung_of_a_budget_in_tokens(rungs, open_ladder):
+    rungs["models"][1]["flags"] = {"global-batch-size": 12, "micro-batch-size": 4}
+    ladder = open_ladder(rungs | {"rungs": [{"budget": {"tokens": 5000}, "seeds": 1}]})
+    finish(ladder)
+    assert {row["steps"] for row in ladder.rows} == {39, 13}
+    assert {row["planned_tokens"] for row in ladder.rows} == {5000}
 
 
 def test_a_run_without_all_its_measures_has_no_row(rungs, open_ladder):

@@ -31,14 +31,17 @@ def slow_error(paradigms):
 
 
 def test_the_standard_error_is_that_of_the_pairs():
-    paradigms = [[1, 1, 0, 1], [0, 1, 0, 0], [1, 1, 1, 1]]
-    accuracies = {str(place): sum(right) / 4 for place, right in enumerate(paradigms)}
-    assert standard_error(accuracies, 4) == pytest.approx(slow_error(paradigms), rel=1e-12)
+    paradigms = [[1, 1, 0, 1], [0, 1], [1, 1, 1, 1]]
+    accuracies = {str(place): sum(right) / len(right) for place, right in enumerate(paradigms)}
+    pairs = {str(place): len(right) for place, right in enumerate(paradigms)}
+    assert standard_error(accuracies, pairs) == pytest.approx(slow_error(paradigms), rel=1e-12)
     cells = {str(place): Cell(np.array(right, bool), 0, 0, 0.5) for place, right in enumerate(paradigms)}
-    assert standard_error(accuracies, 4) == pytest.approx(Result("", cells).standard_error, rel=1e-12)
+    assert standard_error(accuracies, pairs) == pytest.approx(Result("", cells).standard_error, rel=1e-12)
 
 
-@pytest.mark.parametrize(("accuracies", "pairs"), [({}, 200), ({"a": 0.5}, 1), ({"a": 0.5}, 0)])
+@pytest.mark.parametrize(
+    ("accuracies", "pairs"), [({}, {"a": 200}), ({"a": 0.5}, {"a": 1}), ({"a": 0.5, "b": 1.0}, {"b": 9})]
+)
 def test_no_error_without_pairs(accuracies, pairs):
     assert standard_error(accuracies, pairs) is None
 

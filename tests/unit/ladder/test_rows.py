@@ -22,8 +22,8 @@ def test_a_later_row_of_a_run_replaces_an_earlier_one(write_rows):
 
 
 def test_measures_may_be_missing_and_values_that_are_not_finite_are_left_out():
-    run = as_run(make_row("ddrp+tcd", 1, RUNGS[0], {LOSS: float("nan"), "f(S)": 0.4, "CoLA": None}))
-    assert (run.values, run.undefined, run.paradigms, run.curve) == ({"f(S)": 0.4}, (LOSS,), {}, ())
+    run = as_run(make_row("ddrp+tcd", 1, RUNGS[0], {LOSS: None, "f(S)": 0.4, "CoLA": float("nan")}))
+    assert (run.values, run.undefined, run.paradigms, run.curve) == ({"f(S)": 0.4}, (LOSS, "CoLA"), {}, ())
     assert run.arm.flags == (("hcd_weight", "0"),)
     assert run.arm.objective_name == "TCD alone"
 
@@ -96,9 +96,15 @@ def test_phenomena_and_fields():
 
 def test_only_some_runs_are_read(write_rows):
     path = write_rows([row(), row(run="other", seed=2)])
-    assert [run.name for run in read_runs([path], {"other"})] == ["other"]
+    assert [run.name for run in read_runs([path], lambda row: int(row["run"] == "other"))] == ["other"]
     with pytest.raises(UserError, match="no row in"):
-        read_runs([path], set())
+        read_runs([path], lambda row: 0)
+
+
+def test_of_the_rows_of_a_run_the_highest_rank_counts_then_the_last(write_rows):
+    path = write_rows([row(loss=5.0, steps=1), row(loss=6.0, steps=1), row(loss=7.0, steps=0)])
+    assert [run.values[LOSS] for run in read_runs([path], lambda row: 1 + row["steps"])] == [6.0]
+    assert [run.values[LOSS] for run in read_runs([path])] == [7.0]
 
 
 def test_a_check_borrows_its_baseline_from_the_ladder_at_its_rungs_and_seeds(write_rows):
