@@ -20,6 +20,8 @@ PLUGINS = "plugin"
 """Key with the files of `--plugin`."""
 OF_THE_RUN = ("save", "load", "tensorboard_dir")
 """Settings of a run's config.json that belong to that run: another one has folders of its own."""
+OPTIONS = "objective_options"
+"""Setting whose meaning depends on the objective; a run stores the numbers that its objective declares."""
 
 
 class FromFile(NamedTuple):
@@ -94,7 +96,7 @@ def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
     that decides after `--config` may replace it.
     """
     whole, left, options = config_of(values), dict(values), options_of(*concerns().values())
-    for name in (name for name in values if options[name].default is None):
+    for name in (name for name in values if options[name].default is None or name == OPTIONS):
         rest = {other: value for other, value in left.items() if other != name}
         with contextlib.suppress(UserError):  # the others do not stand without it
             left = rest if config_of(rest) == whole else left
@@ -102,8 +104,13 @@ def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def under_flags(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file and of the flags; flags win, `lr_warmup_fraction` over the file's steps too."""
+    """Return the settings of a file and of the flags.
+
+    Flags win, `lr_warmup_fraction` over the file's steps too. The file's options of another objective are left out.
+    """
     left_out = {"lr_warmup_iters"} if "lr_warmup_fraction" in given else set()
+    if "objective" in values and given.get("objective", values["objective"]) != values["objective"]:
+        left_out.add(OPTIONS)
     return {name: value for name, value in values.items() if name not in left_out} | dict(given)
 
 

@@ -273,6 +273,24 @@ def test_what_followed_from_a_setting_follows_from_the_flag_that_changes_it(tmp_
     assert parse_arguments(words).config == parse_arguments(words[2:]).config
 
 
+@pytest.mark.parametrize("options", [[], ["--objective-options", "weight=2", "margin=0.25"]], ids=["declared", "given"])
+def test_a_runs_options_are_those_of_its_own_objective(options, tmp_path):
+    of_the_run = ["--objective", "token-contrast", *options]
+    save_config(parse_arguments(of_the_run).config.replace(model={"vocab_size": 999}), tmp_path)
+    words = ["--config", str(tmp_path / "config.json")]
+    assert parse_arguments(words).config == parse_arguments(of_the_run).config
+    for other in (["--objective", "mlm"], ["--objective", "head-disagreement", "--objective-options", "value=2"]):
+        assert parse_arguments([*words, *other]).config == parse_arguments(other).config
+    lower = ["--objective-options", "weight=0.5"]
+    assert parse_arguments([*words, *lower]).config == parse_arguments([*of_the_run[:2], *lower]).config
+
+
+def test_options_in_a_file_fit_the_objective_of_a_flag(tmp_path):
+    path = yaml_file(tmp_path, "objective-options: [weight=2]\n")
+    objective = parse_arguments(["--config", path, "--objective", "token-contrast"]).config.objective
+    assert objective.objective_options == ("weight=2.0", "margin=0.5")
+
+
 def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
     save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
     words = ["--config", str(tmp_path / "config.json")]
