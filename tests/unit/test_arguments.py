@@ -311,6 +311,39 @@ def test_a_share_of_warm_up_wins_over_the_steps_of_a_file(tmp_path):
     assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 7
 
 
+@pytest.mark.parametrize(
+    "words", [["--lr-warmup-iters", "3"], ["--lr-warmup-samples", "30", "--global-batch-size", "10"]]
+)
+def test_steps_of_warm_up_win_over_the_share_of_a_file(words, tmp_path):
+    path = yaml_file(tmp_path, "lr-warmup-fraction: 0.5\ntrain-iters: 100\n")
+    optimizer = parse_arguments(["--config", path, *words]).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (3, Config().optimizer.lr_warmup_fraction)
+    assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 50
+
+
+@pytest.mark.parametrize("form", ["{}\n{}\n", "optimizer:\n  {}\n  {}\n"])
+def test_a_file_has_one_warm_up(form, tmp_path):
+    share = "lr_warmup_fraction: 0.05"
+    path = yaml_file(tmp_path, form.format(share, "lr-warmup-iters: 0"))
+    with pytest.raises(UserError) as refusal:
+        parse_arguments(["--config", path])
+    line = f"--config {path}: lr_warmup_iters and lr_warmup_fraction exclude each other: give one of them"
+    assert str(refusal.value) == line and refusal.value.exit_code == 2
+    path = yaml_file(tmp_path, form.format(share, "lr-warmup-iters: null"))
+    assert parse_arguments(["--config", path]).config.optimizer.lr_warmup_fraction == 0.05
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_a_runs_own_file_may_have_both_warm_ups(share, tmp_path):
+    config = Config().replace(model={"vocab_size": 999}, optimizer={"lr_warmup_iters": 3, "lr_warmup_fraction": share})
+    save_config(config, tmp_path)
+    words = ["--config", str(tmp_path / "config.json")]
+    optimizer = parse_arguments(words).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (3, 0.01)
+    optimizer = parse_arguments([*words, "--lr-warmup-fraction", "0.2"]).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (None, 0.2)
+
+
 def test_yaml_may_be_nested_by_concern(tmp_path):
     text = "model:\n  num-layers: 3\ncheckpoint: {save: mine}\ndata:\n"
     arguments = parse_arguments(["--config", yaml_file(tmp_path, text)])

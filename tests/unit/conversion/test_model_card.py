@@ -123,6 +123,11 @@ def test_the_command_has_the_theta_of_the_run_and_the_model_that_of_its_phase(tm
     assert exported["rope_theta"] == 1000.0
 
 
+def test_the_command_has_one_warm_up(run, tmp_path):
+    change_config(run, optimizer={"lr_warmup_iters": 3, "lr_warmup_fraction": 0.05})
+    assert replayed(card_of(run, tmp_path / "hf")).optimizer.lr_warmup_iters == 3
+
+
 def test_the_card_holds_nothing_private(run, tmp_path):
     card = card_of(run, tmp_path / "hf")
     private = [str(tmp_path), "/home", "jane", "secret", "cache", "boards", socket.gethostname()]
