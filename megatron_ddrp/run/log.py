@@ -23,7 +23,8 @@ class MetricsLog:
     Raises `UserError` if metrics.jsonl cannot be opened.
     """
 
-    def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
+    def __init__(self, config: Config, start_iteration: int, active: bool, logged_every: int | None = None) -> None:
+        """Open the logs; `logged_every` is `--log-interval` up to `start_iteration` (default: that of `config`)."""
         self.config = config
         self.active = active
         self._file: MetricsFile | None = None
@@ -32,7 +33,7 @@ class MetricsLog:
             return
         if config.checkpoint.save:
             self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
-            self._tell_of_missing_rows(start_iteration)
+            self._tell_of_missing_rows(start_iteration, logged_every or config.logging.log_interval)
         if config.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -44,12 +45,12 @@ class MetricsLog:
 
             self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
 
-    def _tell_of_missing_rows(self, start_iteration: int) -> None:
+    def _tell_of_missing_rows(self, start_iteration: int, logged_every: int) -> None:
         """Warn if a run that resumes in its own folder finds fewer rows than it has logged there."""
         save, load = self.config.checkpoint.save, self.config.checkpoint.load
         if not (self._file and save and load and start_iteration and Path(save).resolve() == Path(load).resolve()):
             return
-        logged = start_iteration - start_iteration % self.config.logging.log_interval or 1
+        logged = start_iteration - start_iteration % logged_every or 1
         if self._file.last_row < logged:
             self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
 
