@@ -20,7 +20,7 @@ UNSAVED_SECONDS = 3600
 class MetricsLog:
     """Log of a run: rows of numbers, whose `iteration` counts from 1, and lines for people.
 
-    Raises `UserError` if metrics.jsonl cannot be opened.
+    Raises `UserError` if metrics.jsonl or the folder of `--tensorboard-dir` cannot be written.
     """
 
     def __init__(self, config: Config, start_iteration: int, active: bool, logged_every: int | None = None) -> None:
@@ -35,11 +35,7 @@ class MetricsLog:
             self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
             self._tell_of_missing_rows(start_iteration, logged_every or config.logging.log_interval)
         if config.logging.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers.append(
-                _TensorBoard(SummaryWriter(config.logging.tensorboard_dir, purge_step=start_iteration + 1))
-            )
+            self._writers.append(_TensorBoard(config.logging.tensorboard_dir, start_iteration))
         if config.logging.wandb_project:
             import wandb
 
@@ -87,8 +83,15 @@ class MetricsLog:
 class _TensorBoard:
     """TensorBoard writer with the two methods of a wandb run that we use."""
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
+    def __init__(self, folder: str, start_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self.writer: Any = SummaryWriter(folder, purge_step=start_iteration + 1)
+        except OSError as error:
+            raise UserError(
+                f"--tensorboard-dir {folder}: cannot be written: {error.strerror}; give a folder that can be"
+            ) from None
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():

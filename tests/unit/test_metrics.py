@@ -204,6 +204,19 @@ def test_rows_up_to_a_resume_were_due_at_the_interval_of_the_checkpoint(before, 
     assert capsys.readouterr().out == told
 
 
+@pytest.mark.parametrize(
+    ("below", "reason"), [("", "File exists"), ("/board", "Not a directory")], ids=["file", "below-a-file"]
+)
+def test_a_tensorboard_folder_that_is_a_file_is_refused_in_one_line(below, reason, tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "notes.txt").write_text("mine")
+    board = f"{tmp_path}/notes.txt{below}"
+    with pytest.raises(UserError) as refusal:
+        MetricsLog(Config().replace(logging={"tensorboard_dir": board}), 0, active=True)
+    line = f"--tensorboard-dir {board}: cannot be written: {reason}; give a folder that can be"
+    assert str(refusal.value) == line and (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):
     config = Config().replace(checkpoint={"save": str(tmp_path), "load": str(tmp_path / "source")})
     with MetricsLog(config, 4, active=True):
