@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ddrp.cli import ArgumentParser, add_flags, add_plugin_flag, flags_of
 from megatron_ddrp.config import Config, concerns, flag
-from megatron_ddrp.config.config_file import FromFile, config_of, read_config, under_flags
+from megatron_ddrp.config.config_file import WARMUP_SHARE, WARMUP_STEPS, FromFile, config_of, read_config, under_flags
 from megatron_ddrp.config.deepspeed_values import check_against, decisions, global_batch_of, load_file
 from megatron_ddrp.config.option import check_range
 from megatron_ddrp.config.reading import options_of
@@ -86,9 +86,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> Arguments:
         parser.refuse(refused + not_settled)
     for found, text in settled:
         add_renamed(parser, given, found, text.split())
-    if {"lr_warmup_iters", "lr_warmup_fraction"} <= given.keys():
+    if {WARMUP_STEPS, WARMUP_SHARE} <= given.keys():
         parser.error("--lr-warmup-iters and --lr-warmup-fraction exclude each other: give one of them")
-    settings |= given
+    settings = Settings(under_flags(settings, given))
     config = config_of(settings)
     remarks = (from_file.remark, *remarks_on(theirs, settled, settings, config), decided)
     return Arguments(config, dry_run, **assumed, remarks=tuple(filter(None, remarks)))

@@ -79,7 +79,7 @@ def train(config: Config) -> int:
         first = ranks.rank == 0
         home = RunFolder(folder, config, corpus.tokenizer) if folder and first else None
         agree(lambda: stack.enter_context(home or nullcontext()))
-        log = agree(lambda: stack.enter_context(MetricsLog(config, progress.iteration, active=first)))
+        log = agree(lambda: stack.enter_context(open_log(config, resumed, active=first)))
         requests = stack.enter_context(StopRequests(config.checkpoint.exit_duration_in_mins, began, alone))
         shifted = agree(lambda: corpus.split_remarks() if first else [])
         at_home = home.remarks if home else ()
@@ -99,6 +99,14 @@ def train(config: Config) -> int:
             stopping.note_exit_code(folder, code)
     process_group.stop()
     return code
+
+
+def open_log(config: Config, resumed: Resumed | None, active: bool) -> MetricsLog:
+    """Return the log of a run. Its earlier rows were written at the `--log-interval` stored in the checkpoint."""
+    if resumed is None:
+        return MetricsLog(config, 0, active)
+    stored = Config.from_dict(read_state(resumed.path)["config"])
+    return MetricsLog(config, resumed.progress.iteration, active, stored.logging.log_interval)
 
 
 def remarks_of_ranks(own: Sequence[str]) -> list[str]:

@@ -20,6 +20,12 @@ PLUGINS = "plugin"
 """Key with the files of `--plugin`."""
 OF_THE_RUN = ("save", "load", "tensorboard_dir")
 """Settings of a run's config.json that belong to that run: another one has folders of its own."""
+OPTIONS = "objective_options"
+"""Setting whose meaning depends on the objective; a run stores the numbers that its objective declares."""
+
+WARMUP_STEPS, WARMUP_SHARE = "lr_warmup_iters", "lr_warmup_fraction"
+_OTHER_WARMUP = {WARMUP_STEPS: WARMUP_SHARE, WARMUP_SHARE: WARMUP_STEPS}
+"""Length of the warm-up → the other setting of it; the steps win where a run stores both."""
 
 
 class FromFile(NamedTuple):
@@ -42,16 +48,21 @@ def read_config(path: str) -> FromFile:
         load_plugins(content[PLUGINS], place.at(PLUGINS))
         content = {key: value for key, value in content.items() if key != PLUGINS}
     if not _is_nested(content):
-        return FromFile(read_settings(options_of(*concerns().values()), content, place, HINTS))
+        values = read_settings(options_of(*concerns().values()), content, place, HINTS)
+        _refuse_two_warmups(values, place)
+        return FromFile(values)
     model = content.get("model")
     is_of_a_run = isinstance(model, Mapping) and "vocab_size" in model  # no flag sets it, and a run stores it
-    values: dict[str, Any] = {}
+    values = {}
     for concern, given in content.items():
         if concern not in concerns():
             raise place.error(f"unknown section {concern!r}; expected {', '.join(concerns())}")
         values |= _read_concern(concern, given or {}, place.at(concern), is_of_a_run)
     if not is_of_a_run:
+        _refuse_two_warmups(values, place)
         return FromFile(values)
+    if WARMUP_STEPS in values:
+        values.pop(WARMUP_SHARE, None)  # stored beside the steps, without effect
     left_out = [flag(name) for name in OF_THE_RUN if values.pop(name, None) is not None]
     remark = f"--config {path}: {', '.join(left_out)} of that run not taken; give your own" if left_out else ""
     return FromFile(without_derived(values), remark)
@@ -86,6 +97,12 @@ def _read_concern(concern: str, given: Any, place: Place, is_of_a_run: bool) -> 
     return read_settings(options, given, place, HINTS)
 
 
+def _refuse_two_warmups(values: Mapping[str, Any], place: Place) -> None:
+    """Refuse a file with both lengths of the warm-up, as on the command line."""
+    if WARMUP_SHARE in values and values.get(WARMUP_STEPS) is not None:
+        raise place.error(f"{WARMUP_STEPS} and {WARMUP_SHARE} exclude each other: give one of them")
+
+
 def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that decide all of `values`: those that follow from the others go.
 
@@ -94,7 +111,7 @@ def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
     that decides after `--config` may replace it.
     """
     whole, left, options = config_of(values), dict(values), options_of(*concerns().values())
-    for name in (name for name in values if options[name].default is None):
+    for name in (name for name in values if options[name].default is None or name == OPTIONS):
         rest = {other: value for other, value in left.items() if other != name}
         with contextlib.suppress(UserError):  # the others do not stand without it
             left = rest if config_of(rest) == whole else left
@@ -102,8 +119,14 @@ def without_derived(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def under_flags(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file and of the flags; flags win, `lr_warmup_fraction` over the file's steps too."""
-    left_out = {"lr_warmup_iters"} if "lr_warmup_fraction" in given else set()
+    """Return the settings of a file and of the flags.
+
+    Flags win; a warm-up in steps also wins over the file's share, and a share over its steps. The file's options of
+    another objective are left out.
+    """
+    left_out = {other for name, other in _OTHER_WARMUP.items() if name in given}
+    if "objective" in values and given.get("objective", values["objective"]) != values["objective"]:
+        left_out.add(OPTIONS)
     return {name: value for name, value in values.items() if name not in left_out} | dict(given)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ddrp import checkpoint
-from megatron_ddrp.config import ENCODINGS, ModelConfig, objective_class
+from megatron_ddrp.config import ENCODINGS, Config, ModelConfig, objective_class
 from megatron_ddrp.conversion.export_check import Scores, check_export
 from megatron_ddrp.conversion.export_sums import CARD, write_sums
 from megatron_ddrp.conversion.families import Family, leaving_family
@@ -91,7 +91,7 @@ def export_checkpoint(
     """
     refuse_output(output, overwrite, _is_hugging_face, "a Hugging Face folder")
     source = checkpoint.choose_checkpoint(load)
-    run = checkpoint.read_config(source)
+    run = Config.from_dict(checkpoint.read_state(source)["config"])  # as given: the card repeats its command
     encoding = run.model.position_encoding
     if encoding not in ENCODINGS:
         raise UserError(

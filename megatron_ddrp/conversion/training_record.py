@@ -124,12 +124,15 @@ def settings(config: Config, state: dict[str, Any]) -> dict[str, Any]:
 
 def command(config: Config) -> list[str]:
     """Return the run's command line, without paths, outputs and the launcher's own settings."""
+    optimizer = config.optimizer
+    if optimizer.lr_warmup_iters is not None:  # the share is without effect, and its flag would be refused
+        optimizer = replace(optimizer, lr_warmup_fraction=OptimizerConfig().lr_warmup_fraction)
     words = ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
     words += changed_flags(replace(config.data, index_cache_dir=None), DataConfig())
     words += objective_flags(config.objective) + model_flags(config.model)
     for section, default in (
         (config.training, TrainingConfig()),
-        (config.optimizer, OptimizerConfig()),
+        (optimizer, OptimizerConfig()),
         (config.parallel, ParallelConfig()),
     ):
         words += changed_flags(section, default)

@@ -21,10 +21,11 @@ UNSAVED_SECONDS = 3600
 class MetricsLog:
     """Log of a run: rows of numbers, whose `iteration` counts from 1, and lines for people.
 
-    Raises `UserError` if metrics.jsonl cannot be opened.
+    Raises `UserError` if metrics.jsonl or the folder of `--tensorboard-dir` cannot be written.
     """
 
-    def __init__(self, config: Config, start_iteration: int, active: bool) -> None:
+    def __init__(self, config: Config, start_iteration: int, active: bool, logged_every: int | None = None) -> None:
+        """Open the logs; `logged_every` is `--log-interval` up to `start_iteration` (default: that of `config`)."""
         self.config = config
         self.active = active
         self._file: MetricsFile | None = None
@@ -33,24 +34,20 @@ class MetricsLog:
             return
         if config.checkpoint.save:
             self._file = MetricsFile(Path(config.checkpoint.save) / METRICS, start_iteration, self.say)
-            self._tell_of_missing_rows(start_iteration)
+            self._tell_of_missing_rows(start_iteration, logged_every or config.logging.log_interval)
         if config.logging.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers.append(
-                _TensorBoard(SummaryWriter(config.logging.tensorboard_dir, purge_step=start_iteration + 1))
-            )
+            self._writers.append(_TensorBoard(config.logging.tensorboard_dir, start_iteration))
         if config.logging.wandb_project:
             import wandb
 
             self._writers.append(wandb.init(project=config.logging.wandb_project, config=config.to_dict()))
 
-    def _tell_of_missing_rows(self, start_iteration: int) -> None:
+    def _tell_of_missing_rows(self, start_iteration: int, logged_every: int) -> None:
         """Warn if a run that resumes in its own folder finds fewer rows than it has logged there."""
         save, load = self.config.checkpoint.save, self.config.checkpoint.load
         if not (self._file and save and load and start_iteration and Path(save).resolve() == Path(load).resolve()):
             return
-        logged = start_iteration - start_iteration % self.config.logging.log_interval or 1
+        logged = start_iteration - start_iteration % logged_every or 1
         if self._file.last_row < logged:
             self.say(f"{self._file.path}: the rows after step {self._file.last_row} up to step {logged} are missing")
 
@@ -87,8 +84,15 @@ class MetricsLog:
 class _TensorBoard:
     """TensorBoard writer with the two methods of a wandb run that we use."""
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
+    def __init__(self, folder: str, start_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self.writer: Any = SummaryWriter(folder, purge_step=start_iteration + 1)
+        except OSError as error:
+            raise UserError(
+                f"--tensorboard-dir {folder}: cannot be written: {error.strerror}; give a folder that can be"
+            ) from None
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():

@@ -273,6 +273,24 @@ def test_what_followed_from_a_setting_follows_from_the_flag_that_changes_it(tmp_
     assert parse_arguments(words).config == parse_arguments(words[2:]).config
 
 
+@pytest.mark.parametrize("options", [[], ["--objective-options", "weight=2", "margin=0.25"]], ids=["declared", "given"])
+def test_a_runs_options_are_those_of_its_own_objective(options, tmp_path):
+    of_the_run = ["--objective", "token-contrast", *options]
+    save_config(parse_arguments(of_the_run).config.replace(model={"vocab_size": 999}), tmp_path)
+    words = ["--config", str(tmp_path / "config.json")]
+    assert parse_arguments(words).config == parse_arguments(of_the_run).config
+    for other in (["--objective", "mlm"], ["--objective", "head-disagreement", "--objective-options", "value=2"]):
+        assert parse_arguments([*words, *other]).config == parse_arguments(other).config
+    lower = ["--objective-options", "weight=0.5"]
+    assert parse_arguments([*words, *lower]).config == parse_arguments([*of_the_run[:2], *lower]).config
+
+
+def test_options_in_a_file_fit_the_objective_of_a_flag(tmp_path):
+    path = yaml_file(tmp_path, "objective-options: [weight=2]\n")
+    objective = parse_arguments(["--config", path, "--objective", "token-contrast"]).config.objective
+    assert objective.objective_options == ("weight=2.0", "margin=0.5")
+
+
 def test_a_runs_own_file_decides_its_defaults_too(tmp_path):
     save_config(Config().replace(model={"vocab_size": 999}), tmp_path)
     words = ["--config", str(tmp_path / "config.json")]
@@ -291,6 +309,39 @@ def test_a_share_of_warm_up_wins_over_the_steps_of_a_file(tmp_path):
     optimizer = parse_arguments(["--config", path, "--lr-warmup-fraction", "0.5"]).config.optimizer
     assert optimizer.warmup_steps(100) == 50
     assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 7
+
+
+@pytest.mark.parametrize(
+    "words", [["--lr-warmup-iters", "3"], ["--lr-warmup-samples", "30", "--global-batch-size", "10"]]
+)
+def test_steps_of_warm_up_win_over_the_share_of_a_file(words, tmp_path):
+    path = yaml_file(tmp_path, "lr-warmup-fraction: 0.5\ntrain-iters: 100\n")
+    optimizer = parse_arguments(["--config", path, *words]).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (3, Config().optimizer.lr_warmup_fraction)
+    assert parse_arguments(["--config", path]).config.optimizer.warmup_steps(100) == 50
+
+
+@pytest.mark.parametrize("form", ["{}\n{}\n", "optimizer:\n  {}\n  {}\n"])
+def test_a_file_has_one_warm_up(form, tmp_path):
+    share = "lr_warmup_fraction: 0.05"
+    path = yaml_file(tmp_path, form.format(share, "lr-warmup-iters: 0"))
+    with pytest.raises(UserError) as refusal:
+        parse_arguments(["--config", path])
+    line = f"--config {path}: lr_warmup_iters and lr_warmup_fraction exclude each other: give one of them"
+    assert str(refusal.value) == line and refusal.value.exit_code == 2
+    path = yaml_file(tmp_path, form.format(share, "lr-warmup-iters: null"))
+    assert parse_arguments(["--config", path]).config.optimizer.lr_warmup_fraction == 0.05
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_a_runs_own_file_may_have_both_warm_ups(share, tmp_path):
+    config = Config().replace(model={"vocab_size": 999}, optimizer={"lr_warmup_iters": 3, "lr_warmup_fraction": share})
+    save_config(config, tmp_path)
+    words = ["--config", str(tmp_path / "config.json")]
+    optimizer = parse_arguments(words).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (3, 0.01)
+    optimizer = parse_arguments([*words, "--lr-warmup-fraction", "0.2"]).config.optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (None, 0.2)
 
 
 def test_yaml_may_be_nested_by_concern(tmp_path):

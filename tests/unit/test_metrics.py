@@ -5,10 +5,13 @@ import resource
 
 import pytest
 
+from megatron_ddrp.checkpoint import write_state
 from megatron_ddrp.config import Config
+from megatron_ddrp.engine.checkpoint import Progress, Resumed
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.log import MetricsLog
 from megatron_ddrp.run.metrics import DAMAGED, METRICS, MetricsFile, read_rows
+from megatron_ddrp.train import open_log
 
 BAD_LINES = {
     "not-json": b'{"iteration": 2, "lo',
@@ -176,6 +179,42 @@ def test_rows_that_are_missing_at_a_resume_are_told(kept, start, interval, missi
         pass
     told = f"{tmp_path / METRICS}: the rows after step {missing} are missing\n" if missing else ""
     assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("before", "kept", "now", "missing"),
+    [
+        (10, (1, 10), 5, None),
+        (5, (1, 5, 10, 15), 10, None),
+        (5, (1, 5, 10), 10, "10 up to step 15"),
+        (10, (1,), 5, "1 up to step 10"),
+    ],
+)
+def test_rows_up_to_a_resume_were_due_at_the_interval_of_the_checkpoint(before, kept, now, missing, tmp_path, capsys):
+    write(tmp_path, *map(row, kept))
+    config = Config().replace(
+        checkpoint={"save": str(tmp_path), "load": str(tmp_path)}, logging={"log_interval": before}
+    )
+    path = tmp_path / "iter_0000015"
+    path.mkdir()
+    write_state(path, {"iteration": 15, "config": config.to_dict()})
+    with open_log(config.replace(logging={"log_interval": now}), Resumed(Progress(15), path, ()), active=True):
+        pass
+    told = f"{tmp_path / METRICS}: the rows after step {missing} are missing\n" if missing else ""
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("below", "reason"), [("", "File exists"), ("/board", "Not a directory")], ids=["file", "below-a-file"]
+)
+def test_a_tensorboard_folder_that_is_a_file_is_refused_in_one_line(below, reason, tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "notes.txt").write_text("mine")
+    board = f"{tmp_path}/notes.txt{below}"
+    with pytest.raises(UserError) as refusal:
+        MetricsLog(Config().replace(logging={"tensorboard_dir": board}), 0, active=True)
+    line = f"--tensorboard-dir {board}: cannot be written: {reason}; give a folder that can be"
+    assert str(refusal.value) == line and (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_run_that_goes_on_in_another_folder_misses_no_rows(tmp_path, capsys):

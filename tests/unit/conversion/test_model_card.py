@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from megatron_ddrp import checkpoint
+from megatron_ddrp.arguments import parse_arguments
 from megatron_ddrp.commands.convert import main
 from megatron_ddrp.config import Config
 from megatron_ddrp.conversion import to_huggingface
@@ -65,6 +66,21 @@ def card_of(run, output, **publishing):
     return (output / CARD).read_text(encoding="utf-8")
 
 
+def change_config(run, **changes):
+    """Store other settings in the run's checkpoint."""
+    state_file = run / checkpoint.tag(3) / checkpoint.STATE
+    state = json.loads(state_file.read_text())
+    state["config"] = Config.from_dict(state["config"]).replace(**changes).to_dict()
+    state_file.write_text(json.dumps(state))
+
+
+def replayed(card):
+    """Return the configuration of the card's command."""
+    command = shlex.split(re.search(r"```bash\n(.*?)```", card, re.DOTALL)[1].replace("\\\n", ""))
+    assert command[:4] == ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
+    return parse_arguments(command[4:]).config
+
+
 def test_the_card_names_the_checkpoint_that_a_resumed_run_once_started_from():
     state = {"iteration": 3, "started_from": "bert/iter_0000000"}
     resumed = Config().replace(checkpoint={"load": "run", "save": "run"})
@@ -89,14 +105,27 @@ def test_the_card_tells_data_losses_settings_and_command(run, tmp_path):
     assert "| lm_loss | 5.5000 | 5.2500 |" in lines and "| lm_accuracy | 0.1250 | 0.5000 |" in lines
     assert "| tcd_loss | 0.7500 |  |" in lines
     assert "| ranks | 4 |" in lines and any(line.startswith("| learning rate | 0.0003, ") for line in lines)
-    command = shlex.split(re.search(r"```bash\n(.*?)```", card, re.DOTALL)[1].replace("\\\n", ""))
-    assert command[:4] == ["deepspeed", "--module", "megatron_ddrp", "pretrain"]
-    from megatron_ddrp.arguments import parse_arguments
-
-    again = parse_arguments(command[4:]).config
+    again = replayed(card)
     assert again.data.data_path == ("3", "wiki_text_document", "1", "gone_text_document")
     assert (again.training.train_iters, again.optimizer.lr, again.model.hidden_size) == (10, 3e-4, 32)
     assert again.model.relative_distance == 4 and again.objective.objective == "mth"
+
+
+def test_the_command_has_the_theta_of_the_run_and_the_model_that_of_its_phase(tmp_path, tokenizer):
+    run = write_checkpoint(tmp_path / "run", tokenizer, position_encoding="rope")
+    training = {"seq_length_phases": ("8:0.2:500", "16:0.6:1000"), "train_iters": 10}
+    change_config(run, training=training)
+    card = card_of(run, tmp_path / "hf")
+    again = replayed(card)
+    assert again.training.seq_length_phases == training["seq_length_phases"]
+    assert again.model.rope_theta == Config().model.rope_theta and "--rope-theta" not in card
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["rope_theta"] == 1000.0
+
+
+def test_the_command_has_one_warm_up(run, tmp_path):
+    change_config(run, optimizer={"lr_warmup_iters": 3, "lr_warmup_fraction": 0.05})
+    assert replayed(card_of(run, tmp_path / "hf")).optimizer.lr_warmup_iters == 3
 
 
 def test_the_card_holds_nothing_private(run, tmp_path):
