@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_ddrp.checkpoint import tag
 from megatron_ddrp.config import Config, concerns, flag_words
+from megatron_ddrp.config.config_file import under_flags
 from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles
@@ -145,7 +146,7 @@ def _plan_run(
         "position_encoding": model.encoding,
         "objective": model.objective,
         **schedule,
-        **dict(plan.flags + model.flags),
+        **under_flags(dict(plan.flags), dict(model.flags)),
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
     kind = folder.name.removesuffix("s")

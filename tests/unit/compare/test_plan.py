@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.arguments import parse_arguments as parse_pretraining
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.errors import UserError
@@ -140,6 +141,14 @@ def test_the_command_line_replaces_values(values, write, tmp_path):
     words = ["plan.yaml", "--output-dir", str(tmp_path), "--data-path", "made", "--vocab-file", "vocab.txt"]
     corpus = read_plan(write(of_texts), parse_arguments(words).given).corpus
     assert corpus.data_path == ("made",) and not (corpus.input or corpus.vocab_size or corpus.shuffle)
+
+
+def test_a_models_warm_up_in_steps_replaces_the_plans_share(values, open_work):
+    values["training"]["lr-warmup-fraction"] = 0.1
+    values["models"][1]["flags"] = {"lr-warmup-iters": 3}
+    first, second = (run.job.command for run in open_work(values).runs[:2])
+    assert "--lr-warmup-fraction" in first and "--lr-warmup-fraction" not in second
+    assert parse_pretraining(second[2:]).config.optimizer.lr_warmup_iters == 3
 
 
 def test_flags_are_typed_and_null_is_the_default(values, open_work):
