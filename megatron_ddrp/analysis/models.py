@@ -15,17 +15,19 @@ from megatron_ddrp.checkpoint import (
     choose_checkpoint,
     holds_run,
     is_checkpoint,
+    read_config,
     read_model,
     read_state,
     whole_checkpoints,
 )
 from megatron_ddrp.conversion.families import FAMILIES
-from megatron_ddrp.conversion.huggingface_folder import load_hugging_face
+from megatron_ddrp.conversion.huggingface_folder import load_hugging_face, read_model_config
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.model import Encoder, build_model
 from megatron_ddrp.tasks.encoder import load_encoder
+from megatron_ddrp.tasks.huggingface import longest_sequence
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ class Snapshot:
 
     random_seed: int | None = None
     """Seed of random weights that replace the stored ones, or None."""
+
+    def seq_length(self) -> int | None:
+        """Return the longest sequence that the model has positions for, in tokens, without reading its weights.
+
+        None if its configuration cannot be read; loading the model then tells the reason.
+        """
+        if (self.path / STATE).is_file():
+            return read_config(self.path).model.seq_length
+        try:
+            return read_model_config(self.path).seq_length
+        except UserError:  # `load_any` leaves such a folder to transformers
+            return longest_sequence(self.path)
 
     def load(self) -> Loaded:
         """Load a checkpoint or a folder of a supported family, with random weights if `random_seed` is set.

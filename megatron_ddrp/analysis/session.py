@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class Session:
         configs = [read_config(path) for path in paths if (path / STATE).is_file()]
         first = configs[0] if configs else Config()
         self.split = arguments.split or first.data.split or "0,1,0"  # 0,1,0 if the run had separate validation data
-        self.seq_length = min((config.model.seq_length for config in configs), default=None)
+        self.seq_length = _common_length(self.snapshots, arguments.max_length)
         text = getattr(arguments, "text", None)
         self.texts = None if text is None else draw_texts(text, arguments.sentences, arguments.seed)
 
@@ -118,6 +119,23 @@ class Session:
             source = {"text": self.arguments.text}
         about = {"analysis": self.arguments.command, **source, "seed": self.arguments.seed}
         self.output.write(about | result, draw)
+
+
+def _common_length(snapshots: Sequence[Snapshot], max_length: int | None) -> int | None:
+    """Return the longest sequence that every model has positions for, in tokens; None if no configuration says it.
+
+    Print a line if one model shortens the sentences of the others.
+    """
+    lengths = {snapshot: length for snapshot in snapshots if (length := snapshot.seq_length()) is not None}
+    if not lengths:
+        return None
+    shortest = min(lengths, key=lambda snapshot: lengths[snapshot])
+    least = lengths[shortest]
+    if least < min(max(lengths.values()), max_length or math.inf):
+        print(
+            f"{shortest.run} takes at most {least} tokens: the sentences of all models are cut to {least}", flush=True
+        )
+    return least
 
 
 class Output:

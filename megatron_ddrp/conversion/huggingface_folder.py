@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,10 +91,9 @@ def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, F
 
     Every size is compared with the weights before a tensor of that size is allocated.
     """
-    path, values = source / "config.json", read_config_file(source)
-    family = family_of(path, values)
-    values = family.complete(path, values)
-    config, tensors = family.model_config(path, values), read_weights(source)
+    path = source / "config.json"
+    family, values, config = _settings(source)
+    tensors = read_weights(source)
     refuse_sizes(config, tensors, source)
     objective = family.objective(path, values, tensors)
     shapes = on_meta_device(config, objective)
@@ -101,6 +101,22 @@ def _settings_and_weights(source: Path) -> tuple[ModelConfig, ObjectiveConfig, F
     weights = rename(family.from_folder(tensors, values), family.our_name, wanted, source)
     _refuse_other_tables(config, weights, source)
     return config, objective, family, weights
+
+
+def _settings(source: Path) -> tuple[Family, dict[str, Any], ModelConfig]:
+    """Return a folder's family, its completed config.json, and our configuration of its model."""
+    path, values = source / "config.json", read_config_file(source)
+    family = family_of(path, values)
+    values = family.complete(path, values)
+    return family, values, family.model_config(path, values)
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Return the configuration of a folder's model without reading its weights.
+
+    Raise `UserError` if its family is not in the registry, or for a setting that we do not support.
+    """
+    return _settings(folder)[2]
 
 
 def load_hugging_face(folder: Path) -> tuple[Encoder, Tokenizer, ModelConfig]:

@@ -167,13 +167,31 @@ def _load(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
         if (folder / PICKLED_WEIGHTS).is_file() and not (folder / SAFE_WEIGHTS).is_file():
             read_weights(folder)  # refuses an unsafe pickle with our own message
         model, report = auto.from_pretrained(folder, output_loading_info=True, **safely)
-    separators = 2 if config.model_type in ROBERTA_FAMILY else 1
-    longest = getattr(config, "max_position_embeddings", 512) - (config.pad_token_id + 1 if separators == 2 else 0)
     for known in (config, model.config):
         known.dtype = torch.float32  # otherwise new models of a half-precision folder would be in half precision
     missing = set(report["missing_keys"])
     unexpected = set(report["unexpected_keys"]) | (_pooler_weights(model) - missing)
-    return Folder(config, model.float(), build, missing, unexpected, longest, separators)
+    separators = 2 if config.model_type in ROBERTA_FAMILY else 1
+    return Folder(config, model.float(), build, missing, unexpected, _longest(config), separators)
+
+
+def _longest(config: Any) -> int:
+    """Return the longest sequence in tokens that a model has positions for."""
+    unread = config.pad_token_id + 1 if config.model_type in ROBERTA_FAMILY else 0
+    return int(getattr(config, "max_position_embeddings", 512)) - unread
+
+
+def longest_sequence(folder: Path) -> int | None:
+    """Return the longest sequence in tokens of a folder's model, by its configuration alone.
+
+    None if transformers cannot read the configuration; loading the model then tells the reason.
+    """
+    try:
+        from transformers import AutoConfig
+
+        return _longest(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    except Exception:  # a damaged folder may make transformers raise anything
+        return None
 
 
 def _pooler_weights(model: Any) -> set[str]:

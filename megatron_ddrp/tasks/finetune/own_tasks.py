@@ -72,6 +72,8 @@ class OwnTasks(Suite):
                 facts = kept(folder) if self.keep_models else None
                 if facts is None:
                     why = f"; {NOT_KEPT}" if self.keep_models else ""
+                    if files.test is not None and "test" not in data.dev:
+                        why += f"; {files.test} is not predicted"
                     lines.append(f"{data.task.name}: no model of {encoder.name} was kept{why}")
                     continue
                 if facts["data"] != data.fingerprint:

@@ -26,10 +26,9 @@ from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.saving import kept
 from megatron_ddrp.tasks.finetune.table_files import Row, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
+from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, text_columns, texts_to_predict
 from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer
 
-PREDICTION = "prediction"
-"""Name of the column of predictions in the output."""
 OUTPUTS = (".jsonl", ".csv", ".tsv")
 OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
 """Kind → further endings of its output: CoNLL's two columns; SQuAD's one object from question ids to answers."""
@@ -110,21 +109,14 @@ def predict_file(
     _check_ending(output, OUTPUTS_OF_KIND)
     model = load_finetuned(folder, device, texts)
     _check_ending(output, (model.task.kind,))
-    kind, wanted = KINDS[model.task.kind], [name for name in (model.columns.text, model.columns.pair) if name]
-    rows = read_rows(str(source), wanted)
+    kind = KINDS[model.task.kind]
+    rows = read_rows(str(source), text_columns(model.columns))
     count = 0
     expected = _expected_rows(source)
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
         for some in _chunks(rows):
-            read = []
-            for row in some:
-                try:
-                    read.append(kind.texts(row.cells, model.columns))
-                except ValueError as error:
-                    raise UserError(f"{row.where}: {error}") from None
-                if PREDICTION in row.cells:
-                    raise UserError(f"{row.where}: there is a column {PREDICTION!r} already; rename it")
+            read = [texts_to_predict(row, kind, model.columns) for row in some]
             writer.write(zip((row.cells for row in some), model.predict(read), strict=True))
             count += len(some)
             bar.update(len(some))

@@ -51,11 +51,11 @@ class Suite(ABC):
         return False
 
     def next_stage(self, sweep: Sweep) -> SweepOptions | None:
-        """Return the options of a second sweep that runs after this one, before the report; None without one."""
+        """Return the options of a second sweep that runs after this one; None without one."""
         return None
 
     def finish(self, sweep: Sweep, store: RunStore) -> list[str]:
-        """Finish the sweep after the last run, on every rank; return lines to print."""
+        """Finish the sweep after its last run and its report, on every rank; return lines to print."""
         return []
 
     def means(self, cells: Cells) -> dict[str, float | None]:

@@ -28,6 +28,7 @@ from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
 from megatron_ddrp.tasks.finetune.table_files import Row, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
+from megatron_ddrp.tasks.finetune.unlabelled import count_unlabelled
 
 _LOOKED_AT = 1000
 """Number of rows that decide the kind of a task without --kind."""
@@ -41,7 +42,7 @@ LABEL_COLUMNS = ("label", "labels", "score", "target", "tags", "ner_tags", "answ
 
 
 def read_task(files: TaskFiles) -> TaskData:
-    """Read and check the files of a task.
+    """Read and check the files of a task. A test file without the column of labels is to be predicted, not scored.
 
     Raises:
         UserError: a file, a column or a label is missing or wrong; the message names file and line.
@@ -60,8 +61,14 @@ def read_task(files: TaskFiles) -> TaskData:
     _check_labels(files, kind_name, metric, labels)
     task = Task(files.called, metric, kind_name, labels)
     dev = {"valid": _Reading(files.valid, kind, columns, task)}
-    if files.test is not None and columns.label in columns_of(str(files.test)):
-        dev["test"] = _Reading(files.test, kind, columns, task)
+    unlabelled = []
+    if files.test is not None:
+        if columns.label in (found := columns_of(str(files.test))):
+            dev["test"] = _Reading(files.test, kind, columns, task)
+        else:
+            count = count_unlabelled(files.test, kind, columns)
+            missing = f"no column {columns.label!r}, it has {', '.join(found)}"
+            unlabelled.append(f"test: {count:,} rows without labels, to be predicted ({missing})")
     baseline = kind.baseline(task, train.counts, dev["valid"].labels)
     digest = hashlib.sha256(json.dumps([task.facts, list(columns)]).encode())
     for reading in (train, *dev.values()):
@@ -71,7 +78,7 @@ def read_task(files: TaskFiles) -> TaskData:
         train.examples(task),
         {name: reading.examples(task) for name, reading in dev.items()},
         digest.hexdigest(),
-        tuple(_facts(task, columns, train, dev, baseline)),
+        (*_facts(task, columns, train, dev, baseline), *unlabelled),
         columns,
         baseline,
     )

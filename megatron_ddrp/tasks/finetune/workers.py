@@ -33,13 +33,15 @@ def run_here(options: SweepOptions) -> None:
     while stage is not None:
         sweep, store = Sweep(stage, stage.suite.read(), device_of(0)), open_store(stage)
         _do_here(sweep, store)
-        if not stage.machine.dry_run and (left := len(store.missing(sweep.runs))):
-            print(left_to_others(left, options.output_dir))
-            return
-        lines += [] if stage.machine.dry_run else stage.suite.finish(sweep, store)
-        stage = stage.suite.next_stage(sweep)
-    if not options.machine.dry_run:
-        report(sweep, store, lines)
+        following = stage.suite.next_stage(sweep)
+        if not stage.machine.dry_run:
+            if left := len(store.missing(sweep.runs)):
+                print(left_to_others(left, options.output_dir))
+                break
+            report(sweep, store, shown=following is None)
+            lines += stage.suite.finish(sweep, store)
+        stage = following
+    print("\n".join(lines), end="\n" * bool(lines))
 
 
 def _do_here(sweep: Sweep, store: RunStore) -> None:
@@ -65,16 +67,18 @@ def run_on_ranks(options: SweepOptions) -> None:
     with process_group.agreed_errors_told_once(options.suite.program):
         while stage is not None:
             sweep, store = _open_on_ranks(stage, ranks)
+            following = stage.suite.next_stage(sweep)
             if not stage.machine.dry_run:
                 if not do_on_ranks(sweep, ranks, store, ResultLines(sweep, store, 1).tell):
+                    if ranks.rank == 0:
+                        print(left_to_others(len(store.missing(sweep.runs)), options.output_dir))
                     break
+                if ranks.rank == 0:
+                    report(sweep, store, shown=following is None)
                 lines += stage.suite.finish(sweep, store)
-            stage = stage.suite.next_stage(sweep)
-        if not options.machine.dry_run and ranks.rank == 0:
-            if left := len(store.missing(sweep.runs)):
-                print(left_to_others(left, options.output_dir))
-            else:
-                report(sweep, store, lines)
+            stage = following
+        if ranks.rank == 0:
+            print("\n".join(lines), end="\n" * bool(lines))
         process_group.stop()
 
 
@@ -83,19 +87,22 @@ def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore
     sweep = process_group.agree(lambda: Sweep(options, data, ranks.device, ranks))
     store = process_group.agree(lambda: open_store(options))
     if ranks.rank == 0:
-        missing = len(store.missing(sweep.runs))
-        print(f"plan: {missing} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
+        missing = store.missing(sweep.runs)
+        print(f"plan: {len(missing)} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
         for encoder in sweep.encoders.values():
             print(f"  {encoder.name}: {encoder.origin}", flush=True)
+        for task in dict.fromkeys(run.task for run in missing):
+            print(*(f"  {task}: {fact}\n" for fact in data[task].facts), sep="", end="", flush=True)
     return sweep, store
 
 
-def report(sweep: Sweep, store: RunStore, lines: list[str]) -> None:
-    """Print `lines`, write the tables and print them. A lock lets only one command write at a time."""
-    print("\n".join(lines), end="\n" * bool(lines))
+def report(sweep: Sweep, store: RunStore, shown: bool) -> None:
+    """Write the tables, before anything that may fail; print them if `shown`. Only one command writes at a time."""
     with one_at_a_time(sweep.options.output_dir, "report"):
         store.refresh()
-        print(write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs))
+        text = write_report(store, sweep.options.output_dir, sweep.options.suite, asked=sweep.runs)
+    if shown:
+        print(text, flush=True)
 
 
 def _work(number: int, options: SweepOptions) -> None:

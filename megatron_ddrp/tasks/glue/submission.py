@@ -2,6 +2,8 @@
 
 A submission is a folder of files TASK.tsv with the columns `index` and `prediction`, and a zip of them for the server.
 
+Each folder has the predictions of one encoder; its file encoder.json says of which.
+
 A sweep keeps scores, not weights. Therefore each task's best run (the best seed at the best grid point) is repeated;
 its seed makes it the same run. At its end it predicts the test set. A task is skipped if the predictions of its best
 run exist.
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,22 +31,30 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 SUBMISSION = tuple(name for task in TASKS.values() for name in task.submission_files.values())
 """Files that the server wants, including those of tasks that were not run."""
+PLAIN = "submission"
+"""Name of the folder of a single encoder."""
+OWNER = "encoder.json"
+"""File of a folder that names the encoder of its predictions."""
 
 
-def write_submissions(sweep: Sweep, store: Store, data_dir: Path) -> list[str]:
+def write_submissions(sweep: Sweep, store: Store, data_dir: Path, made_from: Mapping[Path, str]) -> list[str]:
     """Write a folder and a zip archive per encoder from the test sets in `data_dir`; return lines that name them.
 
-    The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders.
+    The folder is OUT/submission, or OUT/submission-FINGERPRINT for several encoders or if OUT/submission has another
+    encoder's predictions. `made_from` is the folder of an encoder that --start-from-task made → the fingerprint of the
+    encoder that it was made from; both share a submission.
     """
     store.refresh()
+    output, alone = sweep.options.output_dir, len(sweep.encoders) == 1
+    owners = {number: made_from.get(encoder.folder, number) for number, encoder in sweep.encoders.items()}
+    folders = {number: _folder(output, owner, alone) for number, owner in owners.items()}
     own = set(sweep.runs)
     cells = best_cells(row for row in store.rows if Run.of_row(row) in own)
     jobs: list[tuple[Path, Run]] = []
     for tasks in cells.values():
         for cell in tasks.values():
             run = Run.of_row(max(cell.rows, key=lambda row: (row["score"], not row["undefined"])))
-            name = "submission" if len(cells) == 1 else f"submission-{run.encoder}"
-            jobs.append((sweep.options.output_dir / name, run))
+            jobs.append((folders[run.encoder], run))
     todo = [(folder, run) for folder, run in jobs if not _is_there(folder, run)]  # before any rank writes
     for number, (folder, run) in enumerate(todo, 1):
         task = TASKS[run.task]
@@ -51,16 +63,20 @@ def write_submissions(sweep: Sweep, store: Store, data_dir: Path) -> list[str]:
         result = sweep.finetune(run, train, dev, test)
         if not sweep.speaks:
             continue
+        if not _says(folder / OWNER, "encoder", owners[run.encoder]):
+            _write_object(folder / OWNER, {"encoder": owners[run.encoder], "name": sweep.encoders[run.encoder].name})
         for name in test:
             write_test_predictions(folder / name, task, result.predictions[name])
         score = result.scores[next(iter(dev))][-1] or 0.0  # an undefined score counts as 0
-        _marker(folder, run).write_text(json.dumps({"run": run.name, "dev_score": score}) + "\n", encoding="utf-8")
+        _write_object(_marker(folder, run), {"run": run.name, "dev_score": score})
         print(f"test predictions [{number}/{len(todo)}]: {run.name}, development score {percent(score)}", flush=True)
     lines = []
-    for folder in dict.fromkeys(folder for folder, _ in jobs) if sweep.speaks else ():
+    for folder, run in dict(jobs).items() if sweep.speaks else ():
         missing = pack_submission(folder)
         lacks = f"; the server also wants {', '.join(missing)}" if missing else ""
-        lines.append(f"written to {folder / 'submission.zip'}{lacks}")
+        other = f"; {output / PLAIN} keeps those of another encoder" if alone and folder.name != PLAIN else ""
+        name = sweep.encoders[run.encoder].name
+        lines.append(f"test predictions of {name}: written to {folder / 'submission.zip'}{other}{lacks}")
     return lines
 
 
@@ -87,12 +103,32 @@ def pack_submission(folder: Path) -> list[str]:
     return [name for name in SUBMISSION if name not in present]
 
 
+def _folder(output: Path, owner: str, alone: bool) -> Path:
+    """Return the folder for an encoder's predictions. Every rank finds the same, even after rank 0 has begun to write.
+
+    Predictions in OUT/submission without encoder.json count as another encoder's.
+    """
+    plain = output / PLAIN
+    is_free = not any((plain / name).exists() for name in SUBMISSION)
+    return plain if alone and (is_free or _says(plain / OWNER, "encoder", owner)) else output / f"{PLAIN}-{owner}"
+
+
 def _marker(folder: Path, run: Run) -> Path:
     return folder / f"{run.task}.json"
 
 
 def _is_there(folder: Path, run: Run) -> bool:
+    return _says(_marker(folder, run), "run", run.name)
+
+
+def _says(path: Path, key: str, value: str) -> bool:
+    """Return whether a file is a JSON object with this value; False for a missing or damaged file."""
     try:
-        return json.loads(_marker(folder, run).read_text(encoding="utf-8"))["run"] == run.name
+        return bool(json.loads(path.read_text(encoding="utf-8"))[key] == value)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def _write_object(path: Path, facts: dict[str, Any]) -> None:
+    with AtomicFile(path) as output:
+        output.write(f"{json.dumps(facts)}\n".encode())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Glue(Suite):
     """True to predict the test sets at the end."""
     start_from_task: str | None = None
     """Task from whose best model those in `STARTED` start, in a second stage."""
+    made_from: Mapping[Path, str] = field(default_factory=dict)
+    """Folder of an encoder of the second stage → fingerprint of the encoder that it was made from."""
 
     program = "megatron-ddrp glue"
     title = "GLUE development scores"
@@ -81,7 +84,7 @@ class Glue(Suite):
             return []
         from megatron_ddrp.tasks.glue.submission import write_submissions
 
-        return write_submissions(sweep, store, self.data_dir)
+        return write_submissions(sweep, store, self.data_dir, self.made_from)
 
     def keeps_model(self, task: str) -> bool:
         """Return whether other tasks start from this task's best model."""
@@ -94,13 +97,13 @@ class Glue(Suite):
         from megatron_ddrp.tasks.finetune.saving import model_folder
 
         before, task = sweep.options, sweep.data[self.start_from_task].task
-        names = {
-            encoder.folder if before.machine.dry_run else model_folder(before.output_dir, task, encoder): (
-                f"{encoder.name}, from {task.name}"
-            )
+        made = {
+            encoder.folder if before.machine.dry_run else model_folder(before.output_dir, task, encoder): encoder
             for encoder in sweep.encoders.values()
         }
-        suite = replace(self, tasks=self.started, start_from_task=None)
+        names = {folder: f"{encoder.name}, from {task.name}" for folder, encoder in made.items()}
+        made_from = {folder: encoder.fingerprint for folder, encoder in made.items()}
+        suite = replace(self, tasks=self.started, start_from_task=None, made_from=made_from)
         return replace(before, suite=suite, load=tuple(names), names=names, random_init=False)
 
     def means(self, cells: Cells) -> dict[str, float | None]:

@@ -1,0 +1,45 @@
+"""`--test` without labels: checked and named before training starts, predicted after the tables are written."""
+
+import json
+
+import pytest
+
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.finetune.command import main
+from tests.unit.finetune.test_own_tasks import GLANCE, words
+
+BAD_TEST = {
+    "another column": ({"sentence": "red cat runs"}, r"test\.jsonl, line 1: no column 'text', it has sentence"),
+    "an empty text": ({"text": " "}, r"test\.jsonl, line 1: text is empty"),
+    "a prediction": ({"text": "red cat", "prediction": "x"}, r"there is a column 'prediction' already; rename it"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_TEST.values(), ids=BAD_TEST)
+def test_a_bad_test_file_without_labels_is_refused_before_anything_is_loaded(topics, tmp_path, row, message):
+    (topics / "test.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=message) as refused:
+        main(words(topics, tmp_path / "no-such-encoder", tmp_path / "out", "--test", topics / "test.jsonl"))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_plan_says_that_a_test_file_has_no_labels(topics, bert_folder, tmp_path, capsys):
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", topics / "new.jsonl", "--dry-run"))
+    told = "test: 9 rows without labels, to be predicted (no column 'label', it has id, text)"
+    assert told in capsys.readouterr().out
+
+
+def test_the_table_is_there_if_the_prediction_fails(topics, bert_folder, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise UserError("no space left")
+
+    monkeypatch.setattr("megatron_ddrp.tasks.finetune.predict.predict_file", fail)
+    with pytest.raises(UserError, match="no space left"):
+        main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--test", topics / "new.jsonl"))
+    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "out" / "table.json").is_file()
+
+
+def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert_folder, tmp_path, capsys):
+    main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models", "--test", topics / "new.jsonl"))
+    assert f"was kept; {topics / 'new.jsonl'} is not predicted" in capsys.readouterr().out

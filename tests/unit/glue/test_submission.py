@@ -1,0 +1,62 @@
+"""`--predict-test`: a submission has the predictions of one encoder."""
+
+import json
+import zipfile
+
+import pytest
+import torch
+
+from megatron_ddrp.tasks.glue.command import main
+from tests.unit.glue.test_main import arguments
+
+QUICK = ("--epochs", "1", "--seeds", "1", "--predict-test")
+
+
+@pytest.fixture
+def other_folder(bert_folder, tmp_path):
+    """`bert_folder` with other weights."""
+    import shutil
+
+    from transformers import BertForMaskedLM
+
+    folder = shutil.copytree(bert_folder, tmp_path / "other")
+    model = BertForMaskedLM.from_pretrained(folder)
+    torch.nn.init.normal_(model.bert.embeddings.word_embeddings.weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+def archived(folder):
+    with zipfile.ZipFile(folder / "submission.zip") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_a_second_encoder_gets_a_submission_of_its_own(three_tasks, bert_folder, other_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "CoLA", "STS-B"))
+    first, plain = archived(out / "submission"), out / "submission"
+    assert f"test predictions of {bert_folder}: written to {plain / 'submission.zip'};" in capsys.readouterr().out
+    main(arguments(three_tasks, other_folder, out, *QUICK, "--tasks", "STS-B"))
+    assert archived(plain) == first
+    (second,) = out.glob("submission-*")
+    assert list(archived(second)) == ["STS-B.tsv"] and archived(second)["STS-B.tsv"] != first["STS-B.tsv"]
+    told = f"{second / 'submission.zip'}; {plain} keeps those of another encoder"
+    assert f"test predictions of {other_folder}: written to {told}" in capsys.readouterr().out
+    owners = [json.loads((folder / "encoder.json").read_text()) for folder in (plain, second)]
+    assert [owner["name"] for owner in owners] == [str(bert_folder), str(other_folder)]
+    assert second.name == f"submission-{owners[1]['encoder']}"
+    main(arguments(three_tasks, bert_folder, out, *QUICK, "--tasks", "MNLI"))
+    assert archived(plain).keys() == first.keys() | {"MNLI-m.tsv", "MNLI-mm.tsv"}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tasks_that_start_from_another_share_the_submission(three_tasks, bert_folder, other_folder, tmp_path, several):
+    out = tmp_path / "out"
+    tasks = ["--tasks", "CoLA", "STS-B", "--start-from-task", "MNLI"]
+    loads = [str(bert_folder), *[str(other_folder)] * several]
+    main(arguments(three_tasks, bert_folder, out, *QUICK, *tasks, "--load", *loads))
+    folders = list(out.glob("submission*"))
+    assert len(folders) == 1 + several
+    for folder in folders:
+        assert sorted(archived(folder)) == ["CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "STS-B.tsv"]
+    assert {json.loads((folder / "encoder.json").read_text())["name"] for folder in folders} == set(loads)
