@@ -170,7 +170,7 @@ class _JsonLines(_Writer):
     """Writer of one JSON object per row."""
 
     def text(self, cells: dict[str, Any], prediction: Any) -> str:
-        return json.dumps(cells | {PREDICTION: prediction}, ensure_ascii=False) + "\n"
+        return _text(cells | {PREDICTION: prediction}) + "\n"
 
 
 class _Table(_Writer):
@@ -217,4 +217,5 @@ _WRITERS: dict[str, type[_Writer]] = {".jsonl": _JsonLines, ".conll": _Conll, ".
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """Return a cell as text, JSON unless it is a string; times and bytes of a Parquet file become strings."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,11 +1,15 @@
 """`--test` without labels: checked and named before training starts, predicted after the tables are written."""
 
+import datetime
+import io
 import json
 
 import pytest
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.predict import _JsonLines, _Table
+from megatron_ddrp.tasks.finetune.task import Columns
 from tests.unit.finetune.test_own_tasks import GLANCE, words
 
 BAD_TEST = {
@@ -43,3 +47,10 @@ def test_the_table_is_there_if_the_prediction_fails(topics, bert_folder, tmp_pat
 def test_without_a_kept_model_a_test_file_is_told_to_be_unpredicted(topics, bert_folder, tmp_path, capsys):
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--no-keep-models", "--test", topics / "new.jsonl"))
     assert f"was kept; {topics / 'new.jsonl'} is not predicted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("writer", [_JsonLines, _Table])
+def test_times_of_a_parquet_file_are_written_as_text(writer):
+    stream = io.BytesIO()
+    writer(stream, ".csv", Columns()).write([({"day": datetime.date(2026, 1, 2)}, "red")])
+    assert "2026-01-02" in stream.getvalue().decode() and "red" in stream.getvalue().decode()
