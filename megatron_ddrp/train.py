@@ -68,7 +68,7 @@ def train(config: Config) -> int:
         engine = build_engine(model, config, ranks, loader.num_micro_batches)
     resumed = load_checkpoint(engine, load, config, ranks) if load else None
     progress = resumed.progress if resumed else Progress()
-    changes = corpus.changes(progress.datasets)
+    changes = agree(lambda: corpus.changes(progress.datasets))
     progress = replace(progress, datasets=corpus.contents)
     notes = open_notes(config, corpus)
     if notes is not None and resumed and not resumed.weights_only:
