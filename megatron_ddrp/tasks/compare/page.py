@@ -141,7 +141,7 @@ def as_json(results: Results, compared: dict[str, list[comparison.Compared]], ru
         "values": _by_label(results.values),
         "curves": _by_label(results.curves),
         "averaged": results.averaged,
-        "undefined": _by_label(results.collapsed),
+        "undefined": _by_label(results.undefined),
         "comparison": comparison.as_json(results, compared),
         "claims": claims(rung.judged + rung.models),
         "paradigms": paradigms,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.items import Items, read_right
@@ -39,6 +39,7 @@ Curve = list[tuple[float, float]]
 """Pairs (step, value)."""
 Scores = dict[str, float]
 """Task → score; an undefined score counts as 0."""
+M = TypeVar("M", Measure, TaskMeasure)
 
 
 class Results:
@@ -52,33 +53,36 @@ class Results:
         self.curves: dict[str, dict[Arm, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
         self.not_finite: dict[tuple[Arm, int], list[str]] = defaultdict(list)
         """Arm and seed → measures whose value is not finite; these have no value."""
+        self.undefined: dict[str, dict[Arm, int]] = defaultdict(lambda: defaultdict(int))
+        """Task → arm → number of undefined fine-tuning runs on the last checkpoints."""
         self.maps: dict[Arm, Path] = {}
         self.speeds: dict[Arm, dict[int, dict[str, Any]]] = {}
         """Arm → row length → result of `megatron-ddrp analyze throughput`."""
         self.items = Items()
         self.fields: dict[Arm, dict[int, dict[str, float]]] = defaultdict(dict)
         """Arm → seed → field of minimal pairs → accuracy; paradigm instead of field if the pairs have no fields."""
-        for run in self.runs:
-            self._read_metrics(run)
-        for analysis in work.analyses:
-            if analysis.run in self.runs and analysis.job.name in work.store:
-                self._read_analysis(analysis.run, analysis.job.kind, analysis.job.output)
-        self.collapsed: dict[str, dict[Arm, int]] = defaultdict(lambda: defaultdict(int))
-        """Task → arm → number of undefined fine-tuning runs on the last checkpoints."""
         self.facts: dict[str, dict[str, Any]] = {}
         """Task → one of its lines in runs.jsonl, which has the sizes of the data."""
+
+        def finished(measures: Iterable[M]) -> list[M]:
+            return [m for m in measures if m.run in self.runs and m.job.name in work.store]
+
+        for run in self.runs:
+            self._read_metrics(run)
+        for analysis in finished(work.analyses):
+            self._read_analysis(analysis.run, analysis.job.kind, analysis.job.output)
         scores: dict[TrainingRun, dict[int, Scores]] = defaultdict(dict)
-        for score in work.scores:
-            if score.run in self.runs and score.job.name in work.store and (found := self._read_scores(score)):
+        for score in finished(work.scores):
+            if found := self._read_scores(score):
                 scores[score.run][score.step] = found
         self.averaged = self._average_last(scores)
+        """Tasks of the GLUE averages."""
         self.averaged_on_the_way = self._average_curves(scores)
-        for pairs in work.pairs:
-            if pairs.run in self.runs and pairs.job.name in work.store:
-                self._read_pairs(pairs)
-        for task in work.tasks:
-            if task.run in self.runs and task.job.name in work.store:
-                self._read_task(task)
+        """Tasks of the GLUE averages on several checkpoints of a run."""
+        for pairs in finished(work.pairs):
+            self._read_pairs(pairs)
+        for task in finished(work.tasks):
+            self._read_task(task)
 
     @property
     def baseline(self) -> Arm:
@@ -94,10 +98,6 @@ class Results:
     def of(self, measure: str, arm: Arm) -> BySeed:
         """Return seed → value; empty if nothing is measured."""
         return dict(self.values.get(measure, {}).get(arm, {}))
-
-    def undefined(self, measure: str, arm: Arm) -> int:
-        """Return the number of undefined fine-tuning runs behind an arm's score on a task; 0 for other measures."""
-        return self.collapsed.get(measure, {}).get(arm, 0)
 
     def _read_metrics(self, run: TrainingRun) -> None:
         rows = read_rows(run.folder)
@@ -121,24 +121,16 @@ class Results:
         found = json.loads(output.read_text(encoding="utf-8"))
         if kind == "throughput":
             self._read_throughput(found["encoders"])
-            return
-        if kind == "space":
-            last = [row for row in found["checkpoints"] if row["iteration"] in run.checkpoints][-1]["layers"][-1]
-            for measure, key in SPACE.items():
-                if last.get(key) is not None:  # earlier versions had fewer keys
-                    self.values[measure][run.arm][run.seed] = last[key]
-            return
-        if kind == "direction":
-            for measure, (place, key) in DIRECTION.items():
-                if found["models"][place][key] is not None:
-                    self.values[measure][run.arm][run.seed] = found["models"][place][key]
-            return
-        if kind == "triangle":
-            self.values[TRIANGLE][run.arm][run.seed] = found["models"][0]["share"]
-            return
+        elif kind == "self-similarity":
+            self._read_similarities(run, found)
+        else:
+            for measure, value in LAST_VALUES[kind](run, found):
+                if value is not None:  # earlier versions had fewer keys
+                    self.values[measure][run.arm][run.seed] = value
+
+    def _read_similarities(self, run: TrainingRun, found: dict[str, Any]) -> None:
+        rows = _planned(run, found)
         for measure, key in ((TOKEN_SIMILARITY, "token_similarity"), (HEAD_SIMILARITY, "head_similarity")):
-            # A run that was stopped has one more checkpoint, which other seeds do not have.
-            rows = [row for row in found["checkpoints"] if row["iteration"] in run.checkpoints]
             curve = [(float(row["iteration"]), float(row[key])) for row in rows]
             self.curves[measure][run.arm][run.seed] = curve
             self.values[measure][run.arm][run.seed] = curve[-1][1]
@@ -161,7 +153,7 @@ class Results:
         return {task: cell.median for task, cell in cells.items()}
 
     def _take_cell(self, task: str, run: TrainingRun, cell: Cell, folder: Path) -> None:
-        self.collapsed[task][run.arm] += cell.undefined
+        self.undefined[task][run.arm] += cell.undefined
         self.items.add_cell(task, run, cell, folder)
 
     def _read_task(self, measure: TaskMeasure) -> None:
@@ -207,3 +199,33 @@ class Results:
 
 def _mean(scores: Scores, tasks: list[str]) -> float:
     return statistics.fmean(scores[task] for task in tasks)
+
+
+def _planned(run: TrainingRun, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an analysis's rows of the planned checkpoints. A run that was stopped has one more than other seeds."""
+    return [row for row in found["checkpoints"] if row["iteration"] in run.checkpoints]
+
+
+Values = Iterator[tuple[str, float | None]]
+"""Pairs (measure, value)."""
+
+
+def _space(run: TrainingRun, found: dict[str, Any]) -> Values:
+    last_layer = _planned(run, found)[-1]["layers"][-1]
+    return ((measure, last_layer.get(key)) for measure, key in SPACE.items())
+
+
+def _direction(run: TrainingRun, found: dict[str, Any]) -> Values:
+    return ((measure, found["models"][place][key]) for measure, (place, key) in DIRECTION.items())
+
+
+def _triangle(run: TrainingRun, found: dict[str, Any]) -> Values:
+    return iter([(TRIANGLE, found["models"][0]["share"])])
+
+
+LAST_VALUES: dict[str, Callable[[TrainingRun, dict[str, Any]], Values]] = {
+    "space": _space,
+    "direction": _direction,
+    "triangle": _triangle,
+}
+"""Kind of analysis → function that returns its values of a run's last checkpoint."""

@@ -29,7 +29,8 @@ Blocks = list[Table | str]
 
 def cell(results: Results, measure: str, arm: Arm) -> str:
     """Return mean ± standard deviation over the seeds, and the number of undefined runs, which count as 0."""
-    found, undefined = shown_spread(measure, spread(results.of(measure, arm))), results.undefined(measure, arm)
+    found = shown_spread(measure, spread(results.of(measure, arm)))
+    undefined = results.undefined.get(measure, {}).get(arm, 0)
     return f"{found} ({undefined} undefined)" if found and undefined else found
 
 
