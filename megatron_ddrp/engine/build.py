@@ -22,6 +22,7 @@ from megatron_ddrp.engine.deepspeed_file import (
 )
 from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, build_pipeline
 from megatron_ddrp.engine.muon import MuonBesideAdamW
+from megatron_ddrp.engine.optimizer_state import check_deepspeed
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
@@ -66,6 +67,7 @@ def build_engine(model: Encoder, config: Config, ranks: Ranks, num_micro_batches
             mpu=ModelParallelUnit(ranks) if ranks.tensor_size > 1 and not has_pipeline else None,
             dist_init_required=False,
         )
+    check_deepspeed(engine)
     engine.own_clipping = None
     if config.parallel.zero_stage == 0:
         engine.own_clipping = GradientClipping(module, config.optimizer.clip_grad, ranks)

@@ -16,10 +16,31 @@ from torch import Tensor
 
 from megatron_ddrp.checkpoint.state import SCALER_FIELDS
 from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW
+from megatron_ddrp.errors import UserError
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTS = (*ADAM_MOMENTS, MOMENTUM)
 """Names of all moments that an optimizer may keep of a parameter, in the order of checkpoints."""
+
+_FLAT = ("update_lp_params", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state")
+_SHARDED = (
+    *("fp16_groups", "fp32_partitioned_groups_flat", "persistent_parameters", "_get_param_partition_rank"),
+    *("_optimizer_step", "_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
+)
+USED_NAMES = {0: (), 1: _FLAT, 2: _FLAT, 3: _SHARDED}
+"""ZeRO stage → names of DeepSpeed's optimizer that this file uses and that its documentation does not promise."""
+
+
+def check_deepspeed(engine: Any) -> None:
+    """Raise `UserError`, before the first step, if this DeepSpeed's optimizer lacks a name that checkpoints need."""
+    missing = [name for name in USED_NAMES[engine.zero_optimization_stage()] if not hasattr(engine.optimizer, name)]
+    if missing:
+        import deepspeed
+
+        raise UserError(
+            f"DeepSpeed {deepspeed.__version__}: {type(engine.optimizer).__name__} has no {', '.join(missing)}, which "
+            "checkpoints need: install the DeepSpeed of requirements-lock.txt, or give another --zero-stage"
+        )
 
 
 def moments_of(engine: Any, tensor: Tensor) -> tuple[str, ...]:
