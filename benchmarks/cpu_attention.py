@@ -19,7 +19,7 @@ from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import backend_function
 from megatron_ddrp.model.positions.contract import PositionTerms
 from megatron_ddrp.model.stages import layout_of
-from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.pages.markdown import Table
 
 SHAPES = ((16, 128, 4, 32), (16, 128, 12, 64), (4, 512, 12, 64), (8, 512, 4, 32))
 """Rows, row length, heads, head size."""

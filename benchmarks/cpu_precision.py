@@ -13,7 +13,7 @@ from arms import full_rows, our_step
 from measure import benchmark_parser, median_interval, time_rounds
 
 from megatron_ddrp.config import ModelConfig, ObjectiveConfig
-from megatron_ddrp.tasks.markdown import Table
+from megatron_ddrp.pages.markdown import Table
 
 SEQ = 128
 ENCODINGS = ("absolute", "ddrp")

@@ -36,9 +36,9 @@ from megatron_ddrp.engine.inputs import MicroBatch
 from megatron_ddrp.engine.layout import WeightedLoss
 from megatron_ddrp.model import on_meta_device
 from megatron_ddrp.objectives.contract import make_objective
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.cost import DEVICES, Device
 from megatron_ddrp.run.flops import flop_per_token, peak_tflops
-from megatron_ddrp.tasks.markdown import Table
 
 BACKENDS = ("sdpa", "triton")
 FEWER, MORE = 2, 3

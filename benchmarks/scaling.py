@@ -21,8 +21,8 @@ from measure import benchmark_parser
 from pages import write_table
 
 from megatron_ddrp.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.cost import DEVICES, mfu, micro_batch_seconds
-from megatron_ddrp.tasks.markdown import Table
 
 DOCUMENT = "scaling.md"
 COUNTS = Path(__file__).with_name("gpu_cost.json")

@@ -1,4 +1,4 @@
-"""The command line of `pretrain_bert.py`, derived from the dataclasses of `megatron_ddrp.config`.
+"""The command line of `megatron-ddrp pretrain`, derived from the dataclasses of `megatron_ddrp.config`.
 
 Order of precedence: defaults, then `--config FILE`, then flags; `--deepspeed_config` decides what neither gives.
 Flags of Megatron-LM's scripts are read as `config/translation.py` says.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.analysis.attention_maps import AttentionMap
-from megatron_ddrp.analysis.plotting import FONT_SIZE, GREY, legend_below, pyplot, run_style, save_figure, thousands
+from megatron_ddrp.pages.plotting import FONT_SIZE, GREY, legend_below, pyplot, run_style, save_figure, thousands
 
 Curve = Sequence[tuple[float | None, float]]
 """(step or None, value) pairs."""

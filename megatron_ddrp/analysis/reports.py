@@ -27,7 +27,7 @@ from megatron_ddrp.analysis.triangle import measure_triangles
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.tasks import machine
+from megatron_ddrp.pages import machine
 
 GPU_TOKENS, CPU_TOKENS = 16384, 2048
 """Tokens per batch of a throughput measurement."""

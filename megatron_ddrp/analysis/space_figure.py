@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.plotting import legend_below, pyplot, run_style, save_figure
+from megatron_ddrp.pages.plotting import legend_below, pyplot, run_style, save_figure
 
 SPACE = {
     "token_similarity": "f(S)",

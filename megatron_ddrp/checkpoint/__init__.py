@@ -8,7 +8,8 @@
                                             loss scale, configuration, the layout that wrote it, of each file its
                                             size and CRC-32, and its own CRC-32
         weights-00-of-01.safetensors        fp32 weights, whole, by the names of the whole model
-        optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`
+        optimizer-00-of-01.safetensors      Adam's moments, `exp_avg/NAME` and `exp_avg_sq/NAME`;
+                                            for Muon's matrices `momentum_buffer/NAME`
         beside-00-of-01.safetensors         other training state, such as the notes of rare words
 
 A pipeline writes one pair of files per stage; their union is the model. Nothing in the tensors depends on ranks, ZeRO

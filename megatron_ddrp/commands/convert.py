@@ -102,7 +102,7 @@ def main() -> None:
         )
         print(imported.summary(), flush=True)
         if imported.warning:
-            print(f"convert_checkpoint.py: warning: {imported.warning}", file=sys.stderr)
+            print(f"{sys.argv[0]}: warning: {imported.warning}", file=sys.stderr)
     else:
         from megatron_ddrp.conversion.model_card import Publishing
         from megatron_ddrp.conversion.to_huggingface import export_checkpoint

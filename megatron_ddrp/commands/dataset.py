@@ -153,7 +153,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def draw_lengths(summary: DatasetSummary, title: str, path: Path) -> None:
     """Draw the histogram of document lengths."""
-    from megatron_ddrp.analysis.plotting import COLORS, pyplot, save_figure, thousands, wrapped
+    from megatron_ddrp.pages.plotting import COLORS, pyplot, save_figure, thousands, wrapped
 
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")

@@ -21,9 +21,9 @@ from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.report.curves import LEARNING, LOSS, Rows, logged
 from megatron_ddrp.run.metrics import METRICS, ends_in_half_a_line, read_rows
-from megatron_ddrp.tasks.pages import require_packages
 
 LOSSES, SPEED = "losses.png", "speed.png"
 

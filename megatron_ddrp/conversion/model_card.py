@@ -27,9 +27,9 @@ from megatron_ddrp.conversion.training_record import (
     settings,
 )
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
-from megatron_ddrp.tasks.machine import versions
-from megatron_ddrp.tasks.markdown import Table
-from megatron_ddrp.tasks.pages import render
+from megatron_ddrp.pages.machine import versions
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.rendering import render
 
 EXAMPLE = "Paris is the {} of France."
 

@@ -1,10 +1,10 @@
 """BERT-class encoder with any of megatron_ddrp's position encodings, for transformers ≥ 4.45.
 
 "Better Pre-Training by Reducing Representation Confusion" and the encodings that it compares. This file is copied into
-every exported folder that needs its own code, with configuration_ddrp.py (the sizes) and the training files that
-compute positions and attention logits; `megatron_ddrp/conversion/model_code.py` writes them. `trust_remote_code=True`
-loads them, so they import only torch, transformers and one another. Weights have the same names as in training. The
-output matrix of the masked-LM head is the token embedding and is not stored separately.
+every exported folder that needs its own code, with configuration_ddrp.py (the sizes), layers_ddrp.py, heads_ddrp.py and
+the training files that compute positions. `megatron_ddrp/conversion/model_code.py` writes them and
+`trust_remote_code=True` loads them, so they import only torch, transformers and one another. Weights have the names of
+training. The output matrix of the masked-LM head is the token embedding and is not stored separately.
 """
 
 from collections.abc import Callable

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import fields
 from typing import Any
 
-from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag
+from megatron_ddrp.config import ModelConfig, ObjectiveConfig, flag, flag_words
 
 
 def model_flags(config: ModelConfig) -> list[str]:
@@ -23,13 +23,5 @@ def objective_flags(config: ObjectiveConfig) -> list[str]:
 
 def changed_flags(section: Any, default: Any) -> list[str]:
     """Return the flags of a section's settings that differ from those of `default`."""
-    flags = []
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if "help" not in field.metadata or value is None or value == getattr(default, field.name):
-            continue
-        if isinstance(value, bool):
-            flags.append(flag(field.name) if value else flag("no_" + field.name))
-        else:
-            flags += [flag(field.name), *map(str, value if isinstance(value, tuple) else (value,))]
-    return flags
+    named = ((field.name, getattr(section, field.name)) for field in fields(section) if "help" in field.metadata)
+    return flag_words((name, value) for name, value in named if value not in (None, getattr(default, name)))

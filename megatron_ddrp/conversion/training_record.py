@@ -16,8 +16,8 @@ from megatron_ddrp.conversion.run_flags import changed_flags, model_flags, objec
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.dataset.manifest import read_manifest
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.metrics import Row, read_rows
-from megatron_ddrp.tasks.markdown import Table
 
 MEASURES = ("loss", "accuracy", "perplexity")
 """Suffixes of the names of the metrics on the card."""

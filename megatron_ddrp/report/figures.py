@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import (
+from megatron_ddrp.pages.plotting import (
     COLORS,
     GREY,
     legend_below,

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ddrp.analysis.plotting import thousands
+from megatron_ddrp.pages.machine import versions
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.plotting import thousands
+from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.report.curves import LEARNING, Panel, Rows, Series, logged, loss_panel, majority, perplexity
-from megatron_ddrp.tasks.machine import versions
-from megatron_ddrp.tasks.markdown import Table
-from megatron_ddrp.tasks.pages import render
 
 Facts = Mapping[str, Sequence[tuple[str, str]]]
 """Run's name → the (name, value) pairs of its head."""

@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from megatron_ddrp.checkpoint import TOKENIZER
 from megatron_ddrp.config import Config, save_config
@@ -76,9 +75,7 @@ class RunFolder:
             self._keep_plugins()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def _hold(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.analysis.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names
+from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names
 
 FIGURE = "learning_curves.png"
 PANELS_PER_ROW = 3

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ddrp.analysis.layers import layer_states
 from megatron_ddrp.config.registry import load_plugin
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
@@ -33,6 +32,7 @@ from megatron_ddrp.tasks import encoder as loading
 from megatron_ddrp.tasks.finetune.rows import Encoded, dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.training import cast_parameters
 from megatron_ddrp.tasks.huggingface import HuggingFaceEncoder
+from megatron_ddrp.tasks.layers import layer_states
 from megatron_ddrp.tasks.minimal_pairs.masked_lm import (
     HuggingFaceLogits,
     PieceLogits,

@@ -1,6 +1,7 @@
 """The folders are the architecture: who may import what, read from the syntax tree, lazy imports included."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,18 @@ def test_the_model_knows_one_device_and_no_files():
 def test_data_flows_one_way():
     assert importers("megatron_ddrp.model", "megatron_ddrp.objectives") & inside("data/") == set()
     assert importers("megatron_ddrp.engine", "megatron_ddrp.train") & inside("data/", "model/", "parallel/") == set()
+
+
+def test_no_circle_of_imports_between_folders():
+    """Loose files count as folders, except `__init__` and `__main__`, which only pass on to what a user asks for."""
+    folders = {name: Path(name).parts[0].removesuffix(".py") for name in TREES}
+    graph = {folder: set() for folder in folders.values() if not folder.startswith("__")}
+    for file in TREES:
+        names = {name.split(".")[1] for name in imported(TREES[file]) if name.startswith("megatron_ddrp.")}
+        if folders[file] in graph:
+            graph[folders[file]] |= names & graph.keys() - {folders[file]}
+    assert graph["tasks"] >= {"conversion", "pages"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the folders of a circle
 
 
 def test_no_global_state_and_no_global_args():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ddrp.analysis import plotting as figures
+from megatron_ddrp.pages import plotting as figures
 from megatron_ddrp.tasks import learning_curves
 from megatron_ddrp.tasks.learning_curves import FIGURE, Score, curves_of, draw_learning_curves
 

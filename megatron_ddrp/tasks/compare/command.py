@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from megatron_ddrp.errors import FAILURE, WRONG_ARGUMENTS, UserError
+from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.tasks.compare.arguments import parse_arguments
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import open_store
@@ -15,7 +16,6 @@ from megatron_ddrp.tasks.compare.rungs import Rungs
 from megatron_ddrp.tasks.compare.running import Runner, stop_on_sigterm
 from megatron_ddrp.tasks.compare.work import Work
 from megatron_ddrp.tasks.jobs.store import left_to_others, one_at_a_time
-from megatron_ddrp.tasks.pages import require_packages
 
 PAGE_PACKAGES = ("markdown", "matplotlib")
 

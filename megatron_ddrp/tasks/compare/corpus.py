@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.compare.jobs import Job, digest
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Plan
@@ -34,8 +35,9 @@ def open_corpus(plan: Plan, folder: Path) -> CorpusFiles:
     if corpus.data_path:
         assert corpus.vocab_file is not None
         facts = [fingerprint(plan, "vocab_file", corpus.vocab_file)]
+        prefixes = read_blend(corpus.data_path, "corpus.data_path").prefixes
         for word in corpus.data_path:
-            ends = () if is_weight(word) else (".bin", ".idx")
+            ends = (".bin", ".idx") if word in prefixes else ()
             facts += [fingerprint(plan, "data_path", word + end) for end in ends] or [float(word)]
         return CorpusFiles(corpus.data_path, corpus.vocab_file, corpus.tokenizer_type, digest(facts), ())
     inputs = [fingerprint(plan, "input", name) for name in corpus.input]
@@ -100,12 +102,3 @@ _PLACES = {
     "tasks": ("tasks", "existing files, or --no-tasks"),
 }
 """Purpose of a file → key in the plan, and the flag that replaces it."""
-
-
-def is_weight(word: str) -> bool:
-    """Return whether a word of a data path is a weight instead of a prefix."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, pyplot, run_style, save_figure
+from megatron_ddrp.pages.plotting import COLORS, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import Curve, Results
 from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, STEP_SECONDS

@@ -1,4 +1,4 @@
-"""Flags of `pretrain_bert.py` in the YAML of a plan."""
+"""Flags of `megatron-ddrp pretrain` in the YAML of a plan."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DECIDED = {
     "vocab_file": "corpus",
     "tokenizer_type": "corpus",
 }
-"""Flag of `pretrain_bert.py` that a plan must not have → the key that determines it."""
+"""Flag of `megatron-ddrp pretrain` that a plan must not have → the key that determines it."""
 
 
 def read_flags(values: Any, place: Place) -> Flags:
-    """Return the flags of `pretrain_bert.py` in a mapping. Raises `UserError` for a flag in `DECIDED`."""
+    """Return the flags of `megatron-ddrp pretrain` in a mapping. Raises `UserError` for a flag in `DECIDED`."""
     options = options_of(*concerns().values())
     settings = read_settings(options, values or {}, place, HINTS)
     for name in DECIDED:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ddrp.config import encoding_class, flag_words
+from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint, is_weight
+from megatron_ddrp.tasks.compare.corpus import CorpusFiles, fingerprint
 from megatron_ddrp.tasks.compare.flags import Flags
 from megatron_ddrp.tasks.compare.jobs import Job, digest, job_name
 from megatron_ddrp.tasks.compare.plan import Plan
@@ -126,7 +127,7 @@ def _task_job(task: TaskPlan, run: TrainingRun, facts: list[object], folder: Pat
 def analyses(plan: Plan, runs: list[TrainingRun], corpus: CorpusFiles, folder: Path) -> list[Measure]:
     """Return the analyses of the runs at the full budget; attention maps and throughput only for the first seed."""
     wanted = plan.analyses
-    prefixes = [word for word in corpus.data_path if not is_weight(word)]
+    prefixes = read_blend(corpus.data_path, "corpus.data_path").prefixes
     found = []
     for run in runs:
         if run.half:

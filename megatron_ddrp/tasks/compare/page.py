@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron_ddrp.config import flag_words
 from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.rendering import render, to_html
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.compare import comparison
 from megatron_ddrp.tasks.compare.figures import draw_all
@@ -32,8 +34,6 @@ from megatron_ddrp.tasks.ladder.as_json import claims
 from megatron_ddrp.tasks.ladder.facts import not_finite
 from megatron_ddrp.tasks.ladder.page import LadderPage
 from megatron_ddrp.tasks.ladder.rows import as_run
-from megatron_ddrp.tasks.markdown import Table
-from megatron_ddrp.tasks.pages import render, to_html
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES
 
 

@@ -1,7 +1,7 @@
 """Plan of a comparison: models, seeds, one budget, one corpus, checked before anything runs.
 
-The keys `model` and `training` and a model's `flags` take flags of `pretrain_bert.py` without the leading dashes. Flags
-that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md explains the keys.
+The keys `model` and `training` and a model's `flags` take flags of `megatron-ddrp pretrain` without the leading dashes.
+Flags that the plan itself determines (seed, steps, folders, data) are refused there. docs/compare.md explains the keys.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Plan:
     half_budget: tuple[str, ...] = option((), "models to train at half the budget too", distinct=True)
     alphas: Alphas = option(Alphas(), "grid of MTH's weights")
     checkpoints: int = option(4, "checkpoints per run", within=COUNT)
-    launcher: str = option("python", "command that starts pretrain_bert.py")
+    launcher: str = option("python", "python, or a launcher of megatron-ddrp pretrain")
     workers: int = option(1, "jobs at once", within=COUNT)
     expected: Expected = option(Expected(), "times, for the forecast")
     check: str = option("", "question that these runs answer, apart from the ladder")

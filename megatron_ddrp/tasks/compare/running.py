@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks import machine
+from megatron_ddrp.pages import machine
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import Job, log_file
 

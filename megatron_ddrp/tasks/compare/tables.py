@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.compare.comparison import Compared, count_items, measures
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES, PAPER_TRIANGLES
@@ -20,7 +21,6 @@ from megatron_ddrp.tasks.ladder.measures import (
 )
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread
 from megatron_ddrp.tasks.ladder.rows import Arm
-from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import paired, spread
 
 Blocks = list[Table | str]

@@ -35,7 +35,7 @@ class Work:
     """Jobs that analyse runs."""
 
     def __init__(self, plan: Plan, folder: Path, store: Store):
-        """Plan all jobs. Raises `UserError` for missing inputs and for flags that `pretrain_bert.py` would refuse."""
+        """Plan all jobs. Raises `UserError` for missing inputs and for flags that pre-training would refuse."""
         self.plan, self.folder, self.store = plan, folder, store
         self.corpus = open_corpus(plan, folder)
         self.probes = probe_jobs(plan, self.corpus, folder)

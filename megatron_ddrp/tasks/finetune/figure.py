@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.analysis.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names, wrapped
+from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names, wrapped
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 
 LEAST_WIDTH, ENDS = 6.5, 1.3

@@ -15,14 +15,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
 from megatron_ddrp.tasks.finetune.figure import draw
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
-from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.names import with_random_weights
-from megatron_ddrp.tasks.pages import render
 from megatron_ddrp.tasks.statistics import paired
 
 DETAILS = [

@@ -7,7 +7,6 @@ the highest score; among equal scores, the run whose name comes first.
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from megatron_ddrp.tasks.finetune.model_card import finetuned_card
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder
+from megatron_ddrp.tasks.jobs.store import one_at_a_time
 
 if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.sweep import Sweep
@@ -53,11 +53,8 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         return
     encoder, data = sweep.encoders[run.encoder], sweep.data[run.task]
     folder = model_folder(sweep.options.output_dir, data.task, encoder)
-    locks = sweep.options.output_dir / "locks"  # not in models/, where TASK-* must match only the folder
-    for place in (folder.parent, locks):
-        place.mkdir(parents=True, exist_ok=True)
-    with (locks / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(sweep.options.output_dir, folder.name):
         facts = finetuned_facts(encoder, data, run, row)
         before = kept(folder)
         if before and before["data"] == run.data and _rank(before) >= _rank(facts):

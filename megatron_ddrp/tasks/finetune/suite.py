@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
-from megatron_ddrp.tasks.markdown import Table
 
 if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.options import SweepOptions

@@ -13,6 +13,7 @@ import csv
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -60,6 +61,15 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Iterator[Row]:
         yield row
     if row is None:
         raise UserError(f"{path}: no rows, expected at least one")
+
+
+@contextmanager
+def blamed_on(row: Row) -> Iterator[None]:
+    """Turn a ValueError of the block into a `UserError` that names the file and line of a row."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{row.where}: {error}") from None
 
 
 def columns_of(path: str) -> list[str]:

@@ -25,7 +25,7 @@ from megatron_ddrp.tasks.finetune.entities import check_tags
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
 from megatron_ddrp.tasks.finetune.metrics import METRICS_OF_KIND, check_metric
-from megatron_ddrp.tasks.finetune.table_files import Row, columns_of, read_rows
+from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, columns_of, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Examples, Task, TaskData
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 from megatron_ddrp.tasks.finetune.unlabelled import count_unlabelled
@@ -101,13 +101,14 @@ class _Reading:
     def __post_init__(self) -> None:
         self.lengths = array("q")
         for row in self._rows():
-            with_place = _Placed(row)
-            texts = with_place(self.kind.texts, row.cells, self.columns)
             cell = row.cells[self.columns.label]
-            self.counts.update(with_place(self.kind.label_names, cell))
-            with_place(self.kind.check, texts, cell)
-            if self.task is not None:
-                self.labels.append(with_place(self.kind.label, cell, self.task))
+            with blamed_on(row):
+                texts = self.kind.texts(row.cells, self.columns)
+                names = self.kind.label_names(cell)
+                self.kind.check(texts, cell)
+                if self.task is not None:
+                    self.labels.append(self.kind.label(cell, self.task))
+            self.counts.update(names)
             self.lengths.append(sum(map(len, texts)))
         self.digest = _digest(self.path)
 
@@ -123,19 +124,6 @@ class _Reading:
                 yield Example(self.kind.texts(row.cells, self.columns), self.kind.label(cell, task))
 
         return Examples(read, np.frombuffer(self.lengths, np.int64))
-
-
-class _Placed:
-    """Caller of functions for a row; it turns their ValueError into a `UserError` that names file and line."""
-
-    def __init__(self, row: Row):
-        self.row = row
-
-    def __call__(self, function: Any, *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except ValueError as error:
-            raise UserError(f"{self.row.where}: {error}") from None
 
 
 def _digest(path: Path) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind
-from megatron_ddrp.tasks.finetune.table_files import Row, read_rows
+from megatron_ddrp.tasks.finetune.table_files import Row, blamed_on, read_rows
 from megatron_ddrp.tasks.finetune.task import Columns
 
 PREDICTION = "prediction"
@@ -24,10 +24,8 @@ def texts_to_predict(row: Row, kind: Kind, columns: Columns) -> tuple[str, ...]:
     Raises:
         UserError: a cell holds no text, or the row has a column of predictions already.
     """
-    try:
+    with blamed_on(row):
         texts = kind.texts(row.cells, columns)
-    except ValueError as error:
-        raise UserError(f"{row.where}: {error}") from None
     if PREDICTION in row.cells:
         raise UserError(f"{row.where}: there is a column {PREDICTION!r} already; rename it")
     return texts

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells
 from megatron_ddrp.tasks.finetune.suite import Suite
 from megatron_ddrp.tasks.finetune.task import Task, TaskData
 from megatron_ddrp.tasks.glue.data import read_task, read_test
 from megatron_ddrp.tasks.glue.paper import PAPER_AVERAGES, PAPER_SCORES
 from megatron_ddrp.tasks.glue.tasks import PAPER_TASKS, TASKS
-from megatron_ddrp.tasks.markdown import Table
 
 if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.options import SweepOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ddrp.pages.rendering import require_packages
 from megatron_ddrp.tasks.ladder.arguments import parse_arguments
-from megatron_ddrp.tasks.pages import require_packages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

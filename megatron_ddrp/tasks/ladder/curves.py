@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, LINES, pyplot, run_style, save_figure
+from megatron_ddrp.pages.plotting import COLORS, LINES, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, GREY, pyplot, save_figure
+from megatron_ddrp.pages.plotting import COLORS, GREY, pyplot, save_figure
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.curves import draw_loss, draw_similarity, draw_training
 from megatron_ddrp.tasks.ladder.gains import draw_claims, draw_gains

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import COLORS, GREY, MARKERS, pyplot, save_figure, wrapped
+from megatron_ddrp.pages.plotting import COLORS, GREY, MARKERS, pyplot, save_figure, wrapped
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import MINIMAL_PAIRS
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_interval, shown_spread, shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Arm, Run
-from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import Difference, Spread, paired, paired_bootstrap, spread
 
 CHANCE = 0.5

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megatron_ddrp.data.atomic import AtomicFile
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.rendering import render, to_html
 from megatron_ddrp.tasks.blocks import block_names, replace_blocks
 from megatron_ddrp.tasks.ladder.as_json import results
 from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge, model_claims, paper_claims
@@ -28,8 +30,6 @@ from megatron_ddrp.tasks.ladder.tables import (
     seeds_table,
 )
 from megatron_ddrp.tasks.ladder.verdicts import definitions
-from megatron_ddrp.tasks.markdown import Table
-from megatron_ddrp.tasks.pages import render, to_html
 
 BLOCK = "ladder "
 """Begin of the names of our blocks in documents."""

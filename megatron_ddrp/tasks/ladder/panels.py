@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ddrp.analysis.plotting import run_style
+from megatron_ddrp.pages.plotting import run_style
 from megatron_ddrp.tasks.glue.paper import PAPER_NAMES
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ddrp.pages.markdown import marked
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, MINIMAL_PAIRS, SCORED
@@ -14,7 +15,6 @@ from megatron_ddrp.tasks.ladder.verdicts import (
     NO_INTERVAL,
     NOT_TOLD,
 )
-from megatron_ddrp.tasks.markdown import marked
 
 _MEASURES = {LOSS: "validation loss (nats)", GLUE: "the GLUE average (points)", MINIMAL_PAIRS: "minimal pairs (points)"}
 ON_THE_HIGHEST = " on the highest rung that has an interval"

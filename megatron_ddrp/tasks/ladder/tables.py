@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from megatron_ddrp.config import flag_words
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.log import duration
 from megatron_ddrp.tasks.ladder.claims import Judged, check_claims, judge
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import GLUE, INSIDE, LOSS, MINIMAL_PAIRS, SCORED
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_gain, shown_spread, shown_tokens
 from megatron_ddrp.tasks.ladder.rows import Run
-from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.statistics import NOT_VISIBLE, seeds_needed, spread
 
 _GAIN = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ddrp.pages.markdown import marked
 from megatron_ddrp.tasks.ladder.trend import Trend
-from megatron_ddrp.tasks.markdown import marked
 from megatron_ddrp.tasks.statistics import OPPOSITE, VISIBLE
 
 HOLDS, EVERY, MEASURED, SOME = "holds", "holds on every rung", "holds where measured", "holds on some rungs"

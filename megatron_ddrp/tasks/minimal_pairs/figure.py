@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ddrp.analysis.plotting import pyplot, save_figure, short_names
+from megatron_ddrp.pages.plotting import pyplot, save_figure, short_names
 from megatron_ddrp.tasks.minimal_pairs.report import Report
 
 MOST_WITH_NUMBERS = 24

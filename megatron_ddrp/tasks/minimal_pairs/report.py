@@ -11,13 +11,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
-from megatron_ddrp.tasks.markdown import Table
 from megatron_ddrp.tasks.minimal_pairs.jobs import PairJob, PairStore
 from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
 from megatron_ddrp.tasks.minimal_pairs.results import Cell, Difference, Interval, Result, cell, difference
 from megatron_ddrp.tasks.minimal_pairs.rows import SCORES
-from megatron_ddrp.tasks.pages import render
 
 PIECE_COUNTS = "piece counts alone"
 Levels = dict[str, dict[str, float]]

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from megatron_ddrp.analysis.layers import layer_states
 from megatron_ddrp.analysis.models import Snapshot
 from megatron_ddrp.analysis.sentences import TextSentences, draw_texts
 from megatron_ddrp.analysis.similarity import measure_similarity
@@ -15,6 +14,7 @@ from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import Encoder
 from megatron_ddrp.model.stages import Draws, Inputs
+from megatron_ddrp.tasks.layers import layer_states
 from tests.reference import space
 from tests.unit.model.tiny import encode, tiny_batch, tiny_model
 

@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.pages.markdown import Table, code, marked
+from megatron_ddrp.pages.rendering import to_html
 from megatron_ddrp.tasks.compare.command import main
 from megatron_ddrp.tasks.compare.forecast import JobForecast
 from megatron_ddrp.tasks.compare.jobs import log_file
 from megatron_ddrp.tasks.compare.page import ladder_page, write_page
 from megatron_ddrp.tasks.compare.results import Results
 from megatron_ddrp.tasks.ladder.measures import LOSS, STEP_SECONDS, TOKEN_SIMILARITY
-from megatron_ddrp.tasks.markdown import Table, code, marked
-from megatron_ddrp.tasks.pages import to_html
 from tests.unit.compare.conftest import finish_run, finish_similarity, record
 
 LOSSES = {"BERT (MLM)": 6.5, "BERT (MTH)": 6.25}
@@ -180,7 +180,7 @@ def test_text_is_escaped_and_markdown_tables_keep_their_columns(tmp_path):
 
 @pytest.mark.parametrize("package", ["markdown", "matplotlib"])
 def test_a_missing_package_is_named_before_anything_runs(values, write, tmp_path, monkeypatch, package):
-    monkeypatch.setattr("megatron_ddrp.tasks.pages.find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr("megatron_ddrp.pages.rendering.find_spec", lambda name: None if name == package else name)
     with pytest.raises(UserError, match=rf"{package}: pip install 'megatron-ddrp\[compare\]'"):
         main([str(write(values)), "--output-dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

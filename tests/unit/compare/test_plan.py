@@ -126,6 +126,17 @@ def test_a_shuffled_corpus_is_another_one_made_from_the_same_texts(values, open_
     assert set(work.runs[0].job.needs) == {vocabulary.name, dataset.name, shuffled.name}
 
 
+def test_a_lone_number_is_a_prefix_as_in_pre_training(values, open_work, tiny_corpus, tmp_path, monkeypatch):
+    key = open_work(values).corpus.key
+    for end in (".bin", ".idx"):
+        (tmp_path / f"2024{end}").write_bytes(Path(f"{tiny_corpus.prefix}{end}").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    values["corpus"]["data_path"] = ["2024"]
+    work = open_work(values)
+    assert work.corpus.key == key  # of the same bytes
+    assert all(" --data-path 2024 --sentences" in " ".join(measure.job.command) for measure in work.analyses)
+
+
 def test_a_missing_file_of_the_corpus_is_named_with_its_flag(values, open_work, tmp_path):
     values["corpus"] = {"input": [str(tmp_path / "no.jsonl")], "vocab_size": 500}
     with pytest.raises(UserError, match=r"corpus\.input: .*no\.jsonl: No such file or directory; give --input"):

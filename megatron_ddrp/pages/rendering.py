@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_ddrp.errors import UserError
-from megatron_ddrp.tasks.markdown import code, escape, marked
+from megatron_ddrp.pages.markdown import code, escape, marked
 
 _FILTERS = {"name": escape, "marked": marked, "code": code}
 
@@ -28,7 +28,7 @@ def require_packages(extra: str, *packages: str) -> None:
 def render(template: str, **values: Any) -> str:
     """Return a template's text with these values and one final line break."""
     environment = Environment(
-        loader=PackageLoader("megatron_ddrp.tasks"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("megatron_ddrp.pages"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= _FILTERS
     return environment.get_template(template).render(values).strip() + "\n"

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron_ddrp.tasks.markdown import Table, code, escape
+from megatron_ddrp.pages.markdown import Table, code, escape
 
 NAMES = ["runs/a_b-c.1", "<script>alert(1)</script>", "a|b", "`x`", r"c:\d\|e", "*x* & [y](javascript:z)", "&lt;b&gt;"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ddrp.analysis.plotting import run_style, short_names, thousands, wrapped
+from megatron_ddrp.pages.plotting import run_style, short_names, thousands, wrapped
 
 
 @pytest.mark.parametrize(
