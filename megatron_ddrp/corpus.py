@@ -33,6 +33,9 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 SPLITS = {"train": "training", "valid": "validation", "test": "test"}
 """Split → its name in messages."""
 
+MANY_EPOCHS = 100
+"""Epochs above which a run says that it repeats its text. BERT read its own 40 times (Devlin et al. 2019, A.2)."""
+
 
 class Source(NamedTuple):
     """One dataset of the corpus and the totals of its sample indices."""
@@ -212,6 +215,8 @@ class Corpus:
         *shorter, _ = self.config.phases
         ends = [(phase.seq_length, phase.last_step(self.config.training.train_iters)) for phase in shorter]
         lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
+        if max(epochs) > MANY_EPOCHS:
+            lines.append(f"  text is read more than {MANY_EPOCHS} times: lower --train-iters, or give more text")
         return "\n".join(lines)
 
 

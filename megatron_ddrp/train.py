@@ -174,9 +174,10 @@ def introduction(config: Config, ranks: Ranks, corpus: Corpus, loader: BatchLoad
 
 def where_we_start(config: Config, resumed: Resumed | None) -> str:
     """Return how the run starts: afresh, from weights, or from a checkpoint."""
+    unsaved = "" if config.checkpoint.save else "; nothing is saved without --save"
     if resumed is None:
         nothing_there = f"{config.checkpoint.load} holds no checkpoint: " if config.checkpoint.load else ""
-        return f"{nothing_there}starting afresh"
+        return f"{nothing_there}starting afresh{unsaved}"
     if resumed.weights_only:
         line = f"weights from {resumed.path}, optimizer fresh"
     else:
@@ -184,4 +185,4 @@ def where_we_start(config: Config, resumed: Resumed | None) -> str:
         done = iteration >= config.training.train_iters
         nothing = f"; nothing to do: --train-iters is {config.training.train_iters:,}" if done else ""
         line = f"resumed from {config.checkpoint.load} at step {iteration:,}{nothing}"
-    return "\n".join((*resumed.remarks, line))
+    return "\n".join((*resumed.remarks, line + unsaved))

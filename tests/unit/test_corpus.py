@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.config import Config
-from megatron_ddrp.corpus import Corpus
+from megatron_ddrp.corpus import MANY_EPOCHS, Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
@@ -255,6 +255,13 @@ def test_description_names_every_weighted_corpus(parts, tiny_corpus):
     assert "75.00% " + parts["a"] in lines[1] and "25.00% " + parts["b"] in lines[2]
     samples = len(corpus.samples("train").parts[1])
     assert lines[2].endswith(f"{samples:,} sequences, {400 / samples:.2f} epochs")
+
+
+def test_text_read_too_often_is_said(parts, tiny_corpus):
+    corpus = Corpus.open(make_config(tiny_corpus, data={"data_path": (parts["a"],)}, train_iters=10_000))
+    samples = corpus.samples("train")
+    assert "more than" not in corpus.summary(samples, MANY_EPOCHS * len(samples))
+    assert f"read more than {MANY_EPOCHS} times" in corpus.summary(samples, MANY_EPOCHS * len(samples) + 1)
 
 
 def test_configuration_survives_json_and_takes_one_prefix_as_a_string(tiny_corpus):

@@ -1,4 +1,4 @@
-"""A run without `--save` warns once, as soon as its steps say that more than an hour is ahead."""
+"""A run without `--save` says so at its start, and warns once, as soon as its steps say that an hour is ahead."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.run.log import UnsavedWork
+from megatron_ddrp.train import where_we_start
 
 
 def said(monkeypatch: pytest.MonkeyPatch, seconds: list[float], train_iters: int, **checkpoint: Any) -> list[str]:
@@ -40,3 +41,9 @@ def test_a_slow_first_step_is_no_reason_and_slower_steps_later_are(monkeypatch: 
 )
 def test_nothing_to_warn_of(checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(monkeypatch, [1, 1, 1, 1], 5000, **checkpoint) == []
+
+
+def test_the_start_says_that_nothing_is_saved() -> None:
+    config = Config()
+    assert where_we_start(config, None) == "starting afresh; nothing is saved without --save"
+    assert where_we_start(config.replace(checkpoint={"save": "run"}), None) == "starting afresh"

@@ -27,7 +27,7 @@ def read_plans(file: Path, given: Mapping[str, Any] | None = None) -> list[Plan]
     """
     place = Place(str(file))
     if not file.is_file():
-        raise place.error("no such file; give a plan such as examples/compare/cpu-hours.yaml")
+        raise place.error("no such file; give a YAML plan: a clone of the repository has some in examples/compare/")
     values = load_yaml(file, place)
     if not isinstance(values, Mapping) or RUNGS not in values:
         plan = _plan(_replaced(values, given or {}), place)
