@@ -12,7 +12,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -182,14 +182,11 @@ def given_options(section: type[Section], parsed: argparse.Namespace) -> Section
 
 
 def parse_sections(
-    parser: ArgumentParser,
-    sections: Sequence[Any],
-    arguments: Sequence[str] | None,
-    check: Callable[[argparse.Namespace], None] = lambda options: None,
+    parser: ArgumentParser, sections: Sequence[Any], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     """Return the options of a command line with the flags of some dataclasses and `--plugin`.
 
-    If a dataclass or `check` refuses a value, the command ends as for a wrong argument.
+    If a dataclass refuses a value, the command ends as for a wrong argument.
     """
     add_flags(parser, *sections)
     add_plugin_flag(parser)
@@ -198,7 +195,6 @@ def parse_sections(
     try:
         for section in sections:
             vars(options).update(vars(given_options(section, given)))
-        check(options)
     except UserError as error:
         parser.error(str(error))
     return options

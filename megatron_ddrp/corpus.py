@@ -26,7 +26,7 @@ from megatron_ddrp.data.dataset.manifest import entry
 from megatron_ddrp.data.dataset.recorded_tokenizer import TokenizerFlags, completed
 from megatron_ddrp.data.dataset.verification import check_sums, check_tokenizer
 from megatron_ddrp.data.progress import reading_progress
-from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_impossible
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -73,7 +73,7 @@ class Corpus:
             )
         prefixes = dataset_prefixes(config)
         config = with_tokenizer(config, prefixes)
-        tokenizer = build_tokenizer(**tokenizer_flags(config)._asdict())
+        tokenizer = tokenizer_flags(config).build()
         sources, remarks = {}, [warn_of_impossible(tokenizer)]
         for prefix in prefixes:
             source = sources[prefix] = Source(open_dataset(prefix, tokenizer), {})

@@ -24,6 +24,7 @@ from megatron_ddrp.analysis.similarity import measure_similarity
 from megatron_ddrp.analysis.space import PASSES, measure_space
 from megatron_ddrp.analysis.throughput import Setting, Timed, measure_throughput
 from megatron_ddrp.analysis.triangle import measure_triangles
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.progress import progress
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -231,5 +232,5 @@ def report_notes(arguments: argparse.Namespace) -> None:
         arguments.load, arguments.data_path, arguments.words, arguments.neighbours, arguments.documents
     )
     if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(arguments.output, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(summary(result))

@@ -17,7 +17,7 @@ from megatron_ddrp.analysis.models import Loaded, Snapshot, find_snapshots, with
 from megatron_ddrp.analysis.sentences import SentenceBatches, Sentences, TextSentences, draw_texts
 from megatron_ddrp.checkpoint import STATE, read_config
 from megatron_ddrp.config import Config
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.batches.batch import Batch
 from megatron_ddrp.data.batches.blend import read_blend
 from megatron_ddrp.data.progress import progress
@@ -155,8 +155,7 @@ class Output:
     def write(self, result: dict[str, Any], draw: Callable[[Path], None]) -> None:
         """Write the JSON, and the figure if `--output` is one; print their names."""
         written = self.path.with_suffix(".json")
-        with AtomicFile(written) as stream:
-            stream.write((json.dumps(result, indent=1) + "\n").encode())
+        write_text(written, json.dumps(result, indent=1) + "\n")
         if self.draws:
             draw(self.path)
         print(f"{self.path} and {written} written" if self.draws else f"{written} written")

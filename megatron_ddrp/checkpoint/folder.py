@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ddrp.checkpoint.state import STATE, write_state
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 
 LATEST, WEIGHTS, TOKENIZER = "latest", "model.safetensors", "tokenizer"
@@ -108,8 +108,7 @@ def _named_by_latest(pointer: Path) -> tuple[str, str | None]:
 
 def mark_latest(folder: Path, name: str) -> None:
     """Make `name` the newest checkpoint, atomically."""
-    with AtomicFile(folder / LATEST) as stream:
-        stream.write(f"{name}\n".encode())
+    write_text(folder / LATEST, f"{name}\n")
 
 
 def complete(temporary: Path, state: dict[str, Any]) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.config.registry import NotRegistered
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.json_files import object_sum
 
@@ -62,8 +62,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write state.json of one checkpoint with its own sum."""
-    with AtomicFile(path / STATE) as stream:
-        stream.write((json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n").encode())
+    write_text(path / STATE, json.dumps({**state, SUM: object_sum(state)}, indent=2) + "\n")
 
 
 def _checked(state: Any, folder: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ddrp.cli import ArgumentParser
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.data.dataset.inspection import DatasetSummary, first_documents, summarize
@@ -144,8 +144,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if output is None:
         return
     if output.suffix == ".json":
-        with AtomicFile(output) as stream:
-            stream.write((json.dumps(asdict(summary), indent=2) + "\n").encode())
+        write_text(output, json.dumps(asdict(summary), indent=2) + "\n")
     else:
         draw_lengths(summary, Path(dataset.prefix).name, output)
     print(f"\n{output} written")

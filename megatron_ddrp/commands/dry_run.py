@@ -14,7 +14,6 @@ from megatron_ddrp.config.reading import options_of
 from megatron_ddrp.config.registry import PLUGINS
 from megatron_ddrp.corpus import Corpus, tokenizer_flags, verify_data, with_tokenizer
 from megatron_ddrp.data.batches.loader import count_micro_batches
-from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
@@ -160,7 +159,7 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     if not any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
         if data.vocab_file or data.tokenizer_model:
             config = with_tokenizer(config, ())
-            tokenizer = build_tokenizer(**tokenizer_flags(config)._asdict())
+            tokenizer = tokenizer_flags(config).build()
             config = config.replace(model={"vocab_size": tokenizer.vocab_size})
         return config, DataFacts()
     verified = verify_data(config)

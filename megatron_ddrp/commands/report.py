@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ddrp.cli import ArgumentParser, add_plugin_flag
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.data.dataset.indexed_dataset import IndexedDataset
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.rendering import require_packages
@@ -118,6 +118,5 @@ def main() -> None:
     if draw_speed(runs, output / SPEED):
         figures["Learning rate, gradient norm, speed and memory"] = SPEED
     head = {str(folder): facts(folder, rows) for folder, rows in found.items()}
-    with AtomicFile(output / "report.md") as stream:
-        stream.write(page(runs, head, figures, Extras(unigram, scores, arguments.remark, commands)).encode())
+    write_text(output / "report.md", page(runs, head, figures, Extras(unigram, scores, arguments.remark, commands)))
     print(f"{output / 'report.md'} written")

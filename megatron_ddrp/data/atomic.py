@@ -54,6 +54,12 @@ class AtomicFile:
         self._renamed.__exit__(*error)
 
 
+def write_text(path: AnyPath, text: str) -> None:
+    """Write a file of text in UTF-8, whole or not at all. Raises `UserError` as `AtomicFile` does."""
+    with AtomicFile(path) as file:
+        file.write(text.encode())
+
+
 @contextlib.contextmanager
 def renamed(stream: IO[bytes], temporary: Path, path: Path) -> Iterator[None]:
     """Rename an open file from `temporary` to `path` when the block ends; remove it if the block raises."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -76,7 +77,10 @@ def flop_per_token(config: Config, length: int | None = None) -> TokenFlop:
 
 def flop_of_rows(config: Config, shapes: Iterable[tuple[int, int]]) -> float:
     """Return the FLOP of micro-batches with the shapes `(rows, length)`."""
-    return sum(rows * length * flop_per_token(config, length).total for rows, length in shapes)
+    tokens = Counter[int]()
+    for rows, length in shapes:
+        tokens[length] += rows * length
+    return sum(count * flop_per_token(config, length).total for length, count in tokens.items())
 
 
 def flop_of_step(config: Config, micro_batches: Iterable[Batch], ranks: Ranks) -> float:

@@ -43,7 +43,7 @@ def first_rank_speaks() -> Iterator[None]:
         yield
 
 
-def run_rank(main: Callable[[], object], program: str | None = None) -> NoReturn:
+def run_rank(main: Callable[[], object]) -> NoReturn:
     """Run a command's `main` on one of several ranks and end the process as `run_command` does.
 
     An error that every rank raises alike is printed once, by rank 0.
@@ -58,7 +58,7 @@ def run_rank(main: Callable[[], object], program: str | None = None) -> NoReturn
             sys.exit(error.exit_code)
 
     with exit_without_teardown():
-        run_command(silent_beside_rank_0, program)
+        run_command(silent_beside_rank_0)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,8 @@ class Run:
             result = finite.finish(launched)
             after = advance(progress, result, config)
             arrays = [micro_batch.arrays for micro_batch in launched.micro_batches]
-            clock.count(result.counts["tokens"], flop_of_step(config, arrays, ranks))
+            flop = 0.0 if clock.peak is None else flop_of_step(config, arrays, ranks)
+            clock.count(result.counts["tokens"], flop)
             if logged := self.logs(after.iteration):
                 self.log_step(result, after, clock)
             unsaved.warn_once(after.iteration, self.log.say)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import atexit, os
+import atexit, os, sys
 atexit.register(os.abort)  # stands for the threads of a process group, which abort in some teardowns
 from megatron_ddrp.errors import UserError, agreed_by_all
 from megatron_ddrp.run.launch import run_rank
@@ -19,7 +19,8 @@ def fail(error):
     raise error
 
 print("said before", end="")
-run_rank(lambda: {main}, "tool")
+sys.argv[0] = "tool"
+run_rank(lambda: {main})
 """
 
 

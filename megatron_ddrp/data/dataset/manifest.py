@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.data.atomic import AnyPath, AtomicFile
+from megatron_ddrp.data.atomic import AnyPath, write_text
 from megatron_ddrp.data.dataset.dataset_index import dataset_path, file_size
 from megatron_ddrp.data.progress import Advance, silent
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
@@ -46,8 +46,7 @@ def write_manifest(path: Path, manifest: dict[str, Any], ids: Path, index: Path)
     }
     content = json.loads(json.dumps({**manifest, "files": files}))  # with the types that a reader gets
     content[MANIFEST_SUM] = object_sum(content)
-    with AtomicFile(path) as stream:
-        stream.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def entry(manifest: Mapping[str, Any] | None, key: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile, lock, sync, sync_folder
+from megatron_ddrp.data.atomic import AtomicFile, lock, sync, sync_folder, write_text
 from megatron_ddrp.data.dataset.dataset_index import SIZE, dataset_path, write_index
 from megatron_ddrp.data.dataset.manifest import write_manifest
 from megatron_ddrp.errors import UserError
@@ -180,8 +180,7 @@ class UnfinishedDatasets:
     def _write_job(self, written: list[list[list[int]]], published: bool) -> None:
         content = {"job": self._job, "state": self.state, "written": written, "published": published}
         content = json.loads(json.dumps(content))  # as it will be read
-        with AtomicFile(self.folder / "job.json") as stream:
-            stream.write(json.dumps({**content, SUM: object_sum(content)}).encode())
+        write_text(self.folder / "job.json", json.dumps({**content, SUM: object_sum(content)}))
 
 
 def _as_sizes(numbers: np.ndarray) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.config import flag_words
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render, to_html
 from megatron_ddrp.run.log import duration
@@ -51,8 +51,7 @@ def write_page(work: Work) -> str:
         "results.json": json.dumps(as_json(results, compared, rung), indent=1) + "\n",
     }
     for name, content in texts.items():
-        with AtomicFile(work.folder / name) as stream:
-            stream.write(content.encode())
+        write_text(work.folder / name, content)
     return f"{work.folder / 'page.html'}, page.md and results.json written"
 
 

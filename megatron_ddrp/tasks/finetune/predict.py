@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,9 +21,9 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.tasks.finetune.conll import conll_text
 from megatron_ddrp.tasks.finetune.kinds import KINDS
-from megatron_ddrp.tasks.finetune.rows import dev_order, pad_batch
+from megatron_ddrp.tasks.finetune.rows import chunks, dev_order, pad_batch
 from megatron_ddrp.tasks.finetune.saving import kept
-from megatron_ddrp.tasks.finetune.table_files import Row, read_rows
+from megatron_ddrp.tasks.finetune.table_files import read_rows
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 from megatron_ddrp.tasks.finetune.unlabelled import PREDICTION, text_columns, texts_to_predict
 from megatron_ddrp.tasks.huggingface import FamilyModel, load_tokenizer
@@ -115,7 +114,7 @@ def predict_file(
     expected = _expected_rows(source)
     with AtomicFile(output) as stream, progress(" rows", expected, f"predicting {source.name}") as bar:
         writer = _WRITERS.get(output.suffix, _Table)(stream.stream, output.suffix, model.columns)
-        for some in _chunks(rows):
+        for some in chunks(rows, _TOGETHER):
             read = [texts_to_predict(row, kind, model.columns) for row in some]
             writer.write(zip((row.cells for row in some), model.predict(read), strict=True))
             count += len(some)
@@ -136,12 +135,6 @@ def _check_ending(output: Path, kinds: Iterable[str]) -> None:
     endings = (*OUTPUTS, *(ending for kind in kinds for ending in OUTPUTS_OF_KIND.get(kind, ())))
     if output.suffix not in endings:
         raise UserError(f"--output {output}: expected a name that ends in {', '.join(endings)}", WRONG_ARGUMENTS)
-
-
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    iterator = iter(rows)
-    while some := list(itertools.islice(iterator, _TOGETHER)):
-        yield some
 
 
 class _Writer(ABC):

@@ -15,6 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
@@ -129,8 +130,8 @@ def write_report(
     encoders = best_cells(rows, suite.order, asked)
     folder.mkdir(parents=True, exist_ok=True)
     text = table(encoders, suite, damage)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    (folder / "table.json").write_text(json.dumps(summary(encoders, suite), indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "table.md", text)
+    write_text(folder / "table.json", json.dumps(summary(encoders, suite), indent=2) + "\n")
     if find_spec("matplotlib") is None:
         return f"\n{text}\nwritten to {folder / 'table.md'}; the figure needs matplotlib"
     tasks = task_order(encoders, suite.order)

@@ -7,11 +7,12 @@ takes every row exactly once.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,16 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 
 _ROWS_TO_SORT = 64
 """Number of batches whose shuffled rows are sorted by length together before they are cut into batches."""
+
+
+Item = TypeVar("Item")
+
+
+def chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield lists of `size` items in order; the last list may be shorter."""
+    iterator = iter(items)
+    while some := list(itertools.islice(iterator, size)):
+        yield some
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron_ddrp.conversion.finetuned import TaskHead, write_finetuned
 from megatron_ddrp.conversion.foreign_config import OWN_MODEL_TYPE
 from megatron_ddrp.conversion.model_code import write_model_code
 from megatron_ddrp.conversion.output_folder import whole_folder
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.json_files import read_object
 from megatron_ddrp.tasks.encoder import Encoder, TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import DROPOUT, PROBLEM_TYPES
@@ -60,8 +60,7 @@ def keep_if_best(sweep: Sweep, run: Run, model: nn.Module, row: dict[str, Any]) 
         if before and before["data"] == run.data and _rank(before) >= _rank(facts):
             return
         head = write_model(encoder, model, data.task, facts, folder)
-        with AtomicFile(folder / CARD) as stream:
-            stream.write(finetuned_card(folder, encoder, data.task, head, run, row).encode())
+        write_text(folder / CARD, finetuned_card(folder, encoder, data.task, head, run, row))
 
 
 def kept(folder: Path) -> dict[str, Any] | None:

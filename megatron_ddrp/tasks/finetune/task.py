@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,10 @@ class Task:
     def facts(self) -> dict[str, Any]:
         """JSON form of the task; `Task.of` reads it."""
         return {"name": self.name, "metric": self.metric, "kind": self.kind, "labels": list(self.labels)}
+
+    def most_frequent(self, counts: Mapping[str, int]) -> int:
+        """Return the number of the label with the largest of the `counts` by label; the first of equal ones."""
+        return max(range(len(self.labels)), key=lambda number: counts.get(self.labels[number], 0))
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Task:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import AtomicFile, write_text
 from megatron_ddrp.tasks.finetune.cells import best_cells
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.report import percent
@@ -90,8 +90,7 @@ def write_test_predictions(path: Path, task: GlueTask, predictions: np.ndarray) 
         predictions = np.clip(predictions, *task.label_range)
     lines = KINDS[task.kind].lines(task, predictions, predictions)
     text = "\n".join(["index\tprediction", *(f"{index}\t{prediction}" for index, prediction, _ in lines)])
-    with AtomicFile(path) as output:
-        output.write(f"{text}\n".encode())
+    write_text(path, f"{text}\n")
 
 
 def pack_submission(folder: Path) -> list[str]:
@@ -130,5 +129,4 @@ def _says(path: Path, key: str, value: str) -> bool:
 
 
 def _write_object(path: Path, facts: dict[str, Any]) -> None:
-    with AtomicFile(path) as output:
-        output.write(f"{json.dumps(facts)}\n".encode())
+    write_text(path, f"{json.dumps(facts)}\n")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from megatron_ddrp.data.atomic import AtomicFile
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render, to_html
@@ -94,7 +94,7 @@ class LadderPage:
             "results.json": json.dumps(numbers, indent=1) + "\n",
         }
         for name, content in texts.items():
-            _write(self.folder / name, content)
+            write_text(self.folder / name, content)
         return f"{self.folder / 'page.html'}, page.md, results.json and {len(figures)} figures written"
 
     def text(self, figures: Sequence[str]) -> str:
@@ -129,10 +129,5 @@ class LadderPage:
                 text = replace_blocks(text, BLOCK + name, self.blocks[name] or "These rows have no such numbers.")
             except UserError as error:
                 raise UserError(f"{path}: {error}") from None
-        _write(path, text)
+        write_text(path, text)
         return f"{path}: {len(names)} tables replaced: {', '.join(names)}"
-
-
-def _write(path: Path, text: str) -> None:
-    with AtomicFile(path) as stream:
-        stream.write(text.encode())

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.data.atomic import write_text
 from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.learning_curves import Score, draw_learning_curves
@@ -82,8 +83,8 @@ def write_report(report: Report, folder: Path) -> str:
     differences = report.differences
     folder.mkdir(parents=True, exist_ok=True)
     text = table(report, differences)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    (folder / "results.json").write_text(json.dumps(summary(report, differences), indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "table.md", text)
+    write_text(folder / "results.json", json.dumps(summary(report, differences), indent=2) + "\n")
     shown = text.split("\n## By paradigm")[0].strip()
     if find_spec("matplotlib") is None:
         return f"\n{shown}\n\nwritten to {folder / 'table.md'} and results.json; the heat map needs matplotlib"

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ddrp.tasks.statistics import percentile_interval
+
 TIES = ("strict", "first")
 TIE = 2e-5
 """Largest difference of a tie, in nats. Rounding makes equal scores differ for two orders of the same pieces: a model
@@ -131,8 +133,8 @@ def difference(first: Result, second: Result) -> Difference:
         first.name,
         second.name,
         float(means.mean()),
-        _interval(_pairs_anew(gains, rng)),
-        _interval(means[drawn].mean(1)) if len(means) > 1 else None,
+        percentile_interval(_pairs_anew(gains, rng)),
+        percentile_interval(means[drawn].mean(1)) if len(means) > 1 else None,
     )
 
 
@@ -147,8 +149,3 @@ def _pairs_anew(gains: Sequence[np.ndarray], rng: np.random.Generator) -> np.nda
         counts = rng.multinomial(len(gain), shares, size=DRAWS)  # [draws, 3]
         total += (counts[:, 2] - counts[:, 0]) / len(gain)
     return total / len(gains)
-
-
-def _interval(draws: np.ndarray) -> Interval:
-    low, high = np.quantile(draws, (0.025, 0.975)).tolist()
-    return low, high

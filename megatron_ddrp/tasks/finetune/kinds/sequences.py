@@ -6,11 +6,10 @@ text.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.tasks.finetune.kinds.contract import Kind, Line
-from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, text_row
+from megatron_ddrp.tasks.finetune.rows import Encoded, RowWriter, chunks, text_row
 from megatron_ddrp.tasks.finetune.task import Columns, Example, Task
 
 _TOGETHER = 1000
@@ -47,7 +46,7 @@ class SequenceKind(Kind):
         """Return the rows of the examples."""
         writer = RowWriter(tokenizer.pad_id)
         labels: list[Any] = []
-        for some in _chunks(examples):
+        for some in chunks(examples, _TOGETHER):
             texts = zip(*(example.texts for example in some), strict=True)
             for row in zip(*(tokenizer.encode_batch(side) for side in texts), strict=True):
                 writer.add(*text_row(row, tokenizer, max_length, pair_separators))
@@ -123,8 +122,7 @@ class Classification(SequenceKind):
     def baseline(self, task: Task, counts: Mapping[str, int], labels: Sequence[float]) -> float | None:
         """Return the score of predicting the most frequent class for every row."""
         answers = np.array(labels)
-        most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
-        return self.score(task.metric, answers, np.full(len(answers), float(most))) or 0.0
+        return self.score(task.metric, answers, np.full(len(answers), float(task.most_frequent(counts)))) or 0.0
 
     def as_targets(self, labels: np.ndarray) -> np.ndarray:
         """Return class numbers, int64 `[rows]`; labels with a nan (rows without labels) stay unchanged."""
@@ -169,7 +167,7 @@ class MultiLabel(SequenceKind):
         """Return the score of predicting only the most frequent label for every row."""
         answers = np.array(labels)
         predictions = np.zeros_like(answers)
-        predictions[:, max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))] = 1
+        predictions[:, task.most_frequent(counts)] = 1
         return self.score(task.metric, answers, predictions) or 0.0
 
     def unlabelled(self, task: Task, texts: tuple[str, ...]) -> list[float]:
@@ -281,9 +279,3 @@ def _nan(text: str) -> float:
     if text != "nan":
         raise ValueError(f"{text!r} is none of the task's labels")
     return math.nan
-
-
-def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    rows = iter(examples)
-    while some := list(itertools.islice(rows, _TOGETHER)):
-        yield some

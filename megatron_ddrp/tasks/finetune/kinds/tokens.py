@@ -98,8 +98,7 @@ class Tokens(Kind):
         """Return the score of predicting the most frequent tag for every word."""
         ends = np.cumsum([len(row) for row in labels])
         answers = Tags(np.concatenate([np.asarray(row, dtype=np.float64) for row in labels]), ends, task.labels)
-        most = max(range(len(task.labels)), key=lambda number: counts.get(task.labels[number], 0))
-        predictions = replace(answers, classes=np.full(len(answers.classes), float(most)))
+        predictions = replace(answers, classes=np.full(len(answers.classes), float(task.most_frequent(counts))))
         return self.score(task.metric, answers, predictions) or 0.0
 
     def num_outputs(self, task: Task) -> int:
