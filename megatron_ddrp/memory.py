@@ -172,7 +172,7 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     parts = tensor if config.parallel.cuts_sequence else 1
     tokens = config.training.micro_batch_size * model.seq_length
     in_logits = encoding_class(model.position_encoding).in_logits
-    heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
+    heads_of_cosine = objective.cosine_heads(model.num_attention_heads)
     boundaries, layers = 0, []
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
@@ -210,3 +210,11 @@ def by_zero_stage(
         ]
         for stage in stages
     }
+
+
+def neediest_by_zero_stage(
+    model: Encoder, config: Config, data_size: int, micro_batches: int, notes: int = 0, device_type: str = "cuda"
+) -> dict[int, Memory]:
+    """Return the memory of the rank that needs the most, at each ZeRO stage; the parameters are `by_zero_stage`'s."""
+    ranks = by_zero_stage(model, config, data_size, micro_batches, notes, device_type)
+    return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}

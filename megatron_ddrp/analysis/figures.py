@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.analysis.attention_maps import AttentionMap
-from megatron_ddrp.pages.plotting import FONT_SIZE, GREY, legend_below, pyplot, run_style, save_figure, thousands
+from megatron_ddrp.pages.plotting import (
+    FONT_SIZE,
+    GREY,
+    handles_by_label,
+    hide_rest,
+    legend_below,
+    pyplot,
+    run_style,
+    save_figure,
+    thousands,
+)
 
 Curve = Sequence[tuple[float | None, float]]
 """(step or None, value) pairs."""
@@ -38,7 +48,7 @@ def draw_similarity(tokens: Mapping[str, Curve], heads: Mapping[str, Curve], pat
         if len(steps) == 1:
             axis.set_xticks(sorted(steps))
         axis.grid(alpha=0.3)
-    legend_below(figure, _by_label(axes[0]))
+    legend_below(figure, handles_by_label(axes[0]))
     save_figure(plt, figure, path)
 
 
@@ -54,7 +64,7 @@ def draw_triangles(shares: Mapping[str, Sequence[float]], threshold: float, path
     axis.set(xlabel="layer", ylabel="share of sentences [%]", ylim=(-3, 103))
     axis.set_title(f"Up-down triangle effect, threshold {threshold:g}")
     axis.grid(alpha=0.3)
-    legend_below(figure, _by_label(axis))
+    legend_below(figure, handles_by_label(axis))
     save_figure(plt, figure, path)
 
 
@@ -74,7 +84,7 @@ def draw_direction(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     looks = zip(("text", "shuffled text"), LOOKS.values(), strict=True)
     lines = {name: plt.Line2D([], [], color=GREY, marker="o", linewidth=2, **look) for name, look in looks}
     chance = {"chance": plt.Line2D([], [], color=GREY, linestyle=":", linewidth=2)}
-    legend_below(figure, _by_label(axis) | lines | chance)
+    legend_below(figure, handles_by_label(axis) | lines | chance)
     save_figure(plt, figure, path)
 
 
@@ -105,14 +115,8 @@ def draw_throughput(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         lowest, highest = axis.get_ylim()
         axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)) if highest > 8 * lowest else plt.MaxNLocator(6))
         axis.yaxis.minorticks_off()
-    legend_below(figure, _by_label(axes[0]))
+    legend_below(figure, handles_by_label(axes[0]))
     save_figure(plt, figure, path)
-
-
-def _by_label(axis: Any) -> dict[str, Any]:
-    """Return label → line of an axis."""
-    lines, labels = axis.get_legend_handles_labels()
-    return dict(zip(labels, lines, strict=True))
 
 
 def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
@@ -131,8 +135,7 @@ def draw_maps(maps: Sequence[AttentionMap], title: str, path: Path) -> None:
     even = np.sqrt(lowest * highest)
     lowest, highest = min(lowest, even / 2), max(highest, even * 2)  # noise in a nearly even map stays pale
     scale = LogNorm(lowest, highest)
-    for axis in axes.flat[len(maps) :]:
-        axis.set_axis_off()
+    hide_rest(axes, len(maps))
     for axis, panel in zip(axes.flat, maps, strict=False):
         end = len(panel.map) + 0.5
         image = axis.imshow(panel.map, cmap="cividis", norm=scale, extent=(0.5, end, end, 0.5), interpolation="nearest")

@@ -17,7 +17,7 @@ from megatron_ddrp.data.batches.loader import count_micro_batches
 from megatron_ddrp.engine.muon import optimizer_remarks
 from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
-from megatron_ddrp.memory import Memory, by_zero_stage
+from megatron_ddrp.memory import Memory, neediest_by_zero_stage
 from megatron_ddrp.model import count_parameters, on_meta_device
 from megatron_ddrp.model.bert import decodes_masks
 from megatron_ddrp.objectives.notes import NoteDictionary
@@ -74,8 +74,7 @@ def dry_run(config: Config, world_size: int | None = None, device_memory: float 
         """Return the memory of the rank that needs the most, by ZeRO stage; bf16 implies Triton attention."""
         if training.bf16:
             config = as_resolved(config, DEVICES["a100"])
-        ranks = by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
-        return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+        return neediest_by_zero_stage(model, config, data_size, micro_batches, data.dictionary_bytes)
 
     needs = needs_of(config)
     memory = needs[parallel.zero_stage]

@@ -137,6 +137,10 @@ class ObjectiveConfig:
         """Return the number of heads of ELECTRA's generator: its share, rounded (halves to even), and at least one."""
         return max(1, round(num_attention_heads * self.generator_size))
 
+    def cosine_heads(self, num_attention_heads: int) -> int:
+        """Return the number of heads per layer whose logits HCD compares; 0 without HCD."""
+        return (self.hcd_heads or num_attention_heads) if self.hcd_weight else 0
+
     @property
     def mask_shares(self) -> dict[str, float]:
         """Shares of the selected pieces that become [MASK] and a random piece, as arguments of a `Masker`."""

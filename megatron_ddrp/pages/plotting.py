@@ -64,6 +64,28 @@ def legend_below(figure: Any, handles: Mapping[str, Any]) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
+def handles_by_label(*axes: Any) -> dict[str, Any]:
+    """Return label → line of some panels, each label once."""
+    return {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+
+
+def draw_band(axis: Any, points: Sequence[tuple[float, float, float, float]], style: Mapping[str, Any]) -> None:
+    """Draw a line through points (x, mean, lowest, highest) and a band from lowest to highest; nothing without points.
+
+    `style` has at least the `color`.
+    """
+    if points:
+        x, mean, lowest, highest = zip(*points, strict=True)
+        axis.plot(x, mean, **style)
+        axis.fill_between(x, lowest, highest, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def hide_rest(axes: Any, used: int) -> None:
+    """Hide the panels of a grid after the first `used` ones."""
+    for axis in list(axes.flat)[used:]:
+        axis.set_axis_off()
+
+
 def wrapped(title: str, inches: float) -> str:
     """Return a title broken into lines that fit into a width in inches."""
     return textwrap.fill(title, max(10, int(inches * CHARACTERS_PER_INCH)))

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_ddrp.pages.plotting import (
     COLORS,
     GREY,
+    hide_rest,
     legend_below,
     pyplot,
     run_style,
@@ -73,8 +74,7 @@ def draw_speed(runs: Mapping[str, Rows], path: Path) -> bool:
     columns = _columns(len(panels))
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, squeeze=False, figsize=(WIDTH, LOWER * lines), layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
+    hide_rest(axes, len(panels))
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw_panel(axis, panel, runs, looks)
     if len(runs) > 1:

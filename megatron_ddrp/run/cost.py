@@ -222,7 +222,7 @@ def micro_batch_seconds(config: Config, device: Device) -> float:
     hidden = model.hidden_size * _width(config)
     traffic = float(TRAFFIC * hidden)
     if kernel == "sdpa":
-        heads_of_cosine = (objective.hcd_heads or model.num_attention_heads) if objective.hcd_weight else 0
+        heads_of_cosine = objective.cosine_heads(model.num_attention_heads)
         traffic += BIAS_TRAFFIC * model.seq_length * model.num_attention_heads * _width(config) / tensor
         traffic += HCD_TRAFFIC * model.seq_length * heads_of_cosine * 4
     logits = HEAD_TRAFFIC * objective.mask_rates.mean * model.padded_vocab_size * 4 / tensor

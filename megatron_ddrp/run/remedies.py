@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ddrp.config import Config, flag
 from megatron_ddrp.data.batches.loader import count_micro_batches
-from megatron_ddrp.memory import Memory, by_zero_stage
+from megatron_ddrp.memory import Memory, neediest_by_zero_stage
 from megatron_ddrp.model import on_meta_device
 
 GIB = 2**30
@@ -28,8 +28,7 @@ def estimated_needs(config: Config, world_size: int, device_type: str) -> dict[i
     training = config.training
     micro_batches = count_micro_batches(training.global_batch_size, training.micro_batch_size, data_size)
     model = on_meta_device(config.model, config.objective)
-    ranks = by_zero_stage(model, config, data_size, micro_batches, device_type=device_type)
-    return {stage: max(of_ranks, key=lambda memory: memory.total) for stage, of_ranks in ranks.items()}
+    return neediest_by_zero_stage(model, config, data_size, micro_batches, device_type=device_type)
 
 
 def ways(config: Config, needs: dict[int, Memory], device_type: str) -> list[str]:

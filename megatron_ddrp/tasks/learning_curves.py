@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ddrp.pages.plotting import GREY, legend_below, pyplot, run_style, save_figure, short_names
+from megatron_ddrp.pages.plotting import GREY, hide_rest, legend_below, pyplot, run_style, save_figure, short_names
 
 FIGURE = "learning_curves.png"
 PANELS_PER_ROW = 3
@@ -53,8 +53,7 @@ def draw_learning_curves(panels: Iterable[tuple[str, Mapping[str, Score]]], erro
     size = (4.4 * columns + 0.8, 3.6 * rows + 1)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
     runs = list(dict.fromkeys(run for _, curves in drawn for run in curves))
-    for axis in axes.flat[len(drawn) :]:
-        axis.set_axis_off()
+    hide_rest(axes, len(drawn))
     for axis, (title, curves) in zip(axes.flat, drawn, strict=False):
         for run, curve in curves.items():
             _draw_curve(axis, curve, run, run_style(runs.index(run)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import COLORS, pyplot, run_style, save_figure
+from megatron_ddrp.pages.plotting import COLORS, draw_band, handles_by_label, hide_rest, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.compare.comparison import Compared, measures
 from megatron_ddrp.tasks.compare.results import Curve, Results
 from megatron_ddrp.tasks.ladder.measures import GLUE, LOSS, STEP_SECONDS
@@ -57,8 +57,7 @@ def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> No
     lines = -(-len(panels) // columns)
     size = (2.6 + 3.0 * columns, 0.5 + lines * (1.4 + 0.55 * len(arms)))
     figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
+    hide_rest(axes, len(panels))
     for axis, (measure, rows) in zip(axes.flat, panels.items(), strict=False):
         is_loss = measure == LOSS
         for row in rows:
@@ -69,8 +68,8 @@ def draw_differences(panels: Mapping[str, Sequence[Compared]], path: Path) -> No
         axis.grid(axis="x", alpha=0.3)
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in arms])
     axes[0, 0].set_ylim(len(arms) - 0.5, -0.5)
-    labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=2, fontsize="small")
+    found = handles_by_label(*axes.flat)
+    figure.legend(found.values(), found.keys(), loc="outside upper right", ncols=2, fontsize="small")
     save_figure(plt, figure, path)
 
 
@@ -91,12 +90,7 @@ def draw_bands(curves: Curves, x_label: str, y_label: str, path: Path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.4), layout="constrained")
     for arm, style in styles(list(curves)).items():
-        points = mean_and_band(curves[arm])
-        if not points:
-            continue
-        x, mean, lowest, highest = zip(*points, strict=True)
-        axis.plot(x, mean, label=arm.label, **style)
-        axis.fill_between(x, lowest, highest, color=style["color"], alpha=0.18, linewidth=0)
+        draw_band(axis, mean_and_band(curves[arm]), style | {"label": arm.label})
     axis.set(xlabel=x_label, ylabel=y_label)
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small", handlelength=3)

@@ -17,8 +17,10 @@ from megatron_ddrp.tasks.jobs.store import Store
 
 RUN = "course"
 """Kind of a training run in names of jobs and folders, kept from the first version; `shown_kind` shows "run"."""
+PROBE = "probe"
+"""Kind of a short run that measures the time of a step."""
 KINDS = (
-    "vocabulary", "dataset", "probe", RUN, "minimal-pairs", "finetune", "glue", "self-similarity", "triangle",
+    "vocabulary", "dataset", PROBE, RUN, "minimal-pairs", "finetune", "glue", "self-similarity", "triangle",
     "attention-maps", "space", "direction", "throughput",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from megatron_ddrp.config.registry import plugin_files
 from megatron_ddrp.run.metrics import read_rows
 from megatron_ddrp.tasks.compare.corpus import CorpusFiles
 from megatron_ddrp.tasks.compare.flags import make_config
-from megatron_ddrp.tasks.compare.jobs import Job, job_name
+from megatron_ddrp.tasks.compare.jobs import PROBE, RUN, Job, job_name
 from megatron_ddrp.tasks.compare.plan import CorpusPlan, Model, Plan
 from megatron_ddrp.tasks.ladder.rows import Arm
 
@@ -84,7 +84,7 @@ def probe_jobs(plan: Plan, corpus: CorpusFiles, folder: Path) -> dict[str, Job]:
     if plan.budget.kind != "minutes":
         return {}
     schedule = PROBE_SCHEDULE | {"train_iters": PROBE_STEPS, "seed": plan.seeds[0]}
-    return {model.name: _plan_run(plan, corpus, folder / "probes", model, schedule).job for model in plan.rows}
+    return {model.name: _plan_run(plan, corpus, folder, PROBE, model, schedule).job for model in plan.rows}
 
 
 def probed_seconds(job: Job) -> float:
@@ -129,15 +129,21 @@ def all_runs(plan: Plan, corpus: CorpusFiles, folder: Path, steps: Mapping[str, 
                 "train_iters": count,
                 "seed": seed,
             }
-            run = _plan_run(plan, corpus, folder / "courses", model, schedule, half)
+            run = _plan_run(plan, corpus, folder, RUN, model, schedule, half)
             runs.setdefault(run.job.name, run)
     return list(runs.values())
 
 
 def _plan_run(
-    plan: Plan, corpus: CorpusFiles, folder: Path, model: Model, schedule: Mapping[str, int], half: bool = False
+    plan: Plan,
+    corpus: CorpusFiles,
+    folder: Path,
+    kind: str,
+    model: Model,
+    schedule: Mapping[str, int],
+    half: bool = False,
 ) -> TrainingRun:
-    """Return a run that saves below `folder`. The plan's own flags override the schedule."""
+    """Return a run of a kind, `RUN` or `PROBE`, in the output folder. The plan's own flags override the schedule."""
     label, steps, seed = model.arm(half).label, schedule["train_iters"], schedule["seed"]
     settings: dict[str, Any] = {
         "data_path": corpus.data_path,
@@ -149,10 +155,9 @@ def _plan_run(
         **under_flags(dict(plan.flags), dict(model.flags)),
     }
     config = make_config(settings, f"{plan.file}: {model.name}")
-    kind = folder.name.removesuffix("s")
     code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in plugin_files(model.encoding, model.objective)]
     name = job_name(kind, f"{label} {seed}", [facts_of(config), corpus.key, *code])
-    output = folder / name.removeprefix(f"{kind}-")
+    output = folder / f"{kind}s" / name.removeprefix(f"{kind}-")
     places = {"save": output, "load": output}
     command = (*start_of(plan.launcher), *flag_words((settings | places).items()), *model.plugin_words)
     needs = tuple(job.name for job in corpus.jobs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import COLORS, LINES, pyplot, run_style, save_figure
+from megatron_ddrp.pages.plotting import COLORS, LINES, draw_band, handles_by_label, pyplot, run_style, save_figure
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.measures import HEAD_SIMILARITY, LOSS, TOKEN_SIMILARITY
 from megatron_ddrp.tasks.ladder.numbers import shown_tokens
@@ -57,10 +57,7 @@ def _loss_line(axis: Any, ladder: Ladder, arm: Arm, style: dict[str, Any]) -> No
         found = spread(ladder.of(LOSS, arm, rung))
         if found:
             points.append((rung / 2 if arm.half else rung, found.mean, min(found.values), max(found.values)))
-    if points:
-        x, mean, low, high = zip(*points, strict=True)
-        axis.plot(x, mean, label=arm.label, **style)
-        axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    draw_band(axis, points, style | {"label": arm.label})
 
 
 def _difference_line(axis: Any, ladder: Ladder, arms: tuple[Arm, Arm], aside: float, style: dict[str, Any]) -> None:
@@ -71,10 +68,7 @@ def _difference_line(axis: Any, ladder: Ladder, arms: tuple[Arm, Arm], aside: fl
         found = paired(first, second)
         if found:
             points.append((rung * aside, found.mean, min(found.values), max(found.values)))
-    if points:
-        x, mean, low, high = zip(*points, strict=True)
-        axis.plot(x, mean, **style)
-        axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    draw_band(axis, points, style)
 
 
 def draw_training(ladder: Ladder, path: Path) -> bool:
@@ -100,7 +94,8 @@ def draw_training(ladder: Ladder, path: Path) -> bool:
                 axis.set_axis_off()  # no model of the group has run on this rung
         beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-        row[-1].legend(*_all_handles(row), fontsize="x-small", **(below if is_row else beside))
+        found = handles_by_label(*row)
+        row[-1].legend(found.values(), found.keys(), fontsize="x-small", **(below if is_row else beside))
     for axis in axes[-1]:
         axis.set_xlabel("million tokens", fontsize="small")
     for axis in axes[:, 0]:
@@ -126,12 +121,6 @@ def _draw_curves(axis: Any, ladder: Ladder, arms: Sequence[Arm], rung: int) -> N
             axis.plot(np.array(x) / 1e6, mean, linewidth=1.3, label=arm.label, **style)
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize="small")
-
-
-def _all_handles(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Return the lines and labels of some panels, each label once."""
-    found = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    return list(found.values()), list(found)
 
 
 def draw_similarity(ladder: Ladder, path: Path) -> bool:
@@ -167,8 +156,9 @@ def draw_similarity(ladder: Ladder, path: Path) -> bool:
             axis.locator_params(axis="x", nbins=5)
     for axis, measure in zip(axes[:, 0], (TOKEN_SIMILARITY, HEAD_SIMILARITY), strict=True):
         axis.set_ylabel(f"{measure}, mean cosine of {'tokens' if measure == TOKEN_SIMILARITY else 'heads'}")
-    handles, labels = _all_handles(list(axes.flat))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3)
+    found = handles_by_label(*axes.flat)
+    ncols = min(len(found), 4)
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=ncols, handlelength=3)
     save_figure(plt, figure, path)
     return True
 

@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ddrp.pages.plotting import COLORS, GREY, MARKERS, pyplot, save_figure, wrapped
+from megatron_ddrp.pages.plotting import (
+    COLORS,
+    GREY,
+    MARKERS,
+    handles_by_label,
+    hide_rest,
+    pyplot,
+    save_figure,
+    wrapped,
+)
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
-from megatron_ddrp.tasks.ladder.panels import budget_axis, hide_rest
+from megatron_ddrp.tasks.ladder.panels import budget_axis
 from megatron_ddrp.tasks.ladder.trend import steps_of_four
 
 GAIN_COLUMNS = 4
@@ -40,8 +49,7 @@ def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
     axes[0].set_yticks(range(len(gains)), [item.claim.text for item in gains], fontsize="small")
     axes[0].set_xlabel("gain in validation loss [nats]")
     axes[1].set_xlabel("the same, enlarged")
-    handles, labels = axes[0].get_legend_handles_labels()
-    found = dict(zip(labels, handles, strict=True))
+    found = handles_by_label(axes[0])
     order = [label for rung in ladder.rungs if (label := f"{shown_tokens(rung)} tokens") in found]
     if not ladder.is_one_budget:
         figure.legend([found[label] for label in order], order, loc="outside lower center", ncols=len(order))

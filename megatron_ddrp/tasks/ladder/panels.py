@@ -35,9 +35,3 @@ def budget_axis(axis: Any, ladder: Ladder) -> None:
     axis.set_xticks(ladder.rungs, [shown_tokens(rung) for rung in ladder.rungs])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-
-
-def hide_rest(axes: Any, used: int) -> None:
-    """Hide the panels of a grid after the first `used` ones."""
-    for axis in list(axes.flat)[used:]:
-        axis.set_axis_off()
