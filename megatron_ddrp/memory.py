@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -120,34 +120,63 @@ def memory_of_rank(
     zero = settings["zero_optimization"]
     width = FP32 if config.training.precision == "fp32" else FP32 // 2
     sums = FP32 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
-    weights = gradients = pieces = sum(part.sizes)
-    master_and_moments = FP32 * (ADAM_MOMENTS + 1)
+    held = held_elements(part, stage, zero, sums != width, data_rank, data_size)
+    weights, optimizer = width * held.weights, FP32 * held.optimizer
+    optimizer_on_host = optimizer if stage and offload_device(zero) != "none" else 0
+    # The weights that a rank keeps for itself under ZeRO 3 are those of its gradients.
+    weights_on_host = width * held.gradients if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
+    return Memory(
+        weights=weights - weights_on_host,
+        gradients=sums * held.gradients,
+        optimizer=optimizer - optimizer_on_host,
+        activations_estimate=activation_bytes(part, config, width),
+        buffers=buffer_bytes(part, stage, zero, width, sums),
+        on_host=optimizer_on_host + weights_on_host + notes,
+    )
+
+
+class Elements(NamedTuple):
+    """Numbers of elements that a rank holds."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Elements of the moments and, with ZeRO, of the fp32 weights."""
+
+
+def held_elements(
+    part: Part, stage: int, zero: Mapping[str, Any], adds_in_fp32: bool, data_rank: int, data_size: int
+) -> Elements:
+    """Return what a data-parallel rank holds at a ZeRO stage, as the table at the top of this file says.
+
+    `adds_in_fp32` means that 16-bit gradients are added up in fp32.
+    """
+    whole = sum(part.sizes)
+    if stage == 0:
+        return Elements(whole, whole, ADAM_MOMENTS * whole - part.muon)  # Muon has one moment, not two
+    if stage == 3:
+        own = sum(math.ceil(size / data_size) for size in part.sizes)
+        persistent = int(zero.get("stage3_param_persistence_threshold", PERSISTENT))
+        kept_whole = sum(size for size in part.sizes if size <= persistent)
+        return Elements(own + kept_whole, own, (1 + ADAM_MOMENTS) * own)
+    flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
+    own = sum(flat) // data_size
+    gradients = whole if stage == 1 else own
+    if stage == 2 and not adds_in_fp32:
+        cuts = zip(part.groups, flat, strict=True)
+        gradients = sum(_touched(sizes, data_rank, length // data_size) for sizes, length in cuts)
+    return Elements(sum(flat), gradients, (1 + ADAM_MOMENTS) * own)
+
+
+def buffer_bytes(part: Part, stage: int, zero: Mapping[str, Any], width: int, sums: int) -> int:
+    """Return the bytes of DeepSpeed's buffers; weights have `width` bytes per element, summed gradients `sums`."""
     bucket, in_turn = int(zero["reduce_bucket_size"]), 2 if zero["overlap_comm"] else 1
     converted = sums * bucket if sums != width else 0  # a bucket of 16-bit gradients, to be reduced in fp32
-    if stage == 0:
-        optimizer, buffers = FP32 * (ADAM_MOMENTS * weights - part.muon), 0  # one moment, not two
-    elif stage < 3:
-        flat = [math.ceil(sum(sizes) / (2 * data_size)) * 2 * data_size for sizes in part.groups]
-        weights = sum(flat)
-        buffers = sums * bucket * in_turn if stage == 1 else width * bucket * in_turn + converted
-        optimizer = master_and_moments * sum(flat) // data_size
-        if stage == 2 and sums != width:
-            gradients = sum(flat) // data_size
-        elif stage == 2:
-            cuts = zip(part.groups, flat, strict=True)
-            gradients = sum(_touched(sizes, data_rank, length // data_size) for sizes, length in cuts)
-    else:
-        pieces = sum(math.ceil(size / data_size) for size in part.sizes)
-        persistent = int(zero.get("stage3_param_persistence_threshold", PERSISTENT))
-        weights = pieces + sum(size for size in part.sizes if size <= persistent)
-        gradients, optimizer = pieces, master_and_moments * pieces
+    if stage == 3:
         ahead = min(int(zero.get("stage3_prefetch_bucket_size", PREFETCHED)), sum(part.sizes))
-        buffers = width * (bucket + ahead + max(part.sizes)) + converted
-    on_host = optimizer if stage and offload_device(zero) != "none" else 0
-    activations = activation_bytes(part, config, width)
-    weights_on_host = pieces if stage == 3 and offload_device(zero, "offload_param") != "none" else 0
-    states = (width * (weights - weights_on_host), sums * gradients, optimizer - on_host)
-    return Memory(*states, activations, buffers, on_host + width * weights_on_host + notes)
+        return width * (bucket + ahead + max(part.sizes)) + converted
+    by_stage = (0, sums * bucket * in_turn, width * bucket * in_turn + converted)
+    return by_stage[stage]
 
 
 def _touched(sizes: Sequence[int], rank: int, length: int) -> int:
@@ -176,8 +205,8 @@ def activation_bytes(part: Part, config: Config, width: int) -> int:
     boundaries, layers = 0, []
     for hidden in part.layer_widths:
         heads, ffn = hidden // model.head_dim, model.ffn_size * hidden // model.hidden_size
-        inside = 2 * (model.ffn_maps - 1)  # GEGLU keeps both halves, the GELU and the product
-        kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + inside * ffn) // tensor) * width
+        maps = 2 * (model.ffn_maps - 1)  # GEGLU keeps both halves, the GELU and the product
+        kept = tokens * (4 * hidden + 6 * hidden // parts + (6 * hidden + maps * ffn) // tensor) * width
         if model.attention_backend != "triton":
             kept += tokens * model.seq_length * (heads // tensor) * width * (1 if in_logits else 0)
             kept += tokens * model.seq_length * min(heads_of_cosine, heads) * FP32 * 3
