@@ -54,7 +54,7 @@ def decisions(path: str, content: Mapping[str, Any], options: Mapping[str, Optio
 
     Raises `UserError` for a value of a wrong type, and for an optimizer that is not AdamW.
     """
-    place, flat = Place(f"--deepspeed-config {path}"), _flat(content)
+    place, flat = Place(f"--deepspeed-config {path}"), flattened(content)
     found = {}
     for key, name in SETTINGS.items():
         if key in flat and not (name == "offload_optimizer" and flat[key] == "nvme"):  # which has no flag
@@ -103,12 +103,12 @@ def refuse_file(path: str, reason: str) -> NoReturn:
     raise UserError(f"--deepspeed-config {path}: {reason}", WRONG_ARGUMENTS)
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return dotted key → value of what a file sets; items of `betas` are numbered from 1."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flattened(value, f"{prefix}{key}.")
         elif key == "betas" and isinstance(value, list) and len(value) == 2:
             found |= {f"{prefix}{key}[{number}]": item for number, item in enumerate(value, 1)}
         elif value != "auto":

@@ -15,6 +15,7 @@ from megatron_ddrp.config.deepspeed_values import (
     SETTINGS,
     check_against,
     decisions,
+    flattened,
     load_file,
     refuse_contradiction,
     refuse_file,
@@ -39,6 +40,24 @@ _NAMES = """
 TOP_LEVEL = _NAMES.split()
 """Keys that DeepSpeed looks up, without those that it refuses itself and `bfloat16`, which our `bf16` would hide."""
 
+_OWN_LOADER = "our loader and model would ignore it; leave it out, and see --seq-length-phases"
+_TRAINS_AS_MEANT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gradient_allreduce_op": (
+        ("mean",),
+        "our losses count on the mean over ranks; without it gradients grow with the number of ranks; leave it out",
+    ),
+    "managed_gradient_accumulation": (
+        (True,),
+        "the optimizer would step after every micro-batch instead of every --global-batch-size; leave it out",
+    ),
+    "data_efficiency.enabled": ((False,), _OWN_LOADER),
+    "data_efficiency.data_routing.random_ltd.enabled": ((False,), _OWN_LOADER),
+    "fp16.auto_cast": ((False,), "our model takes its inputs as they are; leave it out"),
+    "torch_autocast.enabled": ((False,), "our backward passes multiply in the weights' type; use --bf16"),
+    "zero_force_ds_cpu_optimizer": ((False,), "torch's fused AdamW steps offloaded optimizer state; leave it out"),
+}
+"""DeepSpeed setting → values with which training does what the flags say, and the reason against all others."""
+
 
 def read_settings(config: ParallelConfig) -> dict[str, Any]:
     """Return the settings of the file; none without one. Raise `UserError` for what DeepSpeed or we cannot use."""
@@ -47,22 +66,13 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         return {}
     loaded = load_file(path)
     _check_names(path, loaded, TOP_LEVEL)
+    _refuse_changed_training(path, loaded)
     import_quietly()
     try:
         _check_models(path, loaded)
         _check_plain_sections(path, loaded)
     except ImportError as error:
         refuse_file(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
-    if isinstance(loaded.get("fp16"), dict) and loaded["fp16"].get("auto_cast") is True:
-        refuse_file(path, "fp16.auto_cast is not supported: our model takes its inputs as they are; leave it out")
-    if isinstance(loaded.get("torch_autocast"), dict) and loaded["torch_autocast"].get("enabled") is True:
-        refuse_file(
-            path, "torch_autocast is not supported: our backward passes multiply in the weights' type; use --bf16"
-        )
-    if loaded.get("zero_force_ds_cpu_optimizer") is True:
-        refuse_file(
-            path, "zero_force_ds_cpu_optimizer: torch's fused AdamW steps offloaded optimizer state; leave it out"
-        )
     sums = loaded.get("data_types")
     if isinstance(sums, dict) and sums.get("grad_accum_dtype") == "fp32" and not adds_up_in_fp32(config, loaded):
         refuse_file(
@@ -121,6 +131,14 @@ def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: st
         nested = isinstance(value, dict) and isinstance(below.get(key), dict)
         merged[key] = lay_over(below[key], value, path, name + ".") if nested else value
     return merged
+
+
+def _refuse_changed_training(path: str, settings: Mapping[str, Any]) -> None:
+    """Refuse the first setting that would change the training, or be ignored, without a word."""
+    for name, value in flattened(settings).items():
+        allowed, reason = _TRAINS_AS_MEANT.get(name, ((value,), ""))
+        if value not in allowed:
+            refuse_file(path, f"{name} is {value!r}: {reason}")
 
 
 def _check_models(path: str, settings: dict[str, Any]) -> None:
