@@ -52,6 +52,7 @@ _TRAINS_AS_MEANT: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "data_efficiency.enabled": ((False,), _OWN_LOADER),
     "data_efficiency.data_routing.random_ltd.enabled": ((False,), _OWN_LOADER),
+    "bf16.check_grad_overflow": ((True,), "a step that is not finite would make the weights NaN; leave it out"),
     "fp16.auto_cast": ((False,), "our model takes its inputs as they are; leave it out"),
     "torch_autocast.enabled": ((False,), "our backward passes multiply in the weights' type; use --bf16"),
     "zero_force_ds_cpu_optimizer": ((False,), "torch's fused AdamW steps offloaded optimizer state; leave it out"),

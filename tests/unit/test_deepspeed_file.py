@@ -58,6 +58,7 @@ def read(folder: Path, text: str, zero_stage: int = 1) -> dict[str, Any]:
             '{"data_efficiency": {"data_routing": {"random_ltd": {"enabled": true}}}}',
             "data_efficiency.data_routing.random_ltd.enabled is True: our loader and model would ignore it",
         ),
+        ('{"bf16": {"check_grad_overflow": false}}', "bf16.check_grad_overflow is False: a step that is not finite"),
         ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload_param needs --zero-stage 3"),
         ("[" * 100_000, "cannot be read"),
         ("[1]", "expected a JSON object"),
