@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron_ddrp import checkpoint as files
 from megatron_ddrp.checkpoint.tensor_files import Form, write_tensors
-from megatron_ddrp.config import Config, changed_settings, flag
+from megatron_ddrp.config import Config, changed_settings
 from megatron_ddrp.engine import optimizer_state as state_of
+from megatron_ddrp.engine.compatibility import changed_layout, check_architecture, check_optimizer, layout
 from megatron_ddrp.errors import UserError, agreed_by_all, refusals_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks, agree, gather_objects
 from megatron_ddrp.parallel.sharding import gather_whole, local_buffers, local_parameters, own_part, split_dimension
@@ -65,17 +66,6 @@ class Resumed:
     remarks: tuple[str, ...]
     """Lines for the user: skipped checkpoints, a damaged `latest`, another layout, changed settings."""
     weights_only: bool = False
-
-
-def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """Return a checkpoint's note about the layout that wrote it; the saved tensors do not depend on the layout."""
-    return {
-        "ranks": ranks.world_size,
-        "tensor": ranks.tensor_size,
-        "pipeline": ranks.pipeline_size,
-        "zero_stage": config.parallel.zero_stage,
-        "precision": config.training.precision,
-    }
 
 
 class HeldState:
@@ -204,21 +194,22 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     if path is None:
         return None
 
-    def read() -> tuple[dict[str, Any], dict[Moments, files.StoredTensors]]:
+    def read() -> tuple[dict[str, Any], Config, dict[Moments, files.StoredTensors]]:
         state = files.read_state(path)
-        _check_architecture(path, state, config)
+        theirs = Config.from_dict(state["config"])
+        check_architecture(path, theirs, config)
         stored = {WEIGHT: files.StoredTensors(path)}
         if not state.get(files.WEIGHTS_ONLY):
-            _check_optimizer(path, state, config)
+            check_optimizer(path, theirs, config)
             stored[state_of.MOMENTS] = files.StoredTensors(path, files.OPTIMIZER)
             if not stored[state_of.MOMENTS].names:
                 raise UserError(f"--load {path}: it holds weights and no optimizer state: an older version wrote it")
         for moments, tensors in stored.items():
             held.check(tensors, moments)
-        return state, stored
+        return state, theirs, stored
 
     held = HeldState(engine, config, ranks)
-    state, stored = agree(read)
+    state, theirs, stored = agree(read)
     held.fill(stored[WEIGHT], WEIGHT)
     if state.get(files.WEIGHTS_ONLY):
         state_of.refresh_weights(engine)
@@ -228,11 +219,22 @@ def load_checkpoint(engine: Any, folder: Path, config: Config, ranks: Ranks) -> 
     state_of.refresh_weights(engine)
     state_of.set_step(engine, state["optimizer_step"])
     state_of.set_loss_scaler(engine, state["loss_scaler"])
-    theirs, ours, progress = state["layout"], layout(config, ranks), Progress.from_state(state)
-    changes = [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
-    if path.parent.resolve() != Path(config.checkpoint.save or path.parent).resolve():  # a branch of another run
+    changes = (*changed_layout(state["layout"], layout(config, ranks)), *changed_settings(state["config"], config))
+    return Resumed(resumed_progress(path, state, theirs, config), path, (*remarks, *changes))
+
+
+def resumed_progress(path: Path, state: Mapping[str, Any], theirs: Config, config: Config) -> Progress:
+    """Return the progress of a run that resumes from a checkpoint, which has the configuration `theirs`.
+
+    A branch of another run names its source. A row of metrics.jsonl never mixes two objectives, so sums since the last
+    row are dropped if the objective has changed.
+    """
+    progress = Progress.from_state(state)
+    if theirs.objective != config.objective:
+        progress = replace(progress, since_logged={})
+    if path.parent.resolve() != Path(config.checkpoint.save or path.parent).resolve():
         progress = replace(progress, started_from=_name(path))
-    return Resumed(progress, path, (*remarks, *changes, *changed_settings(state["config"], config)))
+    return progress
 
 
 def _name(checkpoint: Path) -> str:
@@ -257,44 +259,3 @@ def _newest_undamaged(folder: Path, ranks: Ranks) -> tuple[Path | None, tuple[st
     if found:
         raise agreed_by_all(str(files.none_complete(folder, reasons)))
     return None, ()
-
-
-def _in_words(layout: dict[str, Any]) -> str:
-    """Return a layout in words, such as `4 ranks (TP 2, ZeRO 1, bf16)`."""
-    sizes = [(name, layout[axis]) for name, axis in (("TP", "tensor"), ("PP", "pipeline"))]
-    axes = "".join(f"{name} {size}, " for name, size in sizes if size > 1)
-    count = layout["ranks"]
-    return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
-
-
-def _check_optimizer(path: Path, state: dict[str, Any], config: Config) -> None:
-    theirs, ours = Config.from_dict(state["config"]).optimizer.optimizer, config.optimizer.optimizer
-    if theirs != ours:
-        raise UserError(
-            f"--load {path}: its optimizer state comes from --optimizer {theirs}, this run has {ours}: give the same, "
-            "or export only the weights with megatron-ddrp convert and start from them"
-        )
-
-
-CHANGEABLE = {
-    *("hidden_dropout", "attention_dropout", "init_method_std", "direction_init"),
-    *("attention_backend", "compile"),
-}
-"""Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
-
-
-def _check_architecture(path: Path, state: dict[str, Any], config: Config) -> None:
-    ours, theirs = config.to_dict()["model"], Config.from_dict(state["config"]).to_dict()["model"]
-    differing = [name for name, value in theirs.items() if name not in CHANGEABLE and ours.get(name) != value]
-    if differing:
-        words = [
-            f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours.get(name))} here" for name in differing
-        ]
-        raise UserError(
-            f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
-            f"{path.parent / 'config.json'} has them all), or another --load and --save"
-        )
-
-
-def _shown(setting: Any) -> Any:
-    return "not given" if setting is None else setting

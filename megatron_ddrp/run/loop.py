@@ -180,8 +180,8 @@ def advance(progress: Progress, result: StepResult, config: Config) -> Progress:
 def add_totals(totals: Mapping[str, float], result: StepResult) -> Mapping[str, float]:
     """Return the sums and counts of earlier steps and this one.
 
-    A skipped step adds nothing: its loss or gradients were not finite. Totals of another objective, from the
-    checkpoint of a run with other settings, are dropped.
+    A skipped step adds nothing: its loss or gradients were not finite. Totals with other names, from the checkpoint of
+    an earlier version, are dropped.
     """
     if not math.isfinite(result.grad_norm):
         return totals

@@ -14,7 +14,7 @@ import torch
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.engine import nonfinite
-from megatron_ddrp.engine.checkpoint import Progress
+from megatron_ddrp.engine.checkpoint import Progress, resumed_progress
 from megatron_ddrp.engine.step import StepResult
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.objectives.contract import make_objective
@@ -223,3 +223,15 @@ def test_a_request_ends_the_run_at_its_step_or_one_later(
 )
 def test_who_reads_late(device: str, changes: dict[str, Any], late: bool) -> None:
     assert nonfinite.reads_late(Config().replace(**changes), Ranks(0, 1, torch.device(device))) == late
+
+
+@pytest.mark.parametrize("change", [{"tcd_weight": 2.0}, {"objective": "mlm", "tcd_weight": None, "hcd_weight": None}])
+def test_a_row_never_mixes_two_objectives(change: dict[str, Any]) -> None:
+    """A run that resumes under another objective logs the mean since the resume."""
+    checkpoint, sums = Path("run/iter_0000003"), {"lm_loss": 6.0, "tcd_loss": 0.0, "tokens": 9}
+    state = asdict(Progress(iteration=3, since_logged=sums))
+    stored = Config.from_dict(json.loads(json.dumps(CONFIG.to_dict())))
+    same, changed = (CONFIG.replace(objective=c, optimizer={"lr": 2e-3}) for c in ({}, change))
+    assert resumed_progress(checkpoint, state, stored, same).since_logged == sums
+    progress = resumed_progress(checkpoint, state, stored, changed)
+    assert (progress.iteration, progress.since_logged, progress.started_from) == (3, {}, None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import Config, ObjectiveConfig, OptimizerConfig
 from megatron_ddrp.engine.build import build_optimizer
-from megatron_ddrp.engine.checkpoint import _check_optimizer
+from megatron_ddrp.engine.compatibility import check_optimizer
 from megatron_ddrp.engine.layout import GradientClipping
 from megatron_ddrp.engine.muon import MOMENTUM, MuonBesideAdamW, hidden_matrices, optimizer_remarks
 from megatron_ddrp.errors import UserError
@@ -179,7 +179,7 @@ def test_it_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> 
 def test_state_of_the_other_optimizer_is_refused() -> None:
     stored = Config().to_dict()
     del stored["optimizer"]["optimizer"]  # as an older version stored it
-    _check_optimizer(Path("run"), {"config": stored}, Config())
+    check_optimizer(Path("run"), Config.from_dict(stored), Config())
     muon = Config().replace(optimizer={"optimizer": "muon"}, parallel={"zero_stage": 0})
     with pytest.raises(UserError, match="its optimizer state comes from --optimizer adamw, this run has muon"):
-        _check_optimizer(Path("run"), {"config": stored}, muon)
+        check_optimizer(Path("run"), Config.from_dict(stored), muon)

@@ -1,0 +1,68 @@
+"""Comparison of a checkpoint's layout and configuration with those of the run that resumes from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ddrp.config import Config, flag
+from megatron_ddrp.errors import UserError
+from megatron_ddrp.parallel.process_group import Ranks
+
+CHANGEABLE = {
+    *("hidden_dropout", "attention_dropout", "init_method_std", "direction_init"),
+    *("attention_backend", "compile"),
+}
+"""Settings of the model that a resumed run may change: they do not affect the shapes or meaning of its weights."""
+
+
+def layout(config: Config, ranks: Ranks) -> dict[str, Any]:
+    """Return a checkpoint's note about the layout that wrote it; the saved tensors do not depend on the layout."""
+    return {
+        "ranks": ranks.world_size,
+        "tensor": ranks.tensor_size,
+        "pipeline": ranks.pipeline_size,
+        "zero_stage": config.parallel.zero_stage,
+        "precision": config.training.precision,
+    }
+
+
+def changed_layout(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Return the line for the user about another layout, such as `checkpoint of 4 ranks (TP 2, ZeRO 1, bf16) → …`."""
+    return [] if theirs == ours else [f"checkpoint of {_in_words(theirs)} → {_in_words(ours)}"]
+
+
+def _in_words(layout: dict[str, Any]) -> str:
+    """Return a layout in words, such as `4 ranks (TP 2, ZeRO 1, bf16)`."""
+    sizes = [(name, layout[axis]) for name, axis in (("TP", "tensor"), ("PP", "pipeline"))]
+    axes = "".join(f"{name} {size}, " for name, size in sizes if size > 1)
+    count = layout["ranks"]
+    return f"{count} rank{'s' * (count > 1)} ({axes}ZeRO {layout['zero_stage']}, {layout['precision']})"
+
+
+def check_optimizer(path: Path, stored: Config, config: Config) -> None:
+    """Raise `UserError` if a checkpoint's optimizer state belongs to another optimizer."""
+    theirs, ours = stored.optimizer.optimizer, config.optimizer.optimizer
+    if theirs != ours:
+        raise UserError(
+            f"--load {path}: its optimizer state comes from --optimizer {theirs}, this run has {ours}: give the same, "
+            "or export only the weights with megatron-ddrp convert and start from them"
+        )
+
+
+def check_architecture(path: Path, stored: Config, config: Config) -> None:
+    """Raise `UserError` if a checkpoint's weights belong to another architecture."""
+    ours, theirs = config.to_dict()["model"], stored.to_dict()["model"]
+    differing = [name for name, value in theirs.items() if name not in CHANGEABLE and ours.get(name) != value]
+    if differing:
+        words = [
+            f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours.get(name))} here" for name in differing
+        ]
+        raise UserError(
+            f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
+            f"{path.parent / 'config.json'} has them all), or another --load and --save"
+        )
+
+
+def _shown(setting: Any) -> Any:
+    return "not given" if setting is None else setting
