@@ -15,7 +15,7 @@ from megatron_ddrp.config.data import DataConfig
 from megatron_ddrp.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.older import OLDER
-from megatron_ddrp.config.option import flag, refuse
+from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
 from megatron_ddrp.config.schedules import LengthPhase, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
@@ -157,38 +157,6 @@ class Config:
                     raise UserError(f"the configuration's {concern} setting {name} is {value!r:.40}: a wrong type")
             sections[concern] = section(**given)
         return cls(**sections)
-
-
-NOT_OF_THE_RESULT = {
-    *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
-    *("bf16", "fp16", "tf32", "compile", "decided_by_deepspeed_config"),
-}
-"""Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
-
-
-def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[str]:
-    """Return `--lr: 0.001 → 0.002` for each changed setting that affects the result.
-
-    `before` is `to_dict` of the checkpoint's configuration; settings that an older version lacks are skipped.
-    """
-    lines = []
-    for concern, settings in config.to_dict().items():
-        if concern in ("checkpoint", "logging"):
-            continue
-        theirs = before.get(concern, {})
-        for name, value in settings.items():
-            if name in theirs and name not in NOT_OF_THE_RESULT:
-                old, new = _as_typed(theirs[name]), _as_typed(value)
-                lines += [f"{flag(name)}: {old} → {new}"] * (old != new)
-    return lines
-
-
-def _as_typed(value: Any) -> str:
-    """Return a setting as on a command line, the same text for a list from JSON and a tuple."""
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
 
 
 def concerns() -> dict[str, Any]:

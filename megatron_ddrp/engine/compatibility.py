@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.config import Config, flag
+from megatron_ddrp.config import Config, changed_model, flag
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.parallel.process_group import Ranks
 
@@ -53,11 +53,9 @@ def check_optimizer(path: Path, stored: Config, config: Config) -> None:
 def check_architecture(path: Path, stored: Config, config: Config) -> None:
     """Raise `UserError` if a checkpoint's weights belong to another architecture."""
     ours, theirs = config.to_dict()["model"], stored.to_dict()["model"]
-    differing = [name for name, value in theirs.items() if name not in CHANGEABLE and ours.get(name) != value]
+    differing = [name for name in changed_model(stored, config) if name not in CHANGEABLE]
     if differing:
-        words = [
-            f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours.get(name))} here" for name in differing
-        ]
+        words = [f"{flag(name)} is {_shown(theirs[name])} there and {_shown(ours[name])} here" for name in differing]
         raise UserError(
             f"--load {path}: a checkpoint of another architecture: {', '.join(words)}; give the same (--config "
             f"{path.parent / 'config.json'} has them all), or another --load and --save"

@@ -1,0 +1,69 @@
+"""Differences between a stored configuration and the run's. Two ways to write one setting are no difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ddrp.config.option import flag
+from megatron_ddrp.config.registry import ENCODINGS, PLUGINS, encoding_class
+from megatron_ddrp.config.run import Config
+
+NOT_OF_THE_RESULT = {
+    *("num_threads", "distributed_timeout_minutes", "max_skipped_steps", "index_cache_dir", "attention_backend"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage"),
+    *("bf16", "fp16", "tf32", "compile", "decided_by_deepspeed_config"),
+}
+"""Settings of the machine, and of layout and precision, which a resumed run reports in a line of their own."""
+
+
+def changed_settings(before: dict[str, dict[str, Any]], config: Config) -> list[str]:
+    """Return `--lr: 0.001 → 0.002` for each changed setting that affects the result.
+
+    `before` is `to_dict` of the checkpoint's configuration; settings that an older version lacks are skipped.
+    """
+    lines, of_model = [], changed_model(Config.from_dict(before), config)
+    for concern, settings in config.to_dict().items():
+        if concern in ("checkpoint", "logging"):
+            continue
+        theirs = before.get(concern, {})
+        for name, value in settings.items():
+            if name in theirs and name not in NOT_OF_THE_RESULT and (concern != "model" or name in of_model):
+                old, new = _as_typed(theirs[name]), _as_typed(value)
+                lines += [f"{flag(name)}: {old} → {new}"] * (old != new)
+    return lines
+
+
+def _as_typed(value: Any) -> str:
+    """Return a setting as on a command line, the same text for a list from JSON and a tuple."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def changed_model(theirs: Config, ours: Config) -> list[str]:
+    """Return the names of the model's settings that were changed and have another effect.
+
+    `--ffn-hidden-size 3072` at a hidden size of 768 is the default written out, and `--rope-theta` has no effect under
+    other encodings.
+    """
+    old, new = theirs.to_dict()["model"], ours.to_dict()["model"]
+    old_effects, new_effects = _effects(theirs), _effects(ours)
+    return [name for name in new if old[name] != new[name] and old_effects[name] != new_effects[name]]
+
+
+def _effects(config: Config) -> dict[str, Any]:
+    """Return the model's settings with defaults in place of None, and None in place of what has no effect."""
+    model, name = config.model, config.model.position_encoding
+    local, rotates = model.local_attention is not None, name == "rope" or ENCODINGS.get(name) in (None, *PLUGINS)
+    effects: dict[str, Any] = config.to_dict()["model"] | {"ffn_hidden_size": model.ffn_size}
+    if model.deberta_emd is None and name in ENCODINGS:
+        effects["deberta_emd"] = encoding_class(name).decodes_absolute
+    if not local:
+        effects["global_every"] = None
+    if not rotates:
+        effects["rope_theta"] = None
+    if not (local and rotates):
+        effects["local_rope_theta"] = None
+    elif not any(phase.rope_theta for phase in config.phases):  # which a default would follow
+        effects["local_rope_theta"] = model.local_rope_theta or model.rope_theta
+    return effects
