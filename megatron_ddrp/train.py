@@ -58,7 +58,7 @@ def train(config: Config) -> int:
     verified = verify_data(config, is_first_on_host(), agree)
     config = agree(lambda: with_stored_layout(config, load))
     corpus, loader, validation = agree(lambda: open_data(config, ranks))
-    config = corpus.config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    config = agree(lambda: corpus.config.with_vocabulary(corpus.tokenizer.vocab_size))
     torch.manual_seed(config.training.seed)
     model = agree(lambda: allocate_model(config))
     sizes = count_parameters(model)

@@ -158,12 +158,11 @@ def open_data(config: Config) -> tuple[Config, DataFacts]:
     if not any(path is not None for path in (data.data_path, data.train_data_path, data.valid_data_path)):
         if data.vocab_file or data.tokenizer_model:
             config = with_tokenizer(config, ())
-            tokenizer = tokenizer_flags(config).build()
-            config = config.replace(model={"vocab_size": tokenizer.vocab_size})
+            config = config.with_vocabulary(tokenizer_flags(config).build().vocab_size)
         return config, DataFacts()
     verified = verify_data(config)
     corpus = Corpus.open(config, keep_indices=False)
-    config = corpus.config.replace(model={"vocab_size": corpus.tokenizer.vocab_size})
+    config = corpus.config.with_vocabulary(corpus.tokenizer.vocab_size)
     samples = corpus.samples("train")
     consumed = config.training.train_iters * config.training.global_batch_size
     lines = [*verified, *corpus.remarks, *corpus.split_remarks(), f"data: {corpus.summary(samples, consumed)}"]

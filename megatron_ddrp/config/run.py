@@ -88,23 +88,36 @@ class Config:
 
     def _check_layout(self) -> None:
         """Refuse a layout whose sizes do not divide the model."""
-        tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
-        model = self.model
+        model, pipeline = self.model, self.parallel.pipeline_model_parallel_size
         generator = self.objective.generator_config(model)
         generators_heads = f"the heads of --objective {self.objective.objective}'s generator (--generator-size),"
         for what, size in (
             ("--num-attention-heads", model.num_attention_heads),
             *(((generators_heads, generator.num_attention_heads),) if generator else ()),
             ("--ffn-hidden-size", model.ffn_size),
-            (f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", model.padded_vocab_size),
         ):
-            if size % tensor:
-                refuse(f"--tensor-model-parallel-size {tensor} does not divide {what} {size}: choose one that does")
+            self._check_cut(what, size)
         if pipeline > model.num_layers:
             refuse(
                 f"--pipeline-model-parallel-size {pipeline} is more than --num-layers {model.num_layers}: each stage "
                 "holds at least one layer"
             )
+
+    def _check_cut(self, what: str, size: int) -> None:
+        """Refuse a size of the model that tensor parallelism cannot cut into equal parts."""
+        tensor = self.parallel.tensor_model_parallel_size
+        if size % tensor:
+            refuse(f"--tensor-model-parallel-size {tensor} does not divide {what} {size}: choose one that does")
+
+    def with_vocabulary(self, vocab_size: int) -> Config:
+        """Return the configuration with a tokenizer's vocabulary. Raises `UserError` if the layout does not divide it.
+
+        The default vocabulary is not checked, because a command line is read before its tokenizer.
+        """
+        config = self.replace(model={"vocab_size": vocab_size})
+        padded = config.model.padded_vocab_size
+        self._check_cut(f"the vocabulary, padded to a multiple of {VOCABULARY_MULTIPLE},", padded)
+        return config
 
     @property
     def phases(self) -> tuple[LengthPhase, ...]:

@@ -269,7 +269,6 @@ def test_settings_that_an_older_version_did_not_know_get_their_defaults():
     [
         ({"parallel": {"tensor_model_parallel_size": 8}}, "does not divide --num-attention-heads 12"),
         ({"parallel": {"tensor_model_parallel_size": 2}, "model": {"ffn_hidden_size": 5}}, "--ffn-hidden-size 5"),
-        ({"parallel": {"tensor_model_parallel_size": 3}}, "the vocabulary, padded to a multiple of 128, 30592"),
         ({"parallel": {"tensor_model_parallel_size": 0}}, "must be at least 1"),
         ({"parallel": {"pipeline_model_parallel_size": 13}}, "more than --num-layers 12"),
         ({"parallel": {"pipeline_model_parallel_size": 2, "zero_stage": 2}}, "--zero-stage 0 or 1"),
@@ -280,6 +279,14 @@ def test_impossible_layouts_are_refused_in_one_line(changes, words):
     with pytest.raises(UserError, match="model-parallel-size") as error:
         Config().replace(**changes)
     assert words in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
+
+
+def test_the_vocabulary_is_checked_where_the_tokenizer_is_known():
+    config = Config().replace(parallel={"tensor_model_parallel_size": 3})
+    assert config.with_vocabulary(300).model.padded_vocab_size == 384
+    with pytest.raises(UserError, match="the vocabulary, padded to a multiple of 128, 30592: choose one") as error:
+        config.with_vocabulary(30522)
+    assert error.value.exit_code == 2 and Config().with_vocabulary(30522) == Config()
 
 
 def test_a_layout_divides_the_ranks():

@@ -49,6 +49,13 @@ def test_a_flag_the_environment_or_one_rank_give_the_world_size(capsys, monkeypa
     assert run_dry(capsys, "--world-size 32")[1]["world_size"] == 32
 
 
+def test_the_tokenizers_vocabulary_decides_whether_ranks_can_cut_it(capsys, tiny_corpus):
+    line = "--tensor-model-parallel-size {0} --world-size {0} --hidden-size {1} --num-attention-heads {0}"
+    assert run_dry(capsys, line.format(3, 48))[1]["tensor_parallel"] == 3
+    with pytest.raises(UserError, match="--tensor-model-parallel-size 5 does not divide the vocabulary, padded"):
+        run_dry(capsys, f"{line.format(5, 80)} --vocab-file {tiny_corpus.vocab_file}")
+
+
 def test_validation_of_another_kind_is_told(capsys, prose_then_code, tiny_corpus):
     line = f"--vocab-file {tiny_corpus.vocab_file} --seq-length 48 --data-path"
     told = f"{prose_then_code}: the validation text is of another kind than the training text"
