@@ -126,6 +126,9 @@ def complete(temporary: Path, state: dict[str, Any]) -> Path:
 
 def refuse_folders(save: Path | None, load: Path | None) -> None:
     """Raise `UserError` if a run would overwrite another one, or if `load` is no checkpoint of this project."""
+    if load and load.exists() and not load.is_dir():
+        home = load.parent.parent if is_checkpoint(load.parent) else load.parent
+        raise UserError(f"--load {load} is a file: give the folder of a run, such as {home}, or a checkpoint in it")
     if save and load and is_checkpoint(load) and load.resolve().parent == save.resolve():
         raise UserError(
             f"--load {load} is one checkpoint of --save {save}: give its folder, --load {load.parent}; to resume from "

@@ -115,6 +115,13 @@ def test_a_folder_of_megatron_lm_is_refused(tmp_path):
             checkpoint.refuse_folders(*folders)
 
 
+@pytest.mark.parametrize("file", ["latest", f"iter_0000002/{FILE}", "config.json"])
+def test_a_file_is_no_fresh_start(file, run, tmp_path):
+    for save in (None, tmp_path / "new"):
+        with pytest.raises(UserError, match=f"--load {run / file} is a file: give the folder of a run, such as {run},"):
+            checkpoint.refuse_folders(save, run / file)
+
+
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
