@@ -41,7 +41,8 @@ TOP_LEVEL = _NAMES.split()
 """Keys that DeepSpeed looks up, without those that it refuses itself and `bfloat16`, which our `bf16` would hide."""
 
 _OWN_LOADER = "our loader and model would ignore it; leave it out, and see --seq-length-phases"
-_TRAINS_AS_MEANT: dict[str, tuple[tuple[Any, ...], str]] = {
+_CPU_ADAM = "it needs DeepSpeed's own Adam, and ours is torch's; leave it out"
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "gradient_allreduce_op": (
         ("mean",),
         "our losses count on the mean over ranks; without it gradients grow with the number of ranks; leave it out",
@@ -50,14 +51,20 @@ _TRAINS_AS_MEANT: dict[str, tuple[tuple[Any, ...], str]] = {
         (True,),
         "the optimizer would step after every micro-batch instead of every --global-batch-size; leave it out",
     ),
+    "tensor_parallel.autotp_size": ((0, 1), "it cannot cut our layers; use --tensor-model-parallel-size"),
     "data_efficiency.enabled": ((False,), _OWN_LOADER),
     "data_efficiency.data_routing.random_ltd.enabled": ((False,), _OWN_LOADER),
     "bf16.check_grad_overflow": ((True,), "a step that is not finite would make the weights NaN; leave it out"),
     "fp16.auto_cast": ((False,), "our model takes its inputs as they are; leave it out"),
     "torch_autocast.enabled": ((False,), "our backward passes multiply in the weights' type; use --bf16"),
+    "bf16.bf16_master_weights_and_grads": ((False,), _CPU_ADAM),
+    "bf16.bf16_optimizer_states": ((False,), _CPU_ADAM),
+    "fp16.fp16_master_weights_and_grads": ((False,), _CPU_ADAM),
+    "zero_optimization.offload_optimizer.ratio": ((1,), _CPU_ADAM),
+    "zero_optimization.compute_grad_norm": ((True,), "the norm tells steps to skip and is logged; leave it out"),
     "zero_force_ds_cpu_optimizer": ((False,), "torch's fused AdamW steps offloaded optimizer state; leave it out"),
 }
-"""DeepSpeed setting → values with which training does what the flags say, and the reason against all others."""
+"""DeepSpeed setting → values with which a run works and does what the flags say, and the reason against all others."""
 
 
 def read_settings(config: ParallelConfig) -> dict[str, Any]:
@@ -67,10 +74,10 @@ def read_settings(config: ParallelConfig) -> dict[str, Any]:
         return {}
     loaded = load_file(path)
     _check_names(path, loaded, TOP_LEVEL)
-    _refuse_changed_training(path, loaded)
+    _refuse_unsupported(path, loaded)
     import_quietly()
     try:
-        _check_models(path, loaded)
+        _check_models(path, loaded, config.zero_stage)
         _check_plain_sections(path, loaded)
     except ImportError as error:
         refuse_file(path, f"this DeepSpeed is too old to check it ({error}): pip install --upgrade deepspeed")
@@ -134,16 +141,19 @@ def lay_over(below: dict[str, Any], above: dict[str, Any], path: str, prefix: st
     return merged
 
 
-def _refuse_changed_training(path: str, settings: Mapping[str, Any]) -> None:
-    """Refuse the first setting that would change the training, or be ignored, without a word."""
+def _refuse_unsupported(path: str, settings: Mapping[str, Any]) -> None:
+    """Refuse the first setting that would end the run, or would change it or be ignored without a word."""
     for name, value in flattened(settings).items():
-        allowed, reason = _TRAINS_AS_MEANT.get(name, ((value,), ""))
+        allowed, reason = _SUPPORTED.get(name, ((value,), ""))
         if value not in allowed:
             refuse_file(path, f"{name} is {value!r}: {reason}")
 
 
-def _check_models(path: str, settings: dict[str, Any]) -> None:
-    """Have DeepSpeed's models check the sections that they describe: names and values, nested ones too."""
+def _check_models(path: str, settings: dict[str, Any], zero_stage: int) -> None:
+    """Have DeepSpeed's models check the sections that they describe: names and values, nested ones too.
+
+    Some values depend on the ZeRO stage, which is `zero_stage` if the file has none.
+    """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -162,15 +172,20 @@ def _check_models(path: str, settings: dict[str, Any]) -> None:
             continue
         if not isinstance(values, dict):
             refuse_file(path, f"{section} is {values!r}: expected a JSON object")
+        stage = (
+            {"stage": zero_stage} if section == "zero_optimization" and values.get("stage", "auto") == "auto" else {}
+        )
         try:
-            models[section](**values)
+            models[section](**values | stage)
         except ValidationError as error:
             first = error.errors()[0]
-            *inside, name = (str(part) for part in first["loc"]) if first["loc"] else ("",)
+            if not first["loc"]:  # about the section as a whole
+                refuse_file(path, f"{section}: {first['msg'].removeprefix('Value error, ')}; change it or leave it out")
+            *inside, name = (str(part) for part in first["loc"])
             where = ".".join([section, *inside]) + "."
             if first["type"] == "extra_forbidden":
                 _check_names(path, [name], _field_names(_model_inside(models[section], inside)), where)
-            refuse_file(path, f"{(where + name).rstrip('.')} is {first['input']!r}: {first['msg']}")
+            refuse_file(path, f"{where}{name} is {first['input']!r}: {first['msg']}")
         except (TypeError, ValueError, AssertionError) as error:
             refuse_file(path, f"{section}: {error}")
 

@@ -59,6 +59,27 @@ def read(folder: Path, text: str, zero_stage: int = 1) -> dict[str, Any]:
             "data_efficiency.data_routing.random_ltd.enabled is True: our loader and model would ignore it",
         ),
         ('{"bf16": {"check_grad_overflow": false}}', "bf16.check_grad_overflow is False: a step that is not finite"),
+        (
+            '{"tensor_parallel": {"autotp_size": 2}}',
+            "tensor_parallel.autotp_size is 2: it cannot cut our layers",
+        ),
+        (
+            '{"bf16": {"bf16_master_weights_and_grads": true}}',
+            "bf16.bf16_master_weights_and_grads is True: it needs",
+        ),
+        ('{"bf16": {"bf16_optimizer_states": true}}', "bf16.bf16_optimizer_states is True: it needs DeepSpeed's own"),
+        (
+            '{"fp16": {"fp16_master_weights_and_grads": true}}',
+            "fp16.fp16_master_weights_and_grads is True: it needs",
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+            "ratio is 0.5: it needs",
+        ),
+        (
+            '{"zero_optimization": {"compute_grad_norm": false}}',
+            "compute_grad_norm is False: the norm tells",
+        ),
         ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload_param needs --zero-stage 3"),
         ("[" * 100_000, "cannot be read"),
         ("[1]", "expected a JSON object"),
@@ -69,6 +90,26 @@ def test_what_deepspeed_does_not_know_is_refused(text: str, words: str, tmp_path
         read(tmp_path, text)
     assert words in str(error.value) and error.value.exit_code == 2
     assert str(error.value).startswith(f"--deepspeed-config {tmp_path / 'deepspeed.json'}: ")
+
+
+def test_a_fault_of_a_whole_section_is_one_short_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        read(tmp_path, '{"fp16": {"enabled": true, "min_loss_scale": 0}}')
+    line = "fp16: fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled (loss_scale=0); change it"
+    assert str(error.value).startswith(f"--deepspeed-config {tmp_path / 'deepspeed.json'}: {line}")
+
+
+@pytest.mark.parametrize("given", [{}, {"stage": "auto"}, {"stage": 2}])
+def test_a_section_is_checked_at_the_stage_of_the_run(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_quietly()
+    from deepspeed.runtime.zero import config
+
+    seen: list[int] = []
+    monkeypatch.setattr(config, "DeepSpeedZeroConfig", lambda **values: seen.append(values["stage"]))
+    read(tmp_path, json.dumps({"zero_optimization": given}), zero_stage=2)
+    assert seen == [2]
 
 
 def test_a_deepspeed_without_these_models_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
