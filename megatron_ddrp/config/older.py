@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ddrp.config.schedules import idle_phases
+
 
 def model_as_meant(values: dict[str, Any]) -> dict[str, Any]:
     """Return a stored model's settings with their present meaning.
@@ -36,5 +38,17 @@ def objective_as_meant(values: dict[str, Any]) -> dict[str, Any]:
     return meant
 
 
-OLDER = {"model": model_as_meant, "objective": objective_as_meant}
+def training_as_meant(values: dict[str, Any]) -> dict[str, Any]:
+    """Return stored settings of training with their present meaning.
+
+    Before length phases without a step were refused, they had no effect.
+    """
+    words, steps = values.get("seq_length_phases"), values.get("train_iters")
+    if not (isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words) and type(steps) is int):
+        return values
+    idle = {phase.word for phase in idle_phases(words, steps)}
+    return {**values, "seq_length_phases": [word for word in words if word not in idle]}
+
+
+OLDER = {"model": model_as_meant, "objective": objective_as_meant, "training": training_as_meant}
 """Concern → function that gives its stored settings their present meaning."""

@@ -17,7 +17,7 @@ from megatron_ddrp.config.objective import ObjectiveConfig
 from megatron_ddrp.config.older import OLDER
 from megatron_ddrp.config.option import refuse
 from megatron_ddrp.config.output import CheckpointConfig, LoggingConfig
-from megatron_ddrp.config.schedules import LengthPhase, parse_phases, phase_at
+from megatron_ddrp.config.schedules import LengthPhase, idle_phases, parse_phases, phase_at
 from megatron_ddrp.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ddrp.errors import UserError
 
@@ -66,13 +66,18 @@ class Config:
             refuse("--num-attention-heads is 1: HCD compares heads, so give 2 or more, or --hcd-weight 0")
 
     def _check_schedules(self) -> None:
-        """Refuse a rotary base for an encoding without one, and a decay that begins during the warm-up."""
+        """Refuse a rotary base for an encoding without one, idle phases, and a decay that begins during the warm-up."""
         if any(phase.rope_theta for phase in self.phases) and self.model.position_encoding != "rope":
             refuse(
                 f"--seq-length-phases {' '.join(self.training.seq_length_phases)} sets --rope-theta with "
                 f"--position-encoding {self.model.position_encoding}, which has none: give LENGTH:END"
             )
         steps, optimizer = self.training.train_iters, self.optimizer
+        for word, begin, end in idle_phases(self.training.seq_length_phases, steps):
+            refuse(
+                f"--seq-length-phases {word} has no step: it begins after step {begin} and ends with step {end} of "
+                f"--train-iters {steps}; give a larger END, or leave the phase out"
+            )
         warmup, decay = optimizer.warmup_steps(steps), optimizer.lr_wsd_decay_iters or 0
         if optimizer.lr_warmup_iters is not None and warmup > steps:
             refuse(f"--lr-warmup-iters {warmup} of --train-iters {steps}: the peak is never reached, so give fewer")
