@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES
+from megatron_ddrp.data.tokenizers.vocabulary_fit import count_stripped
 from megatron_ddrp.data.tokenizers.wordpiece import WORDS
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
@@ -40,6 +41,8 @@ class Alphabet(NamedTuple):
     """Number of characters of the text."""
     coverage: float
     """Share of the text, in characters, that the alphabet covers."""
+    stripped: float = 0.0
+    """Share of the text's letters that lose a mark with the accents; see `count_stripped`."""
 
     def summary(self) -> str:
         """Return a line about the characters left out; empty if there are none."""
@@ -56,10 +59,10 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
     fewer only if no more pairs of pieces occur twice in the text. Raises `UserError` if there is no text or
     `vocab_size` is too small for the alphabet.
     """
-    words = _count_words(texts, lower)
+    words, stripped = _count_words(texts, lower)
     if not words:
         raise UserError("no text to learn a vocabulary from; give files that hold some")
-    alphabet = _alphabet(words, vocab_size)
+    alphabet = _alphabet(words, vocab_size)._replace(stripped=stripped)
     fixed = SPECIALS + alphabet.pieces
     backend = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -128,18 +131,24 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     return model.getvalue(), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
 
 
-def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
-    """Return the counts of words after BERT's normalization and splitting. Each distinct word is normalized once."""
+def _count_words(texts: Iterable[str], lower: bool) -> tuple[Counter[str], float]:
+    """Return the counts of words after BERT's normalization and splitting, and the share of letters that lose a mark.
+
+    Each distinct word is normalized once.
+    """
     raw: Counter[str] = Counter()
     for text in texts:
         raw.update(WORDS.findall(text))
     normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
     splitter = pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
+    letters = stripped = 0
     for word, count in raw.items():
+        in_word, lost = count_stripped(word) if lower else (0, 0)
+        letters, stripped = letters + count * in_word, stripped + count * lost
         for part, _ in splitter.pre_tokenize_str(normalizer.normalize_str(word)):
             words[part] += count
-    return words
+    return words, stripped / max(1, letters)
 
 
 def _alphabet(words: Counter[str], vocab_size: int) -> Alphabet:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.data.tokenizers.vocabulary_fit import count_stripped
 from megatron_ddrp.errors import UserError
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
@@ -82,6 +83,33 @@ def test_the_command_says_how_much_of_the_text_the_alphabet_covers(tmp_path):
     assert "\nalphabet: 2,000 of 3,000 characters, 9" in done.stdout
     (tmp_path / "in.txt").write_text("red green red")
     assert run(*flags, 4000).stdout.splitlines()[0].count("pieces (the text gives no more; 4,000 were asked for)") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "letters", "stripped"),
+    [
+        ("red7", 3, 0),
+        ("\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48", 2, 2),  # Thai, two marks on each letter
+        ("\u0939\u093f\u0928\u094d\u0926\u0940", 3, 1),  # Hindi: of the signs only the virama takes no space
+        ("\u0939\u094b\u0902", 1, 1),  # a mark behind a sign that takes space
+        ("\u304c\u304b", 2, 1),  # Japanese: ga becomes ka
+        ("\ud55c\uad6d", 6, 0),  # Korean syllables fall into parts, all of which stay
+        ("Vi\u1ec7t\u0451\u03ac", 6, 0),  # accents of Latin, Cyrillic and Greek
+        ("\u05e9\u05c1\u05b8\u0645\u064f\u062d", 3, 0),  # points of Hebrew and Arabic
+        ("\u4e2d\u6587", 2, 0),
+    ],
+)
+def test_letters_that_lose_a_mark_are_counted(word, letters, stripped):
+    assert count_stripped(word) == (letters, stripped)
+
+
+def test_the_command_warns_of_a_script_that_loses_its_vowels(tmp_path):
+    (tmp_path / "in.txt").write_text("\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48 red\n\nred blue\n\ngreen")
+    flags = ("--input", tmp_path / "in.txt", "--output", tmp_path / "v.txt", "--overwrite", "--vocab-size", 60)
+    warning = "warning: 11.8% of the letters lose a mark that spells another letter or vowel, as in Thai, Hindi or"
+    told = run(*flags)
+    assert told.returncode == 0 and told.stderr.startswith(warning) and told.stderr.count("\n") == 1
+    assert run(*flags, "--cased").stderr == run(*flags, "--type", "sentencepiece").stderr == ""
 
 
 def test_sentencepiece_has_berts_ids_for_the_specials(corpus, tmp_path):
