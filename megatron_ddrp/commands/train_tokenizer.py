@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 
 from megatron_ddrp.cli import ArgumentParser
 from megatron_ddrp.data.atomic import AtomicFile
@@ -19,6 +20,7 @@ from megatron_ddrp.data.preprocess.flags import add_input
 from megatron_ddrp.data.preprocess.inputs import find_inputs
 from megatron_ddrp.data.progress import reading_progress
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.data.tokenizers.vocabulary_fit import warn_of_stripped
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 
@@ -49,21 +51,27 @@ def main() -> None:
         raise UserError(f"--vocab-size {arguments.vocab_size}: expected {least}", WRONG_ARGUMENTS)
     files = find_inputs(arguments.input)
     skipped: list[str] = []
+    cut, warning = "", None
     with AtomicFile(arguments.output) as stream, reading_progress([file.path for file in files]) as progress:
         documents = iter_documents(
             arguments.input, arguments.json_keys, arguments.on_error, skipped.append, progress.update
         )
         texts = (text for document in documents for text in document)
         if arguments.type == "wordpiece":
-            pieces = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
+            pieces, alphabet = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write("".join(f"{piece}\n" for piece in pieces).encode())
-            size = len(pieces)
+            size, cut, warning = len(pieces), alphabet.summary(), warn_of_stripped(alphabet.stripped)
         else:
             model, size = train_sentencepiece(texts, arguments.vocab_size, not arguments.cased)
             stream.write(model)
-    fewer = f" (the text gives no more; {arguments.vocab_size:,} were asked for)" if size < arguments.vocab_size else ""
+    reason = "" if cut else "the text gives no more; "
+    fewer = f" ({reason}{arguments.vocab_size:,} were asked for)" if size < arguments.vocab_size else ""
     left_out = f", {len(skipped):,} unreadable records skipped (first: {skipped[0]})" if skipped else ""
     print(f"{size:,} pieces{fewer}{left_out} → {arguments.output}")
+    if cut:
+        print(cut)
+    if warning:
+        print(warning, file=sys.stderr)
     print(f"next: {next_command(arguments)}")
 
 

@@ -42,6 +42,28 @@ class Place(NamedTuple):
         return UserError(": ".join(filter(None, (*self, message))), WRONG_ARGUMENTS)
 
 
+class _GivenTwice(Exception):
+    """A setting that a mapping of a YAML file has twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a setting given twice in one mapping, also if the second one has dashes for underscores."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping before `<<` adds the settings of another one, which its own settings replace."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name, line = (key.tag, key.value.replace("-", "_")), key.start_mark.line + 1
+                if name in lines:
+                    raise _GivenTwice(
+                        f"line {line}: {key.value} is given already in line {lines[name]}; keep one of them"
+                    )
+                lines[name] = line
+        return node
+
+
 class Option(NamedTuple):
     """A setting: its type, the rules of its `option(...)` and its default."""
 
@@ -74,9 +96,11 @@ def load_plugins(files: Any, place: Place) -> None:
 
 
 def load_yaml(path: Path, place: Place) -> Any:
-    """Return the content of a YAML file. Raises `UserError` if it cannot be read."""
+    """Return the content of a YAML file. Raises `UserError` if it cannot be read or has a setting twice."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except _GivenTwice as error:
+        raise place.error(str(error)) from None
     except OSError as error:
         raise place.error(f"cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -90,8 +114,8 @@ def read_settings(
 ) -> dict[str, Any]:
     """Return name → checked value of the settings in a mapping; its keys have dashes or underscores.
 
-    Raises `UserError` for an unknown key, and for a value of a wrong type or out of its range. `hints` have the remedy
-    for keys that other programs know, with dashes.
+    Raises `UserError` for an unknown key, a key in both spellings, and a value of a wrong type or out of its range.
+    `hints` have the remedy for keys that other programs know, with dashes.
     """
     if not isinstance(values, Mapping):
         raise place.error(f"expected settings such as `{next(iter(options))}: …`, got a {type(values).__name__}")
@@ -101,6 +125,8 @@ def read_settings(
         if name not in options:
             hint = hints.get(name.replace("_", "-"))
             raise place.error(f"unknown setting {str(key)!r}; {hint}" if hint else _unknown(str(key), options))
+        if name in settings:  # one of them may come by `<<`
+            raise place.at(str(key)).error("given twice, with dashes and with underscores; keep one of them")
         settings[name] = read_value(value, options[name], place.at(str(key)))
     return settings
 

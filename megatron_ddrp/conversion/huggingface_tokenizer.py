@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_ddrp.conversion.foreign_config import one_of, refuse_code
+from megatron_ddrp.conversion.foreign_config import one_of, refuse_code, shown
 from megatron_ddrp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ddrp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -16,25 +16,37 @@ from megatron_ddrp.json_files import read_object
 OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "spm.model", "spiece.model", "merges.txt")
 """Vocabularies that only transformers can turn into a tokenizer.json: it numbers pieces and treats text in its own
 way."""
+_BERT_LIKE = ("Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "MobileBert", "MPNet", "Splinter")
+BERT_CLASSES = tuple(f"{name}Tokenizer" for name in (*_BERT_LIKE, "SqueezeBert"))
+"""Values of `tokenizer_class`, without `Fast`, that stand for BERT's rules on a vocab.txt."""
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return a folder's tokenizer, or None if it has none.
 
     Sources in this order: the SentencePiece model that an export keeps beside its tokenizer.json; vocab.txt if BERT's
-    usual rules apply; tokenizer.json; transformers' conversion of another vocabulary. Raise `UserError` if a file
-    cannot be read or transformers is needed and fails.
+    usual rules apply; tokenizer.json; transformers' conversion of vocab.txt under BERT's other rules, or of another
+    vocabulary. Raise `UserError` if a file cannot be read, if vocab.txt belongs to a tokenizer with other rules than
+    BERT's, or if transformers is needed and fails.
     """
     settings, rules = tokenizer_settings(folder), folder / HuggingFaceTokenizer.file_name
     model, vocab = folder / SentencePieceTokenizer.file_name, folder / "vocab.txt"
     if model.is_file() and (not rules.is_file() or _same_pieces(model, folder)):
         return build_tokenizer("SentencePiece", tokenizer_model=model)
-    lower = settings["do_lower_case"]
+    lower, kind = settings["do_lower_case"], settings["tokenizer_class"]
+    is_bert = kind is None or str(kind).removesuffix("Fast") in BERT_CLASSES
     usual = settings.get("strip_accents") in (None, lower) and settings.get("tokenize_chinese_chars", True)
-    if vocab.is_file() and (usual or not rules.is_file()):
+    if vocab.is_file() and is_bert and usual:
         return build_tokenizer("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=vocab)
     if rules.is_file():
         return build_tokenizer("HuggingFace", tokenizer_model=folder)
+    if vocab.is_file() and is_bert:
+        return _convert(folder, "vocab.txt", **{} if kind else {"tokenizer_type": "bert"})
+    if vocab.is_file():
+        raise UserError(
+            f"{folder}: its vocab.txt belongs to a {shown(kind)}, expected BertTokenizer or another class with BERT's "
+            "rules; add the tokenizer.json of this model if there is one, or choose another model"
+        )
     for name in OTHER_VOCABULARIES:
         if (folder / name).is_file():
             return _convert(folder, name)
@@ -42,14 +54,23 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json with `do_lower_case`, which is true by default.
+    """Return tokenizer_config.json with `do_lower_case`, which is true by default, and `tokenizer_class`.
 
-    Raise `UserError` if it cannot be read, or if the tokenizer needs foreign code.
+    config.json may have the class instead; it is None if neither has it. Raise `UserError` if a file cannot be read, or
+    if the tokenizer needs foreign code or a program that finds words, such as MeCab.
     """
-    path = folder / "tokenizer_config.json"
+    path, model = folder / "tokenizer_config.json", folder / "config.json"
     settings = {"do_lower_case": True} | (read_object(path) if path.is_file() else {})
     refuse_code(path, settings)
     one_of(path, settings, "do_lower_case", (True, False))
+    splitter = settings.get("word_tokenizer_type")
+    if splitter not in (None, "basic"):
+        raise UserError(
+            f"{path}: word_tokenizer_type is {shown(splitter)}, expected basic or none: a tokenizer that finds words "
+            "by such a program cannot be read; choose another model"
+        )
+    if not settings.get("tokenizer_class"):
+        settings["tokenizer_class"] = read_object(model).get("tokenizer_class") if model.is_file() else None
     return settings
 
 
@@ -59,13 +80,16 @@ def _same_pieces(model: Path, folder: Path) -> bool:
     return ours.pieces == build_tokenizer("HuggingFace", tokenizer_model=folder).pieces
 
 
-def _convert(folder: Path, vocabulary: str) -> Tokenizer:
-    """Return the tokenizer that transformers makes of a folder without tokenizer.json."""
+def _convert(folder: Path, vocabulary: str, **choice: str) -> Tokenizer:
+    """Return the tokenizer that transformers makes of a folder without tokenizer.json.
+
+    `choice` may name the type of the tokenizer (`tokenizer_type`), if the folder does not.
+    """
     try:
         from transformers import AutoTokenizer, logging
 
         logging.set_verbosity_error()
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **choice)
         with tempfile.TemporaryDirectory() as written:
             loaded.save_pretrained(written)
             return build_tokenizer("HuggingFace", tokenizer_model=written)

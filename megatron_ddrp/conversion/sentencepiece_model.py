@@ -1,8 +1,8 @@
 """Conversion of a SentencePiece unigram model to the `tokenizers` library, which all versions of transformers read.
 
 A .model file is a protocol buffer. The sentencepiece library does not return all of its fields, so the others are read
-from the wire format, without a protobuf package: trainer (field 2: model type 3) and normalizer (field 3: character map
-2, dummy prefix 3, remove extra whitespace 4).
+from the wire format, without a protobuf package: trainer (field 2: model type 3) and normalizer (field 3: name 1,
+character map 2, dummy prefix 3, remove extra whitespace 4).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from tokenizers.decoders import Metaspace
 from megatron_ddrp.data.tokenizers.tokenizer import WORD_START
 
 _UNIGRAM = 1
+_COMPOSING = (b"nmt_nfkc", b"nmt_nfkc_cf", b"nfkc", b"nfkc_cf")
+"""Names of the character maps that join a letter and its marks, or the parts of a Korean syllable."""
 
 
 def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> RustTokenizer | None:
@@ -36,6 +38,8 @@ def unigram_tokenizer(content: bytes, pieces: Sequence[str], unk_id: int) -> Rus
     has_bytes = any(processor.is_byte(i) for i in own)
     tokenizer = RustTokenizer(models.Unigram(vocabulary, unk_id=unk_id, byte_fallback=has_bytes))
     steps: list[normalizers.Normalizer] = []
+    if normalizer.get(1) in _COMPOSING:
+        steps.append(normalizers.NFC())  # the next step maps one character at a time, and would leave them apart
     if normalizer.get(2):
         steps.append(normalizers.Precompiled(normalizer[2]))
     # "first" puts "▁" before a text, but not before the part after a [MASK]: there a leading space becomes "▁".

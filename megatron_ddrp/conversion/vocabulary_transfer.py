@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ddrp.conversion.tokenizer_files import BYTE_PIECE
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES, Tokenizer
 
 CONTINUES = "##"
@@ -99,7 +100,7 @@ def _surfaces(tokenizer: Tokenizer) -> dict[int, Surface]:
         begins = bool(tokenizer.word_starts[i])
         inside = not begins and piece.startswith(CONTINUES) and len(piece) > len(CONTINUES)
         text = "" if i in special else piece[len(CONTINUES) :] if inside else tokenizer.decode([i]).strip()
-        if text and NO_TEXT not in text:
+        if text and NO_TEXT not in text and not BYTE_PIECE.fullmatch(piece):
             found[i] = Surface(text, begins)
     return found
 

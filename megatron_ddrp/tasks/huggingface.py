@@ -219,12 +219,8 @@ def _reason(error: Exception) -> str:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer from tokenizer.json, else from vocab.txt, else from another vocabulary in the folder."""
-    settings = tokenizer_settings(folder)
-    if (folder / "tokenizer.json").is_file():
-        return build_tokenizer("HuggingFace", tokenizer_model=folder)
-    if not (folder / "vocab.txt").is_file():
-        # Without any vocabulary build_tokenizer raises an error that names the missing file.
-        return find_tokenizer(folder) or build_tokenizer("HuggingFace", tokenizer_model=folder)
-    kind = "BertWordPieceLowerCase" if settings["do_lower_case"] else "BertWordPieceCase"
-    return build_tokenizer(kind, vocab_file=folder / "vocab.txt")
+    """Load the tokenizer from tokenizer.json, else as `find_tokenizer` does."""
+    tokenizer_settings(folder)  # refuses foreign code
+    found = None if (folder / "tokenizer.json").is_file() else find_tokenizer(folder)
+    # Without any vocabulary build_tokenizer raises an error that names the missing file.
+    return found or build_tokenizer("HuggingFace", tokenizer_model=folder)

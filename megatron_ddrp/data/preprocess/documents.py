@@ -157,7 +157,7 @@ def _format(file: InputFile, first: bytes) -> str:
     if first.startswith(b"PAR1"):
         raise UserError(f"{file.path}: Parquet; give it as a file whose name ends in .parquet")
     start = first[:_FIRST].lstrip()
-    if file.ending in (".json", ".jsonl"):
+    if file.ending in (".json", ".jsonl", ".ndjson"):
         return "json"
     if start.startswith(b"<doc ") and b"id=" in start:
         return "wiki"

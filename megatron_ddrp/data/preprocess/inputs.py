@@ -23,15 +23,21 @@ from megatron_ddrp.data.preprocess.zstd import ZstdStream
 from megatron_ddrp.errors import UserError
 
 STANDARD_INPUT = "-"
-ENDINGS = (".jsonl", ".json", ".txt", ".parquet")
-"""Accepted endings of file names. Files without one, as WikiExtractor writes them, are recognised by their content."""
+ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+"""Accepted endings of file names, in any case. Files without one, as WikiExtractor writes them, are recognised by their
+content."""
 
 INPUT_HELP = (
-    ".jsonl or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, each also "
-    "as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is standard "
-    "input"
+    ".jsonl, .ndjson or .json (one object per line), .txt (a blank line between documents) or WikiExtractor's files, "
+    "each also as .gz, .xz, .zst or .bz2; .parquet (rows); a folder or a quoted pattern of these, sorted; a pipe; - is "
+    "standard input"
 )
 """Help of a command's `--input`."""
+
+NAMED_FILES = 3
+"""Number of files that the line about left out files names."""
+DATASET_ENDINGS = (".bin", ".idx", ".npy")
+"""Endings of our own datasets, which are left out of a folder without a word."""
 
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
 """Errors of the decompressors for a damaged or truncated file."""
@@ -66,13 +72,13 @@ class InputFile(NamedTuple):
     @property
     def packing(self) -> str:
         """Key of `PACKINGS`, by the file's name."""
-        ending = Path(self.path).suffix
+        ending = Path(self.path).suffix.lower()
         return ending if ending in PACKINGS else ""
 
     @property
     def ending(self) -> str:
-        """Ending of the uncompressed file's name, such as `.jsonl`; often empty."""
-        return Path(self.path.removesuffix(self.packing)).suffix
+        """Ending of the uncompressed file's name in lower case, such as `.jsonl`; often empty."""
+        return Path(self.path[: len(self.path) - len(self.packing)]).suffix.lower()
 
 
 def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[InputFile]:
@@ -80,8 +86,9 @@ def find_inputs(names: Iterable[str], leave_out: Iterable[str] = ()) -> list[Inp
 
     Files are in the order of the names, and sorted within each. A folder gives all files with one of `ENDINGS`, at any
     depth, and WikiExtractor's files, but no hidden files, pipes, manifests of datasets, or `leave_out` (the vocabulary
-    may lie beside the text). Raises `UserError` for a name without a file, an unknown ending, an empty compressed file,
-    and a file that cannot be opened.
+    may lie beside the text); one line on standard error names the other files. A file that a folder or a pattern
+    reaches twice, by a link, is given once. Raises `UserError` for a name without a file, an unknown ending, an empty
+    compressed file, and a file that cannot be opened.
     """
     apart = [os.path.realpath(path) for path in leave_out]
     files: list[InputFile] = []
@@ -213,10 +220,37 @@ def _files_of_folder(folder: str, apart: Sequence[str]) -> list[InputFile]:
 
 
 def _sorted_files(folder: str, apart: Sequence[str]) -> list[InputFile]:
-    return sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
+    """Return the files with documents in a folder, sorted, and print one line about the others."""
+    visible = sorted(_walk(folder, apart), key=lambda file: Path(file.name).parts)
+    files = _once([file for file in visible if file.ending in ENDINGS or (not file.ending and _holds_documents(file))])
+    read = {os.path.realpath(file.path) for file in files}
+    others = [file.name for file in visible if os.path.realpath(file.path) not in read]
+    if others := [name for name in others if not name.endswith(DATASET_ENDINGS)]:
+        count = f"{len(others):,} file{'s' * (len(others) > 1)} left out"
+        shown = ", ".join([*others[:NAMED_FILES], *["…"] * (len(others) > NAMED_FILES)])
+        expected = (
+            f"expected names that end in {_KNOWN}, or in one of these and {_PACKED}; rename a file to have it read"
+        )
+        print(f"{folder}: {count} ({shown}): {expected}", file=sys.stderr)
+    return files
+
+
+def _once(files: Sequence[InputFile]) -> list[InputFile]:
+    """Return each file once, by its real path, in order; of several names one with an ending, then one without a link.
+
+    A folder of the Hugging Face hub has each file as a blob without an ending, and a link to it.
+    """
+    names: dict[str, list[InputFile]] = {}
+    for file in files:
+        names.setdefault(os.path.realpath(file.path), []).append(file)
+    best = {
+        path: min(same, key=lambda f: (f.ending not in ENDINGS, os.path.islink(f.path))) for path, same in names.items()
+    }
+    return [file for file in files if best[os.path.realpath(file.path)] is file]
 
 
 def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
+    """Yield the visible files of a folder, at any depth."""
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(parent) in seen:  # a link to a folder above
@@ -229,23 +263,19 @@ def _walk(folder: str, apart: Sequence[str]) -> Iterator[InputFile]:
             file = InputFile(path, os.path.relpath(path, folder))
             if name.startswith(".") or os.path.realpath(path) in apart or _is_manifest(path) or is_stream(path):
                 continue
-            if file.ending in ENDINGS or (not file.ending and _holds_documents(file)):
-                yield file
+            yield file
 
 
 def _files_of_pattern(pattern: str, apart: Sequence[str]) -> list[InputFile]:
-    files: dict[str, InputFile] = {}  # by their real path: `**` follows links in circles
+    files: list[InputFile] = []
     for path in sorted(glob.glob(pattern, recursive=True), key=lambda path: Path(path).parts):
-        found = []
         if os.path.isfile(path) and os.path.realpath(path) not in apart and not _is_manifest(path):
-            found = [InputFile(path, os.path.basename(path))]
+            files.append(InputFile(path, os.path.basename(path)))
         elif os.path.isdir(path) and "**" not in pattern:
-            found = _sorted_files(path, apart)
-        for file in found:
-            files.setdefault(os.path.realpath(file.path), file)
+            files += _sorted_files(path, apart)
     if not files:
         raise UserError(f"{pattern}: no such file, and no file matches it as a pattern")
-    return list(files.values())
+    return _once(files)  # `**` follows links in circles
 
 
 def _is_manifest(path: str) -> bool:

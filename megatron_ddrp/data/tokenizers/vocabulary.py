@@ -9,33 +9,61 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron_ddrp.data.tokenizers.tokenizer import SPECIAL_PIECES
+from megatron_ddrp.data.tokenizers.vocabulary_fit import count_stripped
 from megatron_ddrp.data.tokenizers.wordpiece import WORDS
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 
 SPECIALS = [SPECIAL_PIECES[role][0] for role in ("pad", "unk", "cls", "sep", "mask")]
 """First pieces of every vocabulary, in the order of their ids."""
 
-ALPHABET_SIZE = 1000  # characters, as in BERT's trainer
-ALPHABET_COVERAGE = 0.9995  # share of the text's characters; a small vocabulary may drop rarer ones
+ALPHABET_SIZE = 1000
+"""Number of characters that an alphabet may have even if fewer cover the text, as in BERT's trainer."""
+ALPHABET_COVERAGE = 0.9995
+"""Share of the text's characters that an alphabet covers if it fits into half of the vocabulary."""
 SENTENCE_BYTES = 1 << 16  # the SentencePiece trainer skips longer lines, so they are cut
 SENTENCEPIECE_THREADS = 4  # fixed, because sums over threads depend on their number
 
 
-def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> list[str]:
-    """Learn and return the pieces of a WordPiece vocabulary: special pieces, alphabet, then merges by frequency.
+class Alphabet(NamedTuple):
+    """Characters of a WordPiece vocabulary."""
 
-    Returns at most `vocab_size` pieces, fewer only if no more pairs occur twice in the text. Raises `UserError` if
-    there is no text or `vocab_size` is too small for the alphabet.
+    pieces: list[str]
+    """One-character pieces: `x`, then `##x` of those that occur inside words, both in order of their characters."""
+    characters: int
+    """Number of characters."""
+    of: int
+    """Number of characters of the text."""
+    coverage: float
+    """Share of the text, in characters, that the alphabet covers."""
+    stripped: float = 0.0
+    """Share of the text's letters that lose a mark with the accents; see `count_stripped`."""
+
+    def summary(self) -> str:
+        """Return a line about the characters left out; empty if there are none."""
+        if self.characters == self.of:
+            return ""
+        share = min(self.coverage, 0.9999)  # never rounded to all of the text
+        return f"alphabet: {self.characters:,} of {self.of:,} characters, {share:.2%} of the text; others become [UNK]"
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[list[str], Alphabet]:
+    """Learn a WordPiece vocabulary; return its pieces and its alphabet.
+
+    The pieces are the special ones, the alphabet, then merges by frequency. There are at most `vocab_size` pieces,
+    fewer only if no more pairs of pieces occur twice in the text. Raises `UserError` if there is no text or
+    `vocab_size` is too small for the alphabet.
     """
-    words = _count_words(texts, lower)
+    words, stripped = _count_words(texts, lower)
     if not words:
         raise UserError("no text to learn a vocabulary from; give files that hold some")
-    fixed = SPECIALS + _alphabet(words, vocab_size)
+    alphabet = _alphabet(words, vocab_size)._replace(stripped=stripped)
+    fixed = SPECIALS + alphabet.pieces
     backend = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     letters = [piece for piece in fixed if len(piece) == 1]
@@ -50,7 +78,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -
     )
     backend.train_from_iterator(_repeated(words), trainer)
     ids = backend.get_vocab()
-    return sorted(ids, key=ids.__getitem__)
+    return sorted(ids, key=ids.__getitem__), alphabet
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = True) -> tuple[bytes, int]:
@@ -103,35 +131,48 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, lower: bool = Tru
     return model.getvalue(), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
 
 
-def _count_words(texts: Iterable[str], lower: bool) -> Counter[str]:
-    """Return the counts of words after BERT's normalization and splitting. Each distinct word is normalized once."""
+def _count_words(texts: Iterable[str], lower: bool) -> tuple[Counter[str], float]:
+    """Return the counts of words after BERT's normalization and splitting, and the share of letters that lose a mark.
+
+    Each distinct word is normalized once.
+    """
     raw: Counter[str] = Counter()
     for text in texts:
         raw.update(WORDS.findall(text))
     normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
     splitter = pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
+    letters = stripped = 0
     for word, count in raw.items():
+        in_word, lost = count_stripped(word) if lower else (0, 0)
+        letters, stripped = letters + count * in_word, stripped + count * lost
         for part, _ in splitter.pre_tokenize_str(normalizer.normalize_str(word)):
             words[part] += count
-    return words
+    return words, stripped / max(1, letters)
 
 
-def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
-    """Return the one-character pieces, `x` and, if it occurs inside words, `##x`, in order of their characters."""
+def _alphabet(words: Counter[str], vocab_size: int) -> Alphabet:
+    """Return the most frequent characters.
+
+    They are those that cover `ALPHABET_COVERAGE` of the text, and more of them up to `ALPHABET_SIZE` characters and a
+    quarter of the vocabulary. A script of several thousand characters, such as Chinese, gets half of the vocabulary.
+    """
     characters: Counter[str] = Counter()
     inside: set[str] = set()
     for word, count in words.items():
         for character in word:
             characters[character] += count
         inside.update(word[1:])
-    ranked = sorted(characters, key=lambda character: (-characters[character], character))[:ALPHABET_SIZE]
+    ranked = sorted(characters, key=lambda character: (-characters[character], character))
     needed = ALPHABET_COVERAGE * characters.total()
     chosen: list[str] = []
     covered = pieces = 0
     for character in ranked:
         cost = 1 + (character in inside)
-        if covered >= needed and pieces + cost > vocab_size // 4:
+        is_large = len(chosen) >= ALPHABET_SIZE
+        if covered >= needed and (is_large or pieces + cost > vocab_size // 4):
+            break
+        if is_large and pieces + cost > vocab_size // 2:
             break
         chosen.append(character)
         covered += characters[character]
@@ -141,7 +182,9 @@ def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
             f"{len(SPECIALS)} special pieces and the text's alphabet of {pieces} need at least {len(SPECIALS) + pieces}"
         )
         raise UserError(f"--vocab-size {vocab_size} is too small: {least}", WRONG_ARGUMENTS)
-    return sorted(chosen) + [f"##{character}" for character in sorted(chosen) if character in inside]
+    first = sorted(chosen)
+    shown = first + [f"##{character}" for character in first if character in inside]
+    return Alphabet(shown, len(chosen), len(characters), covered / characters.total())
 
 
 def _repeated(words: Counter[str], batch: int = 10_000) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 import io
 import json
+import unicodedata
 
 import pytest
 
+from megatron_ddrp.conversion.sentencepiece_model import unigram_tokenizer
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 
@@ -110,6 +112,18 @@ def test_sentencepiece_parts_after_a_mask_are_those_inside_a_text(tmp_path, fold
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == [tokenizer.cls_id, *ids, tokenizer.sep_id]
     spaces = "".join(tokenizer.pieces[i] for i in ids).replace("▁", " ")
     assert spaces.strip() == text.strip().replace(" [MASK]", "[MASK]")  # a masked word's own space is masked with it
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"])
+def test_text_whose_marks_are_apart_has_the_ids_of_the_library(tmp_path, rule):
+    """macOS writes Korean syllables as parts, and letters apart from their accents."""
+    text = "\ud55c\uad6d\uc5b4 red \u1ec7\u0151 d\u00f3g \ufb01sh"
+    tokenizer = sentencepiece_model(tmp_path, normalization_rule_name=rule, required_chars=text.replace(" ", ""))
+    exported = unigram_tokenizer((tmp_path / "pieces.model").read_bytes(), tokenizer.pieces, tokenizer.unk_id)
+    for form in ("NFC", "NFD"):
+        changed = unicodedata.normalize(form, text)
+        assert exported.encode(changed, add_special_tokens=False).ids == tokenizer.encode(changed)
+    assert rule == "identity" or tokenizer.unk_id not in tokenizer.encode(changed)
 
 
 def test_other_sentencepiece_models_are_named(tmp_path):

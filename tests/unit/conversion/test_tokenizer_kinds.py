@@ -11,6 +11,7 @@ from megatron_ddrp.conversion.huggingface_tokenizer import find_tokenizer
 from megatron_ddrp.conversion.tokenizer_files import write_tokenizer
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.huggingface import load_tokenizer as load_foreign
 from tests.unit.conversion.test_tokenizer_files import sentencepiece_model
 
 TEXT = "red green blue cats and dogs, singing the red birds; runs at both ends"
@@ -159,3 +160,51 @@ def test_an_exports_sentencepiece_model_is_preferred_if_it_is_the_same(tmp_path,
     assert find_tokenizer(tmp_path / "hf").fingerprint == ours.fingerprint
     unigram(tmp_path / "hf", FAIRSEQ, template=True)
     assert find_tokenizer(tmp_path / "hf").tokenizer_type == "HuggingFace"
+
+
+GERMAN = ["f\u00fcr", "fur", "sch\u00f6n", "schon", "##e", "\u4e2d", "\u6587", "##\u6587", "F\u00fcr", "Fur"]
+MECAB = {"word_tokenizer_type": "mecab", "subword_tokenizer_type": "wordpiece"}
+
+
+def bert_vocabulary(folder, settings, config=None):
+    """A BERT folder with vocab.txt, its settings, and no tokenizer.json."""
+    (folder / "vocab.txt").write_text("\n".join([*BERT, *GERMAN]) + "\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | (config or {})))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, "BertWordPieceLowerCase"),
+        ({"do_lower_case": False, "tokenizer_class": "ElectraTokenizerFast"}, "BertWordPieceCase"),
+        ({"strip_accents": False}, "HuggingFace"),
+        ({"strip_accents": False, "tokenizer_class": "BertTokenizer"}, "HuggingFace"),
+        ({"strip_accents": True, "do_lower_case": False}, "HuggingFace"),
+        ({"tokenize_chinese_chars": False, "tokenizer_class": "DistilBertTokenizer"}, "HuggingFace"),
+    ],
+)
+def test_a_vocabulary_alone_follows_the_settings_beside_it(tmp_path, offline, settings, kind, read):
+    from transformers import AutoTokenizer
+
+    bert_vocabulary(tmp_path, settings)
+    ours, theirs = read(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("F\u00fcr sch\u00f6ne \u4e2d\u6587", "f\u00fcr \u6587\u4e2d Schon"):
+        assert (ours.tokenizer_type, ours.encode(text)) == (kind, theirs.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("read", [find_tokenizer, load_foreign])
+@pytest.mark.parametrize(
+    ("settings", "config", "reason"),
+    [
+        ({"tokenizer_class": "BertJapaneseTokenizer"}, {}, "'BertJapaneseTokenizer', expected BertTokenizer or"),
+        ({}, {"tokenizer_class": "RoFormerTokenizer"}, "'RoFormerTokenizer', expected BertTokenizer or"),
+        (MECAB, {"tokenizer_class": "BertJapaneseTokenizer"}, "word_tokenizer_type is 'mecab', expected basic or"),
+    ],
+)
+def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path, settings, config, reason, read):
+    bert_vocabulary(tmp_path, settings, config)
+    with pytest.raises(UserError, match=reason) as refused:
+        read(tmp_path)
+    assert "\n" not in str(refused.value)

@@ -103,6 +103,16 @@ def test_kinds_are_compared_by_text_and_begin_of_words(tmp_path):
     assert list(back.values())[5:] == [["\u0120a"], ["a"], ["ab"], ["\u0120a", "ab"], ["d"], []]
 
 
+def test_a_byte_is_not_the_letter_that_it_stands_for(tmp_path):
+    """SentencePiece's `<0x61>` is used only for characters without a piece."""
+    old = sentencepiece_model(tmp_path, byte_fallback=True, vocab_size=330)
+    new = wordpiece(tmp_path / "new.txt", [*SPECIALS, "a", "##a", "##sa", "\u2603"])
+    found = made_of(old, new)
+    assert found["##a"] == ["a"] and "<0x61>" not in [*found["a"], *found["##sa"]]
+    assert found["\u2603"][-3:] == ["<0xE2>", "<0x98>", "<0x83>"]
+    assert made_of(new, old)["<0x61>"] == [] and made_of(old, old)["<0x61>"] == ["<0x61>"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("objective", ["mlm", "electra", "rtd"])
 def test_an_encoder_whose_vocabulary_is_renumbered_computes_the_same(tmp_path, tokenizer, offline, objective):

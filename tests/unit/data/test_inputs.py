@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ddrp.data.preprocess.documents import iter_documents
 from megatron_ddrp.data.preprocess.inputs import InputFile, OpenInput, find_inputs
 from megatron_ddrp.errors import UserError
 
@@ -51,12 +52,57 @@ def test_patterns_are_sorted_and_arguments_keep_their_order(corpus):
     assert names(find_inputs([str(corpus / "[b]")])) == ["wiki_00", "wiki_01"]
 
 
+def test_capitals_and_ndjson_are_endings_too(tmp_path):
+    line = b'{"text": "red"}\n'
+    for name, content in (
+        ("A.JSONL", line),
+        ("b.Jsonl.GZ", gzip.compress(line)),
+        ("c.ndjson", line),
+        ("D.TXT", b"red\n"),
+    ):
+        (tmp_path / name).write_bytes(content)
+    assert names(find_inputs([str(tmp_path)])) == ["A.JSONL", "D.TXT", "b.Jsonl.GZ", "c.ndjson"]
+    assert list(iter_documents([str(tmp_path)])) == [("red",)] * 4
+
+
+def test_files_left_out_of_a_folder_are_named_on_one_line(corpus, capsys):
+    find_inputs([str(corpus / "b")])
+    assert capsys.readouterr().err == ""
+    (corpus / "part-00000").write_text("plain text\n")
+    (corpus / "old_text_document.bin").touch()
+    (corpus / "x.csv").touch()
+    find_inputs([str(corpus)], leave_out=[str(corpus / "vocab.txt")])
+    line = capsys.readouterr().err
+    assert line.startswith(
+        f"{corpus}: 4 files left out (LICENSE, README.md, part-00000, …): expected names that end in"
+    )
+    assert line.count("\n") == 1 and ".hidden" not in line
+
+
+def test_a_file_reached_twice_is_read_once(tmp_path, capsys):
+    """A cache of the Hugging Face hub: blobs without endings, and links to them with the files' names."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1f"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        (blobs / f"0{name[:2]}").write_text('{"text": "red"}\n')
+        (snapshot / name).symlink_to(f"../../blobs/0{name[:2]}")
+    (snapshot / "again.jsonl").symlink_to("../../blobs/0tr")
+    expected = ["snapshots/1f/again.jsonl", "snapshots/1f/test.jsonl"]
+    assert names(find_inputs([str(tmp_path)])) == expected
+    assert names(find_inputs([str(tmp_path / "**")])) == [Path(name).name for name in expected]
+    assert capsys.readouterr().err == ""
+    (tmp_path / "own.txt").write_text("red\n")
+    (tmp_path / "link.txt").symlink_to("own.txt")
+    assert names(find_inputs([str(tmp_path)])) == ["own.txt", *expected]
+
+
 def test_mistakes_are_named(corpus):
     (corpus / "empty").mkdir()
     (corpus / "a.csv").write_text("x")
     for name, complaint in (
         ("none.jsonl", "none.jsonl: No such file"),
-        ("a.csv", "expected a name that ends in .jsonl, .json, .txt, .parquet"),
+        ("a.csv", "expected a name that ends in .jsonl, .ndjson, .json, .txt, .parquet"),
         ("empty", "holds no file that ends in"),
         ("*.nothing", "no file matches it as a pattern"),
     ):

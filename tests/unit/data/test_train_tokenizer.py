@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ddrp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_ddrp.data.tokenizers.vocabulary import SPECIALS, train_sentencepiece, train_wordpiece
+from megatron_ddrp.data.tokenizers.vocabulary_fit import count_stripped
 from megatron_ddrp.errors import UserError
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
@@ -31,29 +32,84 @@ def run(*arguments):
 
 
 def test_wordpiece_has_the_size_the_specials_and_no_duplicates(corpus):
-    pieces = train_wordpiece(corpus, 150)
+    pieces, alphabet = train_wordpiece(corpus, 150)
     assert len(pieces) == len(set(pieces)) == 150 and pieces[:5] == SPECIALS
     assert not any(piece != piece.lower() or "é" in piece for piece in pieces[5:])
-    cased = train_wordpiece(corpus, 150, lower=False)
+    assert (alphabet.characters, alphabet.coverage, alphabet.summary()) == (alphabet.of, 1.0, "")
+    cased, _ = train_wordpiece(corpus, 150, lower=False)
     assert any("D" in piece for piece in cased) and any("é" in piece for piece in cased)
 
 
 def test_every_word_of_the_text_is_covered(corpus, tmp_path):
-    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in train_wordpiece(corpus, 150)))
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in train_wordpiece(corpus, 150)[0]))
     tokenizer = build_tokenizer("BertWordPieceLowerCase", tmp_path / "vocab.txt")
     ids = [i for text in corpus for i in tokenizer.encode(text)]
     assert tokenizer.unk_id not in ids and len(ids) < sum(map(len, corpus)) / 2
 
 
 def test_merges_stop_where_no_pair_repeats():
-    assert train_wordpiece(["aa ab"], 1000) == [*SPECIALS, "a", "b", "##a", "##b"]
-    assert "aa" in train_wordpiece(["aa ab aa"], 1000)
+    assert train_wordpiece(["aa ab"], 1000)[0] == [*SPECIALS, "a", "b", "##a", "##b"]
+    assert "aa" in train_wordpiece(["aa ab aa"], 1000)[0]
 
 
 def test_rare_characters_give_way_in_a_small_vocabulary(corpus):
     rare = "".join(chr(0x4E00 + i) for i in range(8))
-    assert not set(rare) & set(train_wordpiece([*corpus * 3, rare], 80))
-    assert set(rare) <= set(train_wordpiece([*corpus * 3, rare], 400))
+    assert not set(rare) & set(train_wordpiece([*corpus * 3, rare], 80)[0])
+    assert set(rare) <= set(train_wordpiece([*corpus * 3, rare], 400)[0])
+
+
+def chinese(texts=400, characters=3000):
+    """Texts over many ideographs, the first of them frequent."""
+    noise = random.Random(1)
+    weights = [1 / (rank + 20) for rank in range(characters)]
+    return ["".join(map(chr, noise.choices(range(0x4E00, 0x4E00 + characters), weights, k=400))) for _ in range(texts)]
+
+
+def test_a_script_of_many_characters_has_them_in_its_alphabet():
+    """BERT's trainer keeps 1,000 characters, a fifth of all characters of Chinese text would be unknown."""
+    pieces, alphabet = train_wordpiece(chinese(), 21_128)
+    assert alphabet.characters > 2900 and alphabet.coverage >= 0.9995 and len(pieces) == 5 + alphabet.characters
+    assert alphabet.summary().startswith(f"alphabet: {alphabet.characters:,} of {alphabet.of:,} characters, 99.9")
+    half, small = train_wordpiece(chinese(), 4000)
+    assert small.characters == 2000 and len(half) == 2005 and small.coverage < 0.99
+    assert train_wordpiece(chinese(), 1500)[1].characters == 1000, "as many as ever, in a small vocabulary"
+
+
+def test_the_command_says_how_much_of_the_text_the_alphabet_covers(tmp_path):
+    (tmp_path / "in.txt").write_text("\n\n".join(chinese()))
+    flags = ("--input", tmp_path / "in.txt", "--output", tmp_path / "v.txt", "--overwrite", "--vocab-size")
+    done = run(*flags, 4000)
+    assert done.stdout.startswith("2,005 pieces (4,000 were asked for) → ")
+    assert "\nalphabet: 2,000 of 3,000 characters, 9" in done.stdout
+    (tmp_path / "in.txt").write_text("red green red")
+    assert run(*flags, 4000).stdout.splitlines()[0].count("pieces (the text gives no more; 4,000 were asked for)") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "letters", "stripped"),
+    [
+        ("red7", 3, 0),
+        ("\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48", 2, 2),  # Thai, two marks on each letter
+        ("\u0939\u093f\u0928\u094d\u0926\u0940", 3, 1),  # Hindi: of the signs only the virama takes no space
+        ("\u0939\u094b\u0902", 1, 1),  # a mark behind a sign that takes space
+        ("\u304c\u304b", 2, 1),  # Japanese: ga becomes ka
+        ("\ud55c\uad6d", 6, 0),  # Korean syllables fall into parts, all of which stay
+        ("Vi\u1ec7t\u0451\u03ac", 6, 0),  # accents of Latin, Cyrillic and Greek
+        ("\u05e9\u05c1\u05b8\u0645\u064f\u062d", 3, 0),  # points of Hebrew and Arabic
+        ("\u4e2d\u6587", 2, 0),
+    ],
+)
+def test_letters_that_lose_a_mark_are_counted(word, letters, stripped):
+    assert count_stripped(word) == (letters, stripped)
+
+
+def test_the_command_warns_of_a_script_that_loses_its_vowels(tmp_path):
+    (tmp_path / "in.txt").write_text("\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48 red\n\nred blue\n\ngreen")
+    flags = ("--input", tmp_path / "in.txt", "--output", tmp_path / "v.txt", "--overwrite", "--vocab-size", 60)
+    warning = "warning: 11.8% of the letters lose a mark that spells another letter or vowel, as in Thai, Hindi or"
+    told = run(*flags)
+    assert told.returncode == 0 and told.stderr.startswith(warning) and told.stderr.count("\n") == 1
+    assert run(*flags, "--cased").stderr == run(*flags, "--type", "sentencepiece").stderr == ""
 
 
 def test_sentencepiece_has_berts_ids_for_the_specials(corpus, tmp_path):
