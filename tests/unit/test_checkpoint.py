@@ -122,6 +122,15 @@ def test_a_file_is_no_fresh_start(file, run, tmp_path):
             checkpoint.refuse_folders(save, run / file)
 
 
+def test_a_misspelt_load_is_no_fresh_start(tmp_path):
+    """A restart names one folder twice, which need not exist; an empty folder starts afresh."""
+    for save in (None, tmp_path / "new"):
+        with pytest.raises(UserError, match=f"--load {tmp_path / 'strat'}: no such folder: .* leave --load out"):
+            checkpoint.refuse_folders(save, tmp_path / "strat")
+        checkpoint.refuse_folders(save, tmp_path)
+    checkpoint.refuse_folders(tmp_path / "new", tmp_path / "new")
+
+
 def test_a_folder_named_latest_is_refused_with_the_remedy(run):
     (run / checkpoint.LATEST).unlink()
     (run / checkpoint.LATEST).mkdir()
