@@ -57,7 +57,7 @@ class Run:
     seed: int
     max_seq_length: int
     encoder: str
-    """Fingerprint of the encoder's weights."""
+    """Fingerprint of the encoder."""
     data: str
     """Fingerprint of the task's files."""
     micro_batch_size: int

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.encoder import load_encoder
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
@@ -281,6 +282,29 @@ def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folde
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
     assert "left out, it has the same weights as" in capsys.readouterr().out
+
+
+def test_a_mended_tokenizer_is_another_encoder_and_runs_of_earlier_versions_are_not_repeated(
+    topics, bert_folder, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    command = words(topics, bert_folder, out, *GLANCE, "--dry-run")
+    main(command[:-1])
+    main(command)
+    settings = bert_folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"do_lower_case": False}))
+    main(command)
+    assert [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("plan:")] == [
+        "1 of 1 runs to do",
+        "0 of 1 runs to do",
+        "1 of 1 runs to do",
+    ]
+    (row,) = rows(out)
+    row["encoder"] = load_encoder(bert_folder).weights  # as earlier versions wrote it
+    (out / "runs.jsonl").write_text(json.dumps({key: row[key] for key in row if key != "crc32"}) + "\n")
+    main(command)
+    shown = capsys.readouterr().out
+    assert "0 of 1 runs to do" in shown and "of an earlier version, which did not record tokenizer" in shown
 
 
 def test_the_training_file_as_valid_file_is_told(topics):
