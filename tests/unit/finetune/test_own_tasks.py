@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import load_encoder
+from megatron_ddrp.tasks.finetune import workers
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
@@ -282,6 +284,23 @@ def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folde
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
     assert "left out, it has the same weights as" in capsys.readouterr().out
+
+
+def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is(monkeypatch, capsys):
+    options = Namespace(suite=Namespace(read=dict), training=Namespace(max_seq_length=32))
+    encoder = Namespace(name="alibi", origin="loaded: 3 weights", max_length=16, fingerprint="a")
+    twin = Namespace(name="twin", fingerprint="a")
+    found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin])
+    monkeypatch.setattr(workers.process_group, "agree", lambda action: action())
+    monkeypatch.setattr(workers, "Sweep", lambda *_: found)
+    monkeypatch.setattr(workers, "open_store", lambda _: Namespace(missing=list))
+    workers._open_on_ranks(options, Namespace(rank=0, world_size=2, device=torch.device("cpu")))
+    assert capsys.readouterr().out.splitlines() == [
+        "plan: 0 of 0 runs to do, each on 2 ranks",
+        "  alibi: loaded: 3 weights",
+        "    rows are cut to 16 pieces: the encoder was trained on no longer rows",
+        "  twin: left out, it has the same weights as alibi",
+    ]
 
 
 def test_a_mended_tokenizer_is_another_encoder_and_runs_of_earlier_versions_are_not_repeated(
