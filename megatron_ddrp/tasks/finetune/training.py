@@ -1,7 +1,8 @@
 """One fine-tuning run, as in appendix B of the DDRP+MTH paper.
 
-AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
-tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The task's kind defines the loss.
+AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases, LayerNorms and, as in pre-training, gains
+of a position encoding), linear warm-up over a tenth of the steps, then linear decay to 0, gradients clipped at norm 1.
+The task's kind defines the loss.
 
 A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its dropout,
 which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so the run has
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from megatron_ddrp.model.positions.contract import PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.tasks.finetune.kinds import KINDS
@@ -240,10 +242,16 @@ def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, mode
     """Return AdamW. A group's `share` is its factor on the rate: layerwise_lr_decay^(layers below the head)."""
     depths = layer_depths(weights, getattr(model, "encoder_prefix", "encoder."))
     top = max(depths.values())
+    gains = {
+        f"{place}.{gain}"
+        for place, module in model.named_modules()
+        if isinstance(module, PositionEncoding)
+        for gain in module.gains
+    }
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in weights.items():
-        # Only biases and LayerNorm parameters are vectors; weights and embeddings are matrices.
-        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        # Biases and LayerNorm parameters are vectors; weights, embeddings and some gains are matrices.
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 and name not in gains else 0.0
         share = layerwise_lr_decay ** (top - depths[name])
         groups.setdefault((decay, share), []).append(parameter)
     listed = [{"params": p, "weight_decay": decay, "share": share} for (decay, share), p in groups.items()]

@@ -5,6 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.engine.build import decays
+from megatron_ddrp.model import build_model
+from megatron_ddrp.tasks.encoder import TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
 from megatron_ddrp.tasks.finetune.rows import RowWriter
 from megatron_ddrp.tasks.finetune.runs import Run
@@ -202,6 +206,20 @@ def test_layerwise_decay_divides_the_rate_by_depth():
     rates = {id(p): group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
     assert rates[id(one.weights["output.weight"])] == rates[id(one.weights["pooler.bias"])] == rate
     assert rates[id(one.weights["encoder.embedding.weight"])] == 0.5 * rate
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "expected"), [("ddrp", "shared", 1), ("ddrp", "per-layer", 2), ("t5", None, 0)]
+)
+def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does(name, table, expected):
+    more = {"relative_table": table} if table else {}
+    config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, position_encoding=name, **more)
+    model = SequenceHead(TrainedEncoder(build_model(config)), 8, 2)
+    one = FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
+    decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+    spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
+    assert spared == [place for place in one.weights if place.endswith(".position.direction")]
+    assert len(spared) == expected and not any(decays(place, name) for place in spared)
 
 
 def test_learning_rate_rises_for_a_tenth_and_falls_to_zero():
