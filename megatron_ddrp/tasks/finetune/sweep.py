@@ -151,6 +151,7 @@ class Sweep:
             precision=training.precision,
             max_train_examples=options.search.max_train_examples,
             head=options.suite.head if encoder.family_model else "common",
+            scales_labels=options.suite.scales_labels and KINDS[self.data[task].task.kind].predicts_numbers,
         )
 
 

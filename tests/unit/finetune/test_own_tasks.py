@@ -124,8 +124,37 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     told = tmp_path / "told.tsv"
     main(["predict", "--load", str(model_of(out)), "--input", str(folder / "valid.csv"), "--output", str(told)])
     header, first, *_ = told.read_text().splitlines()
+    stored = (out / row["predictions"]).read_text().splitlines()[1].split("\t")
+    assert float(first.split("\t")[4]) == pytest.approx(float(stored[2]), rel=1e-4, abs=1e-4)
     assert header.split("\t") == ["id", "sentence1", "sentence2", "score", "prediction"]
     assert np.isfinite(float(first.split("\t")[4]))
+
+
+def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    texts = {}
+    for name, count, seed in (("train", 96, 0), ("valid", 21, 1)):
+        given = [text for text, _ in sentences(count, seed)]
+        labelled = [(text, 250_000.5 + 100_000 * (("cat" in text) + ("dog" in text))) for text in given]
+        lines = ["text,price", *(f"{text},{price}" for text, price in labelled)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+        texts[name] = [text for text, _ in labelled]
+    out = tmp_path / "out"
+    files = ["--train", tmp_path / "train.csv", "--valid", tmp_path / "valid.csv", "--label-column", "price"]
+    flags = ["--load", bert_folder, "--output-dir", out, "--lr", "1e-2", "--epochs", "10", "--seeds", "1"]
+    main([str(word) for word in (*files, *flags, "--batch-size", "8")])
+    (row,) = rows(out)
+    stored = [line.split("\t") for line in (out / row["predictions"]).read_text().splitlines()[1:]]
+    predicted, labels = (np.array([float(line[column]) for line in stored]) for column in (2, 3))
+    assert row["scales_labels"] and row["score"] > 0.7
+    assert np.abs(predicted - labels).mean() < labels.std()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
+    given = transformers.BertTokenizer(str(bert_folder / "vocab.txt"))(
+        texts["valid"], padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        told = model(**given).logits[:, 0].double().numpy()
+    np.testing.assert_allclose(told, predicted, rtol=1e-5)
 
 
 def test_several_labels_at_once_from_a_task_file(bert_folder, tmp_path):

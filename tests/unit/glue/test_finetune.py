@@ -1,5 +1,7 @@
 """One run: what it learns, what decides it, and the schedule."""
 
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from megatron_ddrp.engine.build import decays
 from megatron_ddrp.model import build_model
 from megatron_ddrp.tasks.encoder import TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
-from megatron_ddrp.tasks.finetune.rows import RowWriter
+from megatron_ddrp.tasks.finetune.rows import RowWriter, pad_batch
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import FineTuning, finetune, layer_depths, learning_rate_factor
 from megatron_ddrp.tasks.glue.tasks import TASKS
@@ -181,7 +183,7 @@ def test_half_precision_leaves_rotary_frequencies_as_they_are():
     rotary = transformers.ModernBertModel(config)
     before = {name: buffer.clone() for name, buffer in rotary.named_buffers() if buffer.is_floating_point()}
     one = FineTuning(make_run(precision="bf16"), TASKS["CoLA"], classifier("CoLA", rotary), rows(8, 0))
-    one.to_full_precision()
+    one.finish()
     assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
 
 
@@ -193,6 +195,32 @@ NAMES = {
     "pooler.weight": 3,
     "output.bias": 3,
 }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_numbers_of_any_size_are_learned_and_the_model_returns_them(precision):
+    """Prices: a thousand times the steps of this rate would not reach 300,000."""
+    torch.manual_seed(0)
+    counts, dev = rows(96, 0, True), rows(41, 1, True)
+    prices, dev_prices = (replace(each, targets=300_000 + 20_000 * each.targets) for each in (counts, dev))
+    model = classifier("STS-B", BagOfPieces())
+    run = make_run("STS-B", precision=precision, scales_labels=True)
+    result = finetune(run, TASKS["STS-B"], model, prices, {"dev": dev_prices})
+    predicted = result.predictions["dev"]
+    assert result.scores["dev"][-1] > 0.7
+    assert np.sqrt(np.mean((predicted - dev_prices.targets) ** 2)) < 0.7 * dev_prices.targets.std()
+    batch = pad_batch(dev_prices, np.arange(len(dev))).map(torch.from_numpy)
+    with torch.no_grad():
+        told = result.model.eval()(batch)[:, 0].double().numpy()
+    np.testing.assert_allclose(told, predicted, rtol=1e-6 if precision == "fp32" else 0.01)
+    raw = finetune(make_run("STS-B"), TASKS["STS-B"], classifier("STS-B", BagOfPieces()), prices, {"dev": dev_prices})
+    assert raw.predictions["dev"].max() < 10_000
+
+
+def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
+    assert make_run().name == "CoLA-b8-lr0.03-e6-s1-8d77ed38fc41"
+    assert make_run(scales_labels=True).name != make_run().name
+    assert Run.of_row({k: v for k, v in asdict(make_run()).items() if k != "scales_labels"}) == make_run()
 
 
 def test_layers_are_numbered_from_the_embeddings_to_the_head():
