@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ddrp.run.metrics import Row
 
@@ -41,7 +41,8 @@ class Panel:
 
 
 LOSS = Panel("masked-LM loss [nats]", "lm_loss", "valid_lm_loss")
-GENERATOR_LOSS = Panel("generator's loss [nats]", "lm_loss", "valid_lm_loss")
+GENERATOR_LOSS = replace(LOSS, label="generator's loss [nats]")
+MIXED_LOSS = replace(LOSS, label="masked-LM loss (ELECTRA: the generator's) [nats]")
 RTD_ACCURACY = Panel("RTD accuracy [%]", "rtd_accuracy", "valid_rtd_accuracy", 100)
 LEARNING = (
     Panel("masked-LM accuracy [%]", "lm_accuracy", "valid_lm_accuracy", 100),
@@ -81,8 +82,9 @@ def logged(panels: Iterable[Panel], runs: Mapping[str, Rows]) -> list[Panel]:
 
 
 def loss_panel(runs: Mapping[str, Rows]) -> Panel:
-    """Return the panel of the masked-LM losses; of runs with a detector they are the generator's."""
-    return GENERATOR_LOSS if logged([RTD_ACCURACY], runs) else LOSS
+    """Return the panel of the masked-LM losses; those of a run with a detector are its generator's."""
+    detecting = [bool(logged([RTD_ACCURACY], {name: rows})) for name, rows in runs.items()]
+    return GENERATOR_LOSS if all(detecting) else MIXED_LOSS if any(detecting) else LOSS
 
 
 def majority(rows: Rows) -> Series:

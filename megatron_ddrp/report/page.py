@@ -63,10 +63,10 @@ def _side_by_side(facts: Facts) -> Table:
 
 def summary(runs: Mapping[str, Rows]) -> Table:
     """Return the first and last value of each curve, run by run where there are several."""
-    loss = loss_panel(runs)
     lines: list[list[str]] = []
     for name, rows in runs.items():
         of_run = f" of {name}" if len(runs) > 1 else ""
+        loss = loss_panel({name: rows})
         losses = loss.validated(rows)
         lines += _of_panel(loss, rows, of_run)
         lines += _ends(f"perplexity, validation{of_run}", [(step, perplexity(value)) for step, value in losses])

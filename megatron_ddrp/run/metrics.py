@@ -30,12 +30,12 @@ def tell_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def read_rows(folder: Path, tell: Tell = tell_once) -> list[Row]:
+def read_rows(folder: str | os.PathLike[str], tell: Tell = tell_once) -> list[Row]:
     """Return the rows of a run's metrics.jsonl, also while a run writes it; no rows if there is no file yet.
 
     Calls `tell` with the number of skipped damaged lines. Raises `UserError` if the file cannot be read.
     """
-    path = folder / METRICS
+    path = Path(folder) / METRICS
     if not path.exists():
         return []
     with refusals_as_user_errors(path):

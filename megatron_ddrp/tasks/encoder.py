@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.huggingface import FamilyModel, HuggingFaceEncoder, Labels, load_folder, load_tokenizer
 from megatron_ddrp.tasks.names import with_random_weights
+
+_NO_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "finetuned")
+"""Keys of config.json that do not change the encoder's results in fp32."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Encoder:
     max_length: int
     """Longest sequence that the encoder has positions for, in tokens."""
     fingerprint: str
-    """Hash of the weights; it changes if any weight changes."""
+    """Hash of the weights; of a Hugging Face folder, which users edit, also of its tokenizer and settings."""
     origin: str
     """Sentence for the user about loaded, missing and unused weights and about skipped damage."""
     rebuild: Callable[[], nn.Module] | None = None
@@ -50,6 +53,18 @@ class Encoder:
     """Number of separators between the two texts of a pair."""
     family_model: Callable[[nn.Module, str, Labels], nn.Module] | None = None
     """Function that puts the head of the encoder's family on a fresh copy; None for a training checkpoint."""
+    weights: str = ""
+    """Fingerprint of a Hugging Face folder in lines of earlier versions: of its weights alone; otherwise empty."""
+
+    def known_as(self, earlier: Container[str]) -> Encoder:
+        """Return the encoder, under its earlier fingerprint if `earlier`, those in a store's lines, has that one.
+
+        So the lines that an earlier version wrote keep their place in tables, and their runs are not repeated.
+        """
+        if not self.weights or self.weights not in earlier:
+            return self
+        told = "its runs in this folder are of an earlier version, which did not record tokenizer and settings"
+        return replace(self, fingerprint=self.weights, weights="", origin=f"{self.origin}; {told}")
 
     def fresh(self, seed: int, device: torch.device) -> nn.Module:
         """Return a copy to fine-tune, with the loaded weights or with random weights drawn from `seed`."""
@@ -141,6 +156,13 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
     if 2 * len(missing) > len(names):
         raise UserError(f"--load {folder}: its weights do not belong to its config.json; copy the folder again")
     is_ours = raw_config["model_type"] == OWN_MODEL_TYPE
+    weights = fingerprint = _fingerprint(
+        encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None
+    )
+    if not random_init:
+        settings = {key: raw_config[key] for key in sorted(raw_config.keys() - set(_NO_SETTINGS))}
+        facts = f"{weights} {tokenizer.fingerprint} {json.dumps(settings, sort_keys=True)}"
+        fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16]
     if masked_lm and missing:
         raise NoMaskedLM(folder, f"the folder lacks {_names(missing)}; use the folder of a masked language model")
     return Encoder(
@@ -150,11 +172,12 @@ def _load_hugging_face(folder: Path, raw_config: dict[str, Any], random_init: bo
         tokenizer,
         found.config.hidden_size,
         found.max_length,
-        _fingerprint(encoder, f"{_settings(found.config)} {tokenizer.fingerprint}" if random_init else None),
+        fingerprint,
         _origin(len(names) - len(missing), missing, sorted(found.unexpected), random_init, masked_lm),
         (lambda: HuggingFaceEncoder(found.build(found.config))) if random_init else None,
         pair_separators=pair_separators(found.config, tokenizer) if is_ours else found.pair_separators,
         family_model=FamilyModel.on_top_of,
+        weights="" if random_init else weights,
     )
 
 

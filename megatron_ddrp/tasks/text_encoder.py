@@ -39,7 +39,7 @@ from megatron_ddrp.tasks.minimal_pairs.masked_lm import (
     TrainedLogits,
     load_masked_lm,
 )
-from megatron_ddrp.tasks.texts import POOLINGS, Text, pooled, rows_of
+from megatron_ddrp.tasks.texts import POOLINGS, Text, check_count, layer_number, layer_numbers, pooled, rows_of
 
 BAR_AFTER = 2
 """Seconds after which a progress bar appears."""
@@ -73,10 +73,7 @@ def load_encoder(
     """
     for file in plugins:
         load_plugin(Path(file))
-    has_gpu = torch.cuda.is_available()
-    chosen = torch.device(device or ("cuda" if has_gpu else "cpu"))
-    if chosen.type == "cuda" and not has_gpu:
-        raise UserError(f"device={device!r}: torch sees no GPU here; leave it out, or give cpu")
+    chosen = _device(device)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UserError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
@@ -85,6 +82,19 @@ def load_encoder(
         return TextEncoder(loading.load_encoder(folder), chosen, kind)
     except UserError as error:
         raise UserError(str(error).removeprefix("--load ")) from None
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device of an argument. Raises `UserError` if torch does not know or see it."""
+    count = torch.cuda.device_count()
+    try:
+        chosen = torch.device(("cuda" if count else "cpu") if device is None else device)
+    except (RuntimeError, TypeError):
+        raise UserError(f"device={device!r:.60}: expected cpu, cuda, or cuda:N for the GPU with number N") from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        seen = f"{count} GPU{'s' * (count > 1)}" if count else "no GPU"
+        raise UserError(f"device={device!r:.60}: torch sees {seen} here; leave it out, or give cpu")
+    return chosen
 
 
 class TextEncoder:
@@ -195,7 +205,8 @@ class TextEncoder:
         The pieces, [CLS] and [SEP] included, are those of `tokenize`. Padding is left out.
         """
         rows, is_one = rows_of(self._encoder, texts, max_length)
-        numbers, keep_axis = self._layer_numbers(layers)
+        numbers, keep_axis = layer_numbers(layers, self.num_layers)
+        check_count("batch_size", batch_size)
         found: list[Any] = [None] * len(rows)
         for which, states in self._states(rows, numbers, batch_size, progress and not is_one):
             arrays = states.cpu().numpy()  # [layers, rows, pieces, hidden]
@@ -221,7 +232,8 @@ class TextEncoder:
         if how not in POOLINGS:
             raise UserError(f"how={how!r}: expected one of {', '.join(POOLINGS)}")
         rows, is_one = rows_of(self._encoder, texts, max_length)
-        numbers, _ = self._layer_numbers(layer)
+        numbers = layer_number(layer, self.num_layers)
+        check_count("batch_size", batch_size)
         found = np.empty((len(rows), self.hidden_size), dtype=np.float32)
         for which, states in self._states(rows, numbers, batch_size, progress and not is_one):
             lengths = torch.from_numpy(rows.lengths[which]).to(states.device)
@@ -234,6 +246,9 @@ class TextEncoder:
         A missing piece is written as `mask_token`. The probabilities are over the whole vocabulary, each mask by itself
         while the others stay masked.
         """
+        if not isinstance(text, str):
+            raise UserError(f"text={text!r:.60}: expected one string; call fill_mask once per text")
+        check_count("top_k", top_k)
         tokenizer = self.tokenizer
         ids = [tokenizer.cls_id, *tokenizer.encode_with_masks(text), tokenizer.sep_id]
         places = [place for place, i in enumerate(ids) if i == tokenizer.mask_id]
@@ -263,16 +278,6 @@ class TextEncoder:
             raise UserError(f"{folder}: fill_mask needs a masked-LM head; {error.reason}") from None
         self._module = HuggingFaceEncoder(module.model.base_model)
         return HuggingFaceLogits(module.model)
-
-    def _layer_numbers(self, layers: int | Sequence[int] | str | None) -> tuple[list[int] | None, bool]:
-        """Return the layers counted from 0, None for the last alone, and whether the result has an axis of layers."""
-        if layers is None:
-            return None, False
-        count = self.num_layers + 1
-        wanted = range(count) if layers == "all" else [layers] if isinstance(layers, int) else layers
-        if isinstance(wanted, str) or not all(isinstance(n, int) and -count <= n < count for n in wanted):
-            raise UserError(f'layers={layers!r}: expected numbers from 0 to {count - 1} (or -1 for the last), or "all"')
-        return [n % count for n in wanted], not isinstance(layers, int)
 
     def _states(
         self, rows: Encoded, layers: list[int] | None, batch_size: int, progress: bool

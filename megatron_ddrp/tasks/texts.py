@@ -1,10 +1,11 @@
-"""Texts of Python users as rows of pieces, and hidden states of such rows as one vector per text."""
+"""Arguments of Python users: texts as rows of pieces, numbers of layers, and hidden states as one vector per text."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -27,10 +28,16 @@ def rows_of(encoder: Encoder, texts: Text | Sequence[Text], max_length: int | No
     Warns the caller's caller when texts were cut. Raises `UserError` for anything but texts.
     """
     is_one = isinstance(texts, (str, tuple))
+    if not isinstance(texts, Iterable):
+        raise UserError(
+            f"texts={texts!r:.60}: expected a string, a tuple of two strings for a pair, or a list of these"
+        )
     sides = [_sides(text, place) for place, text in enumerate([texts] if is_one else texts)]
     longest = encoder.max_length if max_length is None else max_length
-    if not SHORTEST <= longest <= encoder.max_length:
-        raise UserError(f"max_length={longest}: expected {SHORTEST} to {encoder.max_length}, which the encoder knows")
+    if not (_is_whole(longest) and SHORTEST <= longest <= encoder.max_length):
+        raise UserError(
+            f"max_length={longest!r:.60}: expected {SHORTEST} to {encoder.max_length}, which the encoder knows"
+        )
     separators, writer, lengths = encoder.pair_separators, RowWriter(encoder.tokenizer.pad_id), []
     pieces = iter(encoder.tokenizer.encode_batch([side for row in sides for side in row]))
     for row in sides:
@@ -52,6 +59,41 @@ def _sides(text: Any, place: int) -> tuple[str, ...]:
     if all(isinstance(side, str) for side in sides):
         return sides
     raise UserError(f"texts[{place}] is {text!r:.60}: expected a string, or a tuple of two strings for a pair")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    """Return whether an argument is a whole number, of Python or of numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise `UserError` unless the argument `name` is a whole number of at least 1."""
+    if not (_is_whole(value) and value >= 1):
+        raise UserError(f"{name}={value!r:.60}: expected a whole number of at least 1")
+
+
+def layer_number(layer: Any, num_layers: int) -> list[int] | None:
+    """Return the layers of `layer_numbers` for a single one. Raises `UserError` unless it is one number or None."""
+    if layer is not None and not _is_whole(layer):
+        raise UserError(f"layer={layer!r:.60}: expected one number from 0 to {num_layers}, or -1 for the last layer")
+    return layer_numbers(layer, num_layers, "layer")[0]
+
+
+def layer_numbers(layers: Any, num_layers: int, name: str = "layers") -> tuple[list[int] | None, bool]:
+    """Return the layers counted from 0, None for the last alone, and whether the result has an axis of layers.
+
+    Raises `UserError` for the argument `name` if it has none of the forms that `TextEncoder.encode` takes.
+    """
+    if layers is None:
+        return None, False
+    count, is_one = num_layers + 1, _is_whole(layers)
+    if isinstance(layers, str) and layers == "all":
+        return list(range(count)), True
+    wanted = [layers] if is_one else list(layers) if isinstance(layers, Iterable) else []
+    if not wanted or not all(_is_whole(number) and -count <= number < count for number in wanted):
+        expected = f"numbers from 0 to {count - 1} (or -1 for the last)"
+        raise UserError(f"{name}={layers!r:.60}: expected {expected}" + ', at least one, or "all"' * (name == "layers"))
+    return [int(number) % count for number in wanted], not is_one
 
 
 def pooled(states: Tensor, lengths: Tensor, how: str) -> Tensor:

@@ -185,7 +185,29 @@ def test_long_texts_are_cut_with_a_warning_and_others_without(encoder):
         (lambda e: e.encode("red", layers=3), "layers=3: expected numbers from 0 to 2"),
         (lambda e: e.encode("red", layers="last"), 'or "all"'),
         (lambda e: e.encode("red", max_length=25), "max_length=25: expected 5 to 24"),
+        (lambda e: e.encode("red", max_length="9"), "max_length='9': expected 5 to 24"),
         (lambda e: e.pool("red", "sum"), "how='sum': expected one of mean, cls, max"),
+        (lambda e: e.encode(["red"], batch_size=-1), "batch_size=-1: expected a whole number of at least 1"),
+        (lambda e: e.pool(["red"], batch_size=-1), "batch_size=-1: expected a whole number of at least 1"),
+        (lambda e: e.pool(["red"], batch_size=0), "batch_size=0: expected"),
+        (lambda e: e.pool(["red"], batch_size=2.5), "batch_size=2.5: expected"),
+        (lambda e: e.encode("red", layers=[]), r"layers=\[\]: expected numbers from 0 to 2 .*, at least one"),
+        (lambda e: e.encode("red", layers=[0, 1.5]), r"layers=\[0, 1.5\]: expected numbers"),
+        (lambda e: e.encode("red", layers=1.5), "layers=1.5: expected numbers"),
+        (lambda e: e.pool("red", layer="all"), "layer='all': expected one number from 0 to 2, or -1 for the last"),
+        (lambda e: e.pool("red", layer=[0, 1]), r"layer=\[0, 1\]: expected one number"),
+        (lambda e: e.pool("red", layer=3), "layer=3: expected numbers from 0 to 2"),
+        (
+            lambda e: e.pool(None),
+            r"texts=None: expected a string, a tuple of two strings for a pair, or a list",
+        ),
+        (lambda e: e.tokenize(7), "texts=7: expected a string"),
+        (
+            lambda e: e.fill_mask(["the [MASK]"]),
+            r"text=\['the \[MASK\]'\]: expected one string; call fill_mask once",
+        ),
+        (lambda e: e.fill_mask("the [MASK]", top_k=-1), "top_k=-1: expected a whole number of at least 1"),
+        (lambda e: e.fill_mask("the [MASK]", top_k=0), "top_k=0: expected"),
     ],
 )
 def test_a_wrong_call_is_one_line(encoder, call, message):
@@ -194,11 +216,24 @@ def test_a_wrong_call_is_one_line(encoder, call, message):
     assert "\n" not in str(refused.value)
 
 
+def test_numbers_of_numpy_are_numbers(encoder):
+    for layers in (np.int64(1), np.array([0, 2])):
+        expected = encoder.encode("red cat", layers=layers.tolist())
+        np.testing.assert_array_equal(encoder.encode("red cat", layers=layers), expected)
+    np.testing.assert_array_equal(encoder.pool("red", layer=np.int32(-2)), encoder.pool("red", layer=1))
+    np.testing.assert_array_equal(encoder.pool(np.array(["red"]), batch_size=np.int64(2)), encoder.pool(["red"]))
+    assert len(encoder.fill_mask("[MASK]", top_k=np.int64(3))[0]) == 3
+
+
 def test_folders_without_an_encoder_or_its_head_are_one_line(tmp_path, tokenizer_of_run):
     with pytest.raises(UserError, match="^/.*nowhere: neither a training checkpoint nor a Hugging Face folder"):
         load_encoder(tmp_path / "nowhere")
     with pytest.raises(UserError, match="dtype='half a float': expected float32, bfloat16 or float16"):
         load_encoder(tmp_path, dtype="half a float")
+    with pytest.raises(UserError, match="device='gpu': expected cpu, cuda, or cuda:N for the GPU with number N"):
+        load_encoder(tmp_path, device="gpu")
+    with pytest.raises(UserError, match="device='cuda:99': torch sees .* here; leave it out, or give cpu"):
+        load_encoder(tmp_path, device="cuda:99")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="device='cuda': torch sees no GPU here"):
             load_encoder(tmp_path, device="cuda")

@@ -19,6 +19,7 @@ from megatron_ddrp.tasks.finetune import answers as qa
 from megatron_ddrp.tasks.finetune.entities import score_entities
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.kinds.tokens import Tags
+from megatron_ddrp.tasks.finetune.metrics import rounding_error
 from megatron_ddrp.tasks.finetune.task import Task
 from megatron_ddrp.tasks.statistics import BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED
 
@@ -119,11 +120,21 @@ def _numbers(labels: np.ndarray, predictions: np.ndarray) -> Terms:
 
 
 def _pearson(drawn: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    return _correlation(drawn, np.broadcast_to(labels, drawn.shape), np.broadcast_to(predictions, drawn.shape))
+    correlation = _correlation(drawn, np.broadcast_to(labels, drawn.shape), np.broadcast_to(predictions, drawn.shape))
+    return np.where(_differ(drawn, labels, predictions), correlation, 0.0)
 
 
 def _spearman(drawn: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    return _correlation(drawn, _ranks(drawn, labels), _ranks(drawn, predictions))
+    correlation = _correlation(drawn, _ranks(drawn, labels), _ranks(drawn, predictions))
+    return np.where(_differ(drawn, labels, predictions), correlation, 0.0)
+
+
+def _differ(drawn: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> np.ndarray:
+    """Return whether the predictions of each sample differ by more than rounding, bool `[samples]`."""
+    is_drawn = drawn > 0  # [samples, rows]
+    highest = np.where(is_drawn, predictions, -np.inf).max(axis=1)
+    lowest = np.where(is_drawn, predictions, np.inf).min(axis=1)
+    return highest - lowest > rounding_error(labels, predictions)
 
 
 def _ranks(drawn: np.ndarray, values: np.ndarray) -> np.ndarray:

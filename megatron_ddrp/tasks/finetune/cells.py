@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """Data, row length and number of training rows; scores are comparable only if these are equal."""
+        """Data, row length, number of training rows and scaling of labels; scores are comparable if these are equal."""
         return _conditions(Run.of_row(self.rows[0]))
 
     def other_undefined(self, file: str) -> int:
@@ -75,7 +75,7 @@ def best_cells(
     """
     known = {Run.of_row(row): row for row in rows}  # the same run in two folders counts once
     names: dict[str, set[str]] = {}
-    # One median must not mix scores from different data, row lengths or numbers of training rows.
+    # One median must not mix scores from different data, row lengths, numbers of training rows or scales of labels.
     newest = {(run.encoder, run.task): _conditions(run) for run in (*known, *(run for run in asked if run in known))}
     for run, row in known.items():
         names.setdefault(row["load"], set()).add(run.encoder)
@@ -98,7 +98,7 @@ def task_order(encoders: dict[str, Cells], order: Sequence[str]) -> list[str]:
 
 
 def _conditions(run: Run) -> tuple[Any, ...]:
-    return run.data, run.max_seq_length, run.max_train_examples
+    return run.data, run.max_seq_length, run.max_train_examples, run.scales_labels
 
 
 def _best(task: str, points: dict[Run, list[dict[str, Any]]]) -> Cell:

@@ -5,6 +5,9 @@ Their weights are new in every run, even if a checkpoint has a pooler, so that a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +60,31 @@ def _initialise(*layers: nn.Linear) -> None:
     for layer in layers:
         nn.init.normal_(layer.weight, std=INIT_STD)
         nn.init.zeros_(layer.bias)
+
+
+class Scale(NamedTuple):
+    """Mean and standard deviation of the labels of a regression's training rows."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, labels: np.ndarray) -> Scale:
+        """Return the scale of labels `[rows]`; equal labels have a deviation of 1."""
+        return cls(float(labels.mean()), float(labels.std()) or 1.0)
+
+
+def output_layer(model: nn.Module) -> nn.Linear | None:
+    """Return the layer that computes the single output of a model with a head; None for a head without such a layer."""
+    found = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == 1]
+    return found[0] if len(found) == 1 and found[0].bias is not None else None
+
+
+@torch.no_grad()
+def fold(scale: Scale, layer: nn.Linear) -> None:
+    """Change an output layer in place so that its outputs x become deviation · x + mean."""
+    layer.weight.mul_(scale.deviation)
+    layer.bias.mul_(scale.deviation).add_(scale.mean)
 
 
 HEADS: dict[str, type[SequenceHead | PieceHead]] = {"sequence": SequenceHead, "tokens": PieceHead, "qa": PieceHead}

@@ -2,8 +2,8 @@
 
 A metric returns None if it is undefined: any metric if a prediction is not finite (training diverged), F1 if neither
 labels nor predictions have a positive, Matthews' correlation if the predictions or the labels are all of one class,
-Pearson's and Spearman's if either side is constant. A run counts such a score as 0, as scikit-learn does for a constant
-guess, and marks it as undefined.
+Pearson's and Spearman's if either side is constant; predictions are constant if they differ by rounding alone. A run
+counts such a score as 0, as scikit-learn does for a constant guess, and marks it as undefined.
 
 The metrics of tag sequences and of answers are in `entities.py` and `answers.py`.
 """
@@ -16,6 +16,9 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
+
+_ROUNDING = 1e-5
+"""Relative error of predictions. One guess for all rows differs by less: float32 and padding change its last digits."""
 
 
 def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float | None:
@@ -82,10 +85,20 @@ def spearman(labels: np.ndarray, predictions: np.ndarray) -> float | None:
 
 
 def _correlation(test: Callable[..., object], labels: np.ndarray, predictions: np.ndarray) -> float | None:
-    if len(labels) < 2 or not np.isfinite(predictions).all() or np.ptp(labels) == 0 or np.ptp(predictions) == 0:
+    if len(labels) < 2 or not np.isfinite(predictions).all() or np.ptp(labels) == 0:
+        return None
+    if np.ptp(predictions) <= rounding_error(labels, predictions):
         return None
     value = float(test(labels, predictions).statistic)  # type: ignore[attr-defined]
     return value if math.isfinite(value) else None
+
+
+def rounding_error(labels: np.ndarray, predictions: np.ndarray) -> float:
+    """Return the largest difference between two predicted numbers that rounding may explain.
+
+    It is relative to the larger of the spread of the labels and the size of the predictions.
+    """
+    return _ROUNDING * max(float(np.std(labels)), float(np.abs(predictions).max()))
 
 
 Metric = Callable[[np.ndarray, np.ndarray], float | None]

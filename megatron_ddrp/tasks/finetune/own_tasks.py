@@ -28,6 +28,7 @@ class OwnTasks(Suite):
     """True to keep the best model of each task and encoder."""
 
     program = "megatron-ddrp finetune"
+    scales_labels = True
     title = "Fine-tuning scores"
     about = (
         "Each score is the last epoch's on the validation rows at the best grid point, the median over seeds, x 100. "

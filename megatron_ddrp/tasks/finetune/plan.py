@@ -82,6 +82,18 @@ def _count(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
+def encoder_lines(sweep: Sweep) -> list[str]:
+    """Return the lines of the plan about the encoders: their origin, cut rows, and folders that are left out."""
+    lines = []
+    for encoder in sweep.encoders.values():
+        lines.append(f"  {encoder.name}: {encoder.origin}")
+        if encoder.max_length < sweep.options.training.max_seq_length:
+            lines.append(f"    rows are cut to {encoder.max_length} pieces: the encoder was trained on no longer rows")
+    for twin in sweep.twins:
+        lines.append(f"  {twin.name}: left out, it has the same weights as {sweep.encoders[twin.fingerprint].name}")
+    return lines
+
+
 def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
     """Return the text of the plan: the missing runs, the origin of each encoder, and the expected time."""
     missing = store.missing(sweep.runs)
@@ -90,14 +102,9 @@ def plan_text(sweep: Sweep, store: Store, workers: int) -> str:
         f"plan: {_count(sweep.encoders, 'encoder')} x {_count(sweep.data, 'task')} x "
         f"{_count(options.search.points, 'grid point')} x {_count(range(options.search.seeds), 'seed')} = "
         f"{_count(sweep.runs, 'run')} on {sweep.device.type}; "
-        f"{len(missing)} of {len(sweep.runs)} runs to do"
+        f"{len(missing)} of {len(sweep.runs)} runs to do",
+        *encoder_lines(sweep),
     ]
-    for encoder in sweep.encoders.values():
-        lines.append(f"  {encoder.name}: {encoder.origin}")
-        if encoder.max_length < options.training.max_seq_length:
-            lines.append(f"    rows are cut to {encoder.max_length} pieces: the encoder has no more positions")
-    for twin in sweep.twins:
-        lines.append(f"  {twin.name}: left out, it has the same weights as {sweep.encoders[twin.fingerprint].name}")
     if not missing:
         return "\n".join(lines)
     forecast = RunForecast(sweep, store)

@@ -28,7 +28,7 @@ from megatron_ddrp.tasks.statistics import paired
 
 DETAILS = [
     *("encoder", "task", "metric", "median", "min to max", "best epoch, median", "seeds", "undefined"),
-    *("batch", "lr", "epochs", "train examples", "dev examples"),
+    *("batch", "lr", "epochs", "row length", "train examples", "dev examples"),
 ]
 """Columns of the table of the runs behind each score."""
 
@@ -63,21 +63,32 @@ def differences(encoders: dict[str, Cells]) -> list[Difference]:
 
 
 def _alike(encoders: dict[str, Cells], task: str, first: str, second: str) -> bool:
-    """Return whether the runs of two encoders on a task had the same files, labels and metric."""
-    return encoders[first][task].rows[0]["data"] == encoders[second][task].rows[0]["data"]
+    """Return whether the runs of two encoders on a task had the same files, labels, metric and training rows."""
+    one, other = (encoders[name][task].rows[0] for name in (first, second))
+    return one["data"] == other["data"] and one.get("max_train_examples") == other.get("max_train_examples")
 
 
 def _unlike(encoders: dict[str, Cells], tasks: list[str]) -> list[str]:
-    """Return one sentence per task on which encoders are not comparable."""
+    """Return one sentence per task and way in which the runs of encoders differ from those of the first encoder."""
     found = []
     for task in tasks:
-        names = [name for name, cells in encoders.items() if task in cells]
-        others = [name for name in names if not _alike(encoders, task, names[0], name)]
-        if others:
+        rows = {name: cells[task].rows[0] for name, cells in encoders.items() if task in cells}
+        first, own = next(iter(rows.items()))
+        files = [name for name in rows if rows[name]["data"] != own["data"]]
+        if files:
             found.append(
-                f"{task}: {', '.join(others)} had other files, labels or another metric than {names[0]}; the scores "
+                f"{task}: {', '.join(files)} had other files, labels or another metric than {first}; the scores "
                 "are not comparable"
             )
+        alike = [name for name in rows if name not in files]
+        fewer = [name for name in alike if not _alike(encoders, task, first, name)]
+        if fewer:
+            told = ", ".join(f"{name} had {rows[name]['train_examples']:,} training rows" for name in fewer)
+            found.append(f"{task}: {told}, {first} {own['train_examples']:,}; the scores are not comparable")
+        shorter = [name for name in alike if rows[name]["max_seq_length"] != own["max_seq_length"]]
+        if shorter:
+            told = ", ".join(f"{name} read rows of up to {rows[name]['max_seq_length']} pieces" for name in shorter)
+            found.append(f"{task}: {told}, {first} of up to {own['max_seq_length']}; the differences include this")
     return found
 
 
@@ -245,7 +256,8 @@ def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
     """Return the rows of a cell in the table of runs: by the task's metric, by further metrics, on further files."""
     best_epoch = percent(statistics.median(row["best_epoch_score"] for row in cell.rows))
     first, size = cell.rows[0], suite.official_size(cell.task)
-    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"]), str(first["train_examples"])]
+    point = [str(first["batch_size"]), f"{first['lr']:g}", str(first["epochs"])]
+    point += [str(first["max_seq_length"]), str(first["train_examples"])]
     official = "" if size in (None, first["dev_examples"]) else f" (official: {size})"
 
     def row(

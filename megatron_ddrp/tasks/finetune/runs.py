@@ -57,7 +57,7 @@ class Run:
     seed: int
     max_seq_length: int
     encoder: str
-    """Fingerprint of the encoder's weights."""
+    """Fingerprint of the encoder."""
     data: str
     """Fingerprint of the task's files."""
     micro_batch_size: int
@@ -69,12 +69,17 @@ class Run:
     head: str = "common"
     """Head on top of the encoder: `common` (the head in `heads.py`) or `family` (the head of the encoder's family)."""
 
+    scales_labels: bool = False
+    """True if a regression learns the labels minus their mean, divided by their standard deviation."""
+
     @cached_property
     def name(self) -> str:
         """File name that no other run has."""
         facts = asdict(self)
         if self.head == "common":  # runs of earlier versions had no other
             del facts["head"]
+        if not self.scales_labels:  # nor this
+            del facts["scales_labels"]
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return f"{self.task}-b{self.batch_size}-lr{self.lr:g}-e{self.epochs}-s{self.seed}-{digest[:12]}"
 

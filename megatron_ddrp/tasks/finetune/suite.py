@@ -27,6 +27,8 @@ class Suite(ABC):
     """Explanation of the scores in Markdown, shown above the tables."""
     head: ClassVar[str] = "family"
     """Value of `Run.head` for its runs."""
+    scales_labels: ClassVar[bool] = False
+    """Value of `Run.scales_labels` for its regressions."""
     known: Container[str] | None = None
     """Tasks that its runs.jsonl may contain; None for any."""
     order: Sequence[str] = ()

@@ -21,7 +21,7 @@ from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.options import SweepOptions
 from megatron_ddrp.tasks.finetune.predictions import write_predictions
 from megatron_ddrp.tasks.finetune.rows import Encoded
-from megatron_ddrp.tasks.finetune.runs import Point, Run, count_undefined
+from megatron_ddrp.tasks.finetune.runs import RUNS, Point, Run, RunStore, count_undefined
 from megatron_ddrp.tasks.finetune.saving import keep_if_best
 from megatron_ddrp.tasks.finetune.task import Examples, TaskData
 from megatron_ddrp.tasks.finetune.training import RunResult, finetune
@@ -50,8 +50,9 @@ class Sweep:
                 raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
             keep_freed_memory()
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
+        earlier = {row["encoder"] for row in RunStore(options.output_dir / RUNS, tasks=options.suite.known)}
         loaded = [
-            replace(encoder, name=options.names.get(folder, encoder.name))
+            replace(encoder.known_as(earlier), name=options.names.get(folder, encoder.name))
             for folder in dict.fromkeys(options.load)
             for encoder in [load_encoder(folder, options.random_init)]
         ]
@@ -150,6 +151,7 @@ class Sweep:
             precision=training.precision,
             max_train_examples=options.search.max_train_examples,
             head=options.suite.head if encoder.family_model else "common",
+            scales_labels=options.suite.scales_labels and KINDS[self.data[task].task.kind].predicts_numbers,
         )
 
 

@@ -1,7 +1,12 @@
 """One fine-tuning run, as in appendix B of the DDRP+MTH paper.
 
-AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases and LayerNorms), linear warm-up over a
-tenth of the steps, then linear decay to 0, gradients clipped at norm 1. The task's kind defines the loss.
+AdamW with β = (0.9, 0.999), eps 1e-6 and weight decay 0.01 (not on biases, LayerNorms and, as in pre-training, gains
+of a position encoding), linear warm-up over a tenth of the steps, then linear decay to 0, gradients clipped at norm 1.
+The task's kind defines the loss.
+
+With `Run.scales_labels` the loss of a regression sees (label − mean) / standard deviation, both of the training rows,
+because a learning rate of 1e-5 never reaches prices or years. Predictions are on the scale of the labels, and after
+the last step the output layer contains that scale.
 
 A batch is the sum of its micro-batches. The run alone determines a micro-batch: its rows, its padding and its dropout,
 which is drawn from (seed, step, micro-batch). Ranks share the micro-batches and the development rows, so the run has
@@ -23,8 +28,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from megatron_ddrp.model.positions.contract import PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
+from megatron_ddrp.tasks.finetune.heads import Scale, fold, output_layer
 from megatron_ddrp.tasks.finetune.kinds import KINDS
 from megatron_ddrp.tasks.finetune.rows import Encoded, dev_order, pad_batch, train_order
 from megatron_ddrp.tasks.finetune.runs import Run
@@ -59,7 +66,7 @@ def learning_rate_factor(step: int, total: int) -> float:
 
 
 class FineTuning:
-    """A model in training. `step` trains on one batch; `predict` may be called at any time."""
+    """A model in training. `step` trains on one batch; `predict` may be called at any time before `finish`."""
 
     def __init__(self, run: Run, task: Task, model: nn.Module, train: Encoded, ranks: Ranks | None = None):
         """Prepare to train `model` in place, on its device, on `train`; `ranks` is None in a single process.
@@ -76,6 +83,8 @@ class FineTuning:
         if run.precision != "fp32":
             self.weights = {name: nn.Parameter(p.detach().float()) for name, p in self.weights.items()}
             cast_parameters(self.model, PRECISIONS[run.precision])
+        self.output = output_layer(model) if run.scales_labels else None
+        self.scale = Scale.of(train.targets) if self.output else Scale(0.0, 1.0)
         self.optimizer = _optimizer(self.weights, run.layerwise_lr_decay, model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.total = run.epochs * math.ceil(len(train) / run.batch_size)
@@ -96,7 +105,10 @@ class FineTuning:
                 continue
             micro = rows[start : start + size]
             seed_draws(self.run.seed_of("fine-tuning dropout", self.steps, number), self.device)
-            targets = torch.from_numpy(self.kind.targets(self.train, micro)).to(self.device)
+            labels = self.kind.targets(self.train, micro)
+            if self.output:
+                labels = (labels - self.scale.mean) / self.scale.deviation
+            targets = torch.from_numpy(labels).to(self.device)
             loss = self.kind.loss_sum(self._outputs(self.train, micro), targets) / size_of_batch
             self.scaler.scale(loss).backward()
             if run_in_half:
@@ -115,11 +127,13 @@ class FineTuning:
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(self.weights[name])
 
-    def to_full_precision(self) -> None:
-        """Replace the model's weights by the optimizer's fp32 weights after the last step."""
+    def finish(self) -> None:
+        """Replace the model's weights by the optimizer's fp32 weights after the last step, and fold the scale in."""
         if self.run.precision != "fp32":
             cast_parameters(self.model, torch.float32)
             self.model.load_state_dict(self.weights, strict=False)
+        if self.output:
+            fold(self.scale, self.output)
 
     @torch.inference_mode()
     def predict(self, encoded: Encoded) -> Any:
@@ -139,6 +153,8 @@ class FineTuning:
             summed = sum_over_ranks(torch.from_numpy(flat).to(self.device)).cpu().numpy()  # [outcomes, values + 1]
             outcomes, times_scored = summed[:, :-1].reshape(outcomes.shape), summed[:, -1]
         assert (times_scored == 1).all(), "each outcome must be computed exactly once"
+        if self.output:
+            outcomes = self.scale.deviation * outcomes + self.scale.mean
         return self.kind.predictions(self.task, encoded, outcomes)
 
     def _outputs(self, encoded: Encoded, rows: np.ndarray) -> Tensor:
@@ -196,7 +212,7 @@ def finetune(
         for name, encoded in (test or {}).items():
             predictions[name] = tuning.predict(encoded)
     assert tuning.steps == tuning.total
-    tuning.to_full_precision()
+    tuning.finish()
     return RunResult(scores, predictions, model, tuning.steps, time.perf_counter() - start)
 
 
@@ -240,10 +256,16 @@ def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, mode
     """Return AdamW. A group's `share` is its factor on the rate: layerwise_lr_decay^(layers below the head)."""
     depths = layer_depths(weights, getattr(model, "encoder_prefix", "encoder."))
     top = max(depths.values())
+    gains = {
+        f"{place}.{gain}"
+        for place, module in model.named_modules()
+        if isinstance(module, PositionEncoding)
+        for gain in module.gains
+    }
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in weights.items():
-        # Only biases and LayerNorm parameters are vectors; weights and embeddings are matrices.
-        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        # Biases and LayerNorm parameters are vectors; weights, embeddings and some gains are matrices.
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 and name not in gains else 0.0
         share = layerwise_lr_decay ** (top - depths[name])
         groups.setdefault((decay, share), []).append(parameter)
     listed = [{"params": p, "weight_decay": decay, "share": share} for (decay, share), p in groups.items()]

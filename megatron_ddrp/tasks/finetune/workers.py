@@ -12,7 +12,7 @@ from megatron_ddrp.errors import agreed_by_all
 from megatron_ddrp.parallel import process_group
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.tasks.finetune.options import SweepOptions
-from megatron_ddrp.tasks.finetune.plan import ResultLines, plan_text
+from megatron_ddrp.tasks.finetune.plan import ResultLines, encoder_lines, plan_text
 from megatron_ddrp.tasks.finetune.report import write_report
 from megatron_ddrp.tasks.finetune.runs import RUNS, Run, RunStore
 from megatron_ddrp.tasks.finetune.sweep import Sweep
@@ -89,8 +89,7 @@ def _open_on_ranks(options: SweepOptions, ranks: Ranks) -> tuple[Sweep, RunStore
     if ranks.rank == 0:
         missing = store.missing(sweep.runs)
         print(f"plan: {len(missing)} of {len(sweep.runs)} runs to do, each on {ranks.world_size} ranks", flush=True)
-        for encoder in sweep.encoders.values():
-            print(f"  {encoder.name}: {encoder.origin}", flush=True)
+        print(*encoder_lines(sweep), sep="\n", flush=True)
         for task in dict.fromkeys(run.task for run in missing):
             print(*(f"  {task}: {fact}\n" for fact in data[task].facts), sep="", end="", flush=True)
     return sweep, store

@@ -24,7 +24,7 @@ class PairJob:
     """Everything that determines the scores of a paradigm's sentences."""
 
     encoder: str
-    """Fingerprint of the weights."""
+    """Fingerprint of the encoder."""
     seed: int | None
     """Seed of random weights; None for the loaded weights."""
     paradigm: str

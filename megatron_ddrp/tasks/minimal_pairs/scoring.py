@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,13 @@ class Subject:
     origin: str
 
 
-def subjects_of(folder: Path, seeds: Sequence[int | None]) -> list[Subject]:
+def subjects_of(folder: Path, seeds: Sequence[int | None], earlier: Container[str] = ()) -> list[Subject]:
     """Load a folder; return one subject with its weights if `seeds` is [None], else one per seed of random weights.
 
+    `earlier` has the fingerprints in the lines of a store, for `Encoder.known_as`.
     Raises `UserError` as in `load_masked_lm`.
     """
-    encoder = load_masked_lm(folder, random_init=None not in seeds)
+    encoder = load_masked_lm(folder, random_init=None not in seeds).known_as(earlier)
     rest = (encoder.fingerprint, encoder.tokenizer, encoder.max_length, encoder.origin)
     return [Subject(encoder.name + _of_seed(seed, seeds), folder, seed, *rest) for seed in seeds]
 
@@ -117,13 +118,13 @@ class Scorer:
         self._loaded: tuple[tuple[str, int | None], PieceLogits] | None = None
 
     def model(self, job: PairJob) -> PieceLogits:
-        """Return the masked LM of a job. Raises `UserError` if the weights in its folder have changed."""
+        """Return the masked LM of a job. Raises `UserError` if its folder has changed."""
         key = (job.encoder, job.seed)
         if self._loaded is None or self._loaded[0] != key:
             folder = self.subjects[key].folder
             encoder = load_masked_lm(folder, random_init=job.seed is not None)
-            if encoder.fingerprint != job.encoder:
-                raise UserError(f"--load {folder}: its weights changed after the start of this command; run it again")
+            if job.encoder not in (encoder.fingerprint, encoder.weights):
+                raise UserError(f"--load {folder}: it was changed after the start of this command; run it again")
             self._loaded = key, piece_logits(encoder, job.seed or 0, self.device)
         return self._loaded[1]
 

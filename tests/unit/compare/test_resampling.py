@@ -21,6 +21,8 @@ MANY = RANDOM.integers(2, size=(ROWS, 3))
 GUESS_MANY = np.where(RANDOM.random((ROWS, 3)) < 0.8, MANY, 1 - MANY).astype(float)
 NUMBERS = RANDOM.integers(0, 6, size=ROWS) / 2
 GUESS_NUMBERS = (NUMBERS + RANDOM.normal(size=ROWS)).round(1)
+ONE_APART = 1000 + 1e-6 * GUESS_NUMBERS + 1000 * np.eye(ROWS)[0]
+"""One number up to rounding, except in row 0, which every third sample lacks."""
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ GUESS_NUMBERS = (NUMBERS + RANDOM.normal(size=ROWS)).round(1)
         ("multi-label", "macro-f1", MANY, GUESS_MANY),
         ("regression", "pearson", NUMBERS, GUESS_NUMBERS),
         ("regression", "spearman", NUMBERS, GUESS_NUMBERS),
+        ("regression", "pearson", NUMBERS, ONE_APART),
+        ("regression", "spearman", NUMBERS, ONE_APART),
     ],
 )
 def test_a_metric_of_resampled_rows_is_that_of_the_rows_repeated(kind, metric, labels, predictions):

@@ -95,6 +95,9 @@ def test_metrics_of_other_kinds_are_refused():
         (matthews, [0, 1, 1], [1, 1, 1]),
         (matthews, [1, 1, 1], [0, 1, 1]),
         (pearson, [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]),
+        (pearson, [1000.5, 4000.5, 2000.5], [15.22750473022461, 15.227506637573242, 15.227505683898926]),
+        (spearman, [1000.5, 4000.5, 2000.5], [15.22750473022461, 15.227506637573242, 15.227505683898926]),
+        (pearson, [1.0, 5.0, 3.0], [1e-9, 5e-9, 3e-9]),
         (pearson, [2.0, 2.0], [1.0, 3.0]),
         (pearson, [1.0, 2.0], [1.0, math.nan]),
         (pearson, [1.0], [1.0]),
@@ -111,3 +114,12 @@ def test_metrics_of_other_kinds_are_refused():
 )
 def test_undefined_scores_are_none(metric, labels, predictions):
     assert metric(np.array(labels), np.array(predictions)) is None
+
+
+def test_the_rounding_of_a_constant_guess_grows_with_the_numbers():
+    """Labels of any size have a score, and differences of 0.01 % of the predicted numbers count."""
+    labels = np.array([1.0, 2.0, 4.0])
+    for size in (1e-7, 1.0, 1e7):
+        assert pearson(size * labels, size * labels) == pytest.approx(1)
+    assert pearson(labels, 2000 + 0.1 * labels) == pytest.approx(1)
+    assert spearman(labels, 2000 - 0.1 * labels) == pytest.approx(-1)

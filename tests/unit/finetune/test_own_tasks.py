@@ -5,12 +5,15 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_ddrp.errors import UserError
+from megatron_ddrp.tasks.encoder import load_encoder
+from megatron_ddrp.tasks.finetune import workers
 from megatron_ddrp.tasks.finetune.command import main
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
@@ -121,8 +124,37 @@ def test_a_pair_regression_in_csv(checkpoint_folder, tmp_path):
     told = tmp_path / "told.tsv"
     main(["predict", "--load", str(model_of(out)), "--input", str(folder / "valid.csv"), "--output", str(told)])
     header, first, *_ = told.read_text().splitlines()
+    stored = (out / row["predictions"]).read_text().splitlines()[1].split("\t")
+    assert float(first.split("\t")[4]) == pytest.approx(float(stored[2]), rel=1e-4, abs=1e-4)
     assert header.split("\t") == ["id", "sentence1", "sentence2", "score", "prediction"]
     assert np.isfinite(float(first.split("\t")[4]))
+
+
+def test_prices_are_learned_and_the_kept_model_tells_them(bert_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    texts = {}
+    for name, count, seed in (("train", 96, 0), ("valid", 21, 1)):
+        given = [text for text, _ in sentences(count, seed)]
+        labelled = [(text, 250_000.5 + 100_000 * (("cat" in text) + ("dog" in text))) for text in given]
+        lines = ["text,price", *(f"{text},{price}" for text, price in labelled)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+        texts[name] = [text for text, _ in labelled]
+    out = tmp_path / "out"
+    files = ["--train", tmp_path / "train.csv", "--valid", tmp_path / "valid.csv", "--label-column", "price"]
+    flags = ["--load", bert_folder, "--output-dir", out, "--lr", "1e-2", "--epochs", "10", "--seeds", "1"]
+    main([str(word) for word in (*files, *flags, "--batch-size", "8")])
+    (row,) = rows(out)
+    stored = [line.split("\t") for line in (out / row["predictions"]).read_text().splitlines()[1:]]
+    predicted, labels = (np.array([float(line[column]) for line in stored]) for column in (2, 3))
+    assert row["scales_labels"] and row["score"] > 0.7
+    assert np.abs(predicted - labels).mean() < labels.std()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_of(out)).eval()
+    given = transformers.BertTokenizer(str(bert_folder / "vocab.txt"))(
+        texts["valid"], padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        told = model(**given).logits[:, 0].double().numpy()
+    np.testing.assert_allclose(told, predicted, rtol=1e-5)
 
 
 def test_several_labels_at_once_from_a_task_file(bert_folder, tmp_path):
@@ -281,6 +313,46 @@ def test_the_plan_names_a_folder_whose_weights_it_has_already(topics, bert_folde
     twin = shutil.copytree(bert_folder, tmp_path / "twin")
     main(words(topics, bert_folder, tmp_path / "out", *GLANCE, "--dry-run", "--load", str(bert_folder), str(twin)))
     assert "left out, it has the same weights as" in capsys.readouterr().out
+
+
+def test_ranks_are_told_of_cut_rows_and_twins_as_one_process_is(monkeypatch, capsys):
+    options = Namespace(suite=Namespace(read=dict), training=Namespace(max_seq_length=32))
+    encoder = Namespace(name="alibi", origin="loaded: 3 weights", max_length=16, fingerprint="a")
+    twin = Namespace(name="twin", fingerprint="a")
+    found = Namespace(options=options, encoders={"a": encoder}, runs=[], twins=[twin])
+    monkeypatch.setattr(workers.process_group, "agree", lambda action: action())
+    monkeypatch.setattr(workers, "Sweep", lambda *_: found)
+    monkeypatch.setattr(workers, "open_store", lambda _: Namespace(missing=list))
+    workers._open_on_ranks(options, Namespace(rank=0, world_size=2, device=torch.device("cpu")))
+    assert capsys.readouterr().out.splitlines() == [
+        "plan: 0 of 0 runs to do, each on 2 ranks",
+        "  alibi: loaded: 3 weights",
+        "    rows are cut to 16 pieces: the encoder was trained on no longer rows",
+        "  twin: left out, it has the same weights as alibi",
+    ]
+
+
+def test_a_mended_tokenizer_is_another_encoder_and_runs_of_earlier_versions_are_not_repeated(
+    topics, bert_folder, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    command = words(topics, bert_folder, out, *GLANCE, "--dry-run")
+    main(command[:-1])
+    main(command)
+    settings = bert_folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"do_lower_case": False}))
+    main(command)
+    assert [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("plan:")] == [
+        "1 of 1 runs to do",
+        "0 of 1 runs to do",
+        "1 of 1 runs to do",
+    ]
+    (row,) = rows(out)
+    row["encoder"] = load_encoder(bert_folder).weights  # as earlier versions wrote it
+    (out / "runs.jsonl").write_text(json.dumps({key: row[key] for key in row if key != "crc32"}) + "\n")
+    main(command)
+    shown = capsys.readouterr().out
+    assert "0 of 1 runs to do" in shown and "of an earlier version, which did not record tokenizer" in shown
 
 
 def test_the_training_file_as_valid_file_is_told(topics):

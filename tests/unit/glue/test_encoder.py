@@ -1,6 +1,7 @@
 """The same encoder out of a training checkpoint, one of its steps, and its export."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,29 @@ def test_the_fingerprint_follows_every_weight(checkpoint_folder):
     weights[sorted(weights)[-1]].view(-1)[0] += 1e-3
     save_file(weights, path, {"format": "pt"})
     assert load_encoder(checkpoint_folder).fingerprint != before
+
+
+def test_the_fingerprint_of_a_folder_follows_tokenizer_and_settings_and_not_its_place(bert_folder, tmp_path):
+    first = load_encoder(bert_folder)
+    config, settings, vocabulary = (bert_folder / f for f in ("config.json", "tokenizer_config.json", "vocab.txt"))
+    found = [first]
+    for path, before, after in (
+        (settings, '"do_lower_case": true', '"do_lower_case": false'),
+        (vocabulary, "red\ngreen", "green\nred"),
+        (config, '"gelu"', '"relu"'),
+    ):
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after))
+        found.append(load_encoder(bert_folder))
+        path.write_text(text)
+    assert len({encoder.fingerprint for encoder in found}) == 4 and len({encoder.weights for encoder in found}) == 1
+    twin = shutil.copytree(bert_folder, tmp_path / "twin")
+    named = {"_name_or_path": str(twin), "transformers_version": "4.0", "torch_dtype": "float32"}
+    (twin / "config.json").write_text(json.dumps(json.loads(config.read_text()) | named))
+    assert load_encoder(twin).fingerprint == first.fingerprint
+    assert first.known_as({first.fingerprint}) is first
+    assert first.known_as({first.weights}).fingerprint == first.weights
 
 
 def test_a_run_without_a_checkpoint_is_refused(checkpoint_folder):

@@ -1,12 +1,18 @@
 """One run: what it learns, what decides it, and the schedule."""
 
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from megatron_ddrp.config import ModelConfig
+from megatron_ddrp.engine.build import decays
+from megatron_ddrp.model import build_model
+from megatron_ddrp.tasks.encoder import TrainedEncoder
 from megatron_ddrp.tasks.finetune.heads import SequenceHead
-from megatron_ddrp.tasks.finetune.rows import RowWriter
+from megatron_ddrp.tasks.finetune.rows import RowWriter, pad_batch
 from megatron_ddrp.tasks.finetune.runs import Run
 from megatron_ddrp.tasks.finetune.training import FineTuning, finetune, layer_depths, learning_rate_factor
 from megatron_ddrp.tasks.glue.tasks import TASKS
@@ -177,7 +183,7 @@ def test_half_precision_leaves_rotary_frequencies_as_they_are():
     rotary = transformers.ModernBertModel(config)
     before = {name: buffer.clone() for name, buffer in rotary.named_buffers() if buffer.is_floating_point()}
     one = FineTuning(make_run(precision="bf16"), TASKS["CoLA"], classifier("CoLA", rotary), rows(8, 0))
-    one.to_full_precision()
+    one.finish()
     assert before and all((dict(rotary.named_buffers())[name] == buffer).all() for name, buffer in before.items())
 
 
@@ -191,6 +197,32 @@ NAMES = {
 }
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_numbers_of_any_size_are_learned_and_the_model_returns_them(precision):
+    """Prices: a thousand times the steps of this rate would not reach 300,000."""
+    torch.manual_seed(0)
+    counts, dev = rows(96, 0, True), rows(41, 1, True)
+    prices, dev_prices = (replace(each, targets=300_000 + 20_000 * each.targets) for each in (counts, dev))
+    model = classifier("STS-B", BagOfPieces())
+    run = make_run("STS-B", precision=precision, scales_labels=True)
+    result = finetune(run, TASKS["STS-B"], model, prices, {"dev": dev_prices})
+    predicted = result.predictions["dev"]
+    assert result.scores["dev"][-1] > 0.7
+    assert np.sqrt(np.mean((predicted - dev_prices.targets) ** 2)) < 0.7 * dev_prices.targets.std()
+    batch = pad_batch(dev_prices, np.arange(len(dev))).map(torch.from_numpy)
+    with torch.no_grad():
+        told = result.model.eval()(batch)[:, 0].double().numpy()
+    np.testing.assert_allclose(told, predicted, rtol=1e-6 if precision == "fp32" else 0.01)
+    raw = finetune(make_run("STS-B"), TASKS["STS-B"], classifier("STS-B", BagOfPieces()), prices, {"dev": dev_prices})
+    assert raw.predictions["dev"].max() < 10_000
+
+
+def test_scaled_labels_identify_a_run_and_raw_ones_keep_their_names():
+    assert make_run().name == "CoLA-b8-lr0.03-e6-s1-8d77ed38fc41"
+    assert make_run(scales_labels=True).name != make_run().name
+    assert Run.of_row({k: v for k, v in asdict(make_run()).items() if k != "scales_labels"}) == make_run()
+
+
 def test_layers_are_numbered_from_the_embeddings_to_the_head():
     assert layer_depths(NAMES) == NAMES
 
@@ -202,6 +234,20 @@ def test_layerwise_decay_divides_the_rate_by_depth():
     rates = {id(p): group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
     assert rates[id(one.weights["output.weight"])] == rates[id(one.weights["pooler.bias"])] == rate
     assert rates[id(one.weights["encoder.embedding.weight"])] == 0.5 * rate
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "expected"), [("ddrp", "shared", 1), ("ddrp", "per-layer", 2), ("t5", None, 0)]
+)
+def test_weight_decay_spares_the_gains_of_an_encoding_as_pretraining_does(name, table, expected):
+    more = {"relative_table": table} if table else {}
+    config = ModelConfig(2, 8, 2, vocab_size=20, seq_length=16, position_encoding=name, **more)
+    model = SequenceHead(TrainedEncoder(build_model(config)), 8, 2)
+    one = FineTuning(make_run(), TASKS["CoLA"], model, rows(16, 0))
+    decayed = {id(p) for group in one.optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+    spared = [place for place, weight in one.weights.items() if weight.ndim >= 2 and id(weight) not in decayed]
+    assert spared == [place for place in one.weights if place.endswith(".position.direction")]
+    assert len(spared) == expected and not any(decays(place, name) for place in spared)
 
 
 def test_learning_rate_rises_for_a_tenth_and_falls_to_zero():

@@ -172,6 +172,18 @@ def test_the_difference_is_paired_by_seed():
     assert "## Differences" in table(rows)
 
 
+def test_runs_on_fewer_training_rows_have_no_difference_and_shorter_rows_are_named():
+    few = {"load": "few", "encoder": "f", "max_train_examples": 20, "train_examples": 20}
+    short = {"load": "short", "encoder": "s", "max_seq_length": 16}
+    rows = [row(score=0.5, seed=seed, **more) for seed in (1, 2) for more in ({}, few, short)]
+    assert [(pair.first, pair.second) for pair in differences(best_cells(rows))] == [("base", "short")]
+    text = table(rows)
+    assert "RTE: few had 20 training rows, base 2,490; the scores are not comparable" in text
+    assert "RTE: short read rows of up to 16 pieces, base of up to 128; the differences include this" in text
+    assert "| epochs | row length | train examples |" in text
+    assert "| 4 | 16 | 2490 | 277 |" in text
+
+
 def random_twin(task, score, seed=1, **more):
     return row(task, score, seed, load="base, random weights", encoder="r" * 16, **more)
 

@@ -96,7 +96,16 @@ def test_an_electra_run_is_measured_by_the_majority():
         *("valid_rtd_loss", "valid_rtd_accuracy", "valid_rtd_recall")
     ]
     assert [panel.training for panel in logged(LEARNING, {"": ROWS})] == ["tcd_loss", "hcd_loss"]
-    assert loss_panel({"a": ROWS, "b": ELECTRA}).label == "generator's loss [nats]"
+
+
+def test_each_runs_loss_has_its_own_name_beside_an_electra():
+    assert loss_panel({"b": ELECTRA}).label == "generator's loss [nats]"
+    assert loss_panel({"a": ROWS, "b": ELECTRA}).label == "masked-LM loss (ELECTRA: the generator's) [nats]"
+    generator = [row | {"valid_lm_loss": 6.0} for row in ELECTRA]
+    text = text_of(ROWS, {"electra": generator})
+    assert "| masked-LM loss (nats), validation of runs/own |" in text
+    assert "| generator's loss (nats), validation of electra |" in text
+    assert "generator's loss (nats), validation of runs/own" not in text
 
 
 def test_the_head_tells_what_was_trained_and_for_how_long(tmp_path):

@@ -29,6 +29,8 @@ class Kind(ABC):
     """Name in `heads.HEADS` of the layers on top of the encoder."""
     usual_columns: ClassVar[Columns]
     """Default columns of the files."""
+    predicts_numbers: ClassVar[bool] = False
+    """True if the outputs are numbers on the labels' scale, which a run may take out (`Run.scales_labels`)."""
 
     @abstractmethod
     def texts(self, cells: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:

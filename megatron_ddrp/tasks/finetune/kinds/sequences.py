@@ -206,6 +206,8 @@ class MultiLabel(SequenceKind):
 class Regression(SequenceKind):
     """Kind that predicts a number."""
 
+    predicts_numbers: ClassVar[bool] = True
+
     def label_names(self, cell: Any) -> Sequence[str]:
         """Return nothing, because numbers have no names. Raises ValueError for a cell without a number."""
         self._number(cell)
