@@ -26,4 +26,6 @@ def write_dataset(prefix: Any, documents: Sequence, dtype: Any = np.uint16, mani
 def fake_tokenizer(word_starts: np.ndarray) -> Any:
     """Return what a loader needs of a tokenizer whose ids 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK]."""
     roles = {"pad_id": 0, "unk_id": 1, "cls_id": 2, "sep_id": 3, "mask_id": 4}
-    return SimpleNamespace(vocab_size=len(word_starts), word_starts=word_starts, special_ids=np.arange(5), **roles)
+    pieces = [f"piece {i}" for i in range(len(word_starts))]
+    given = {"vocab_size": len(pieces), "pieces": pieces, "word_starts": word_starts, "special_ids": np.arange(5)}
+    return SimpleNamespace(**given, **roles)

@@ -49,13 +49,12 @@ def main() -> None:
     if arguments.vocab_size <= len(SPECIALS):
         least = f"more than the {len(SPECIALS)} special pieces"
         raise UserError(f"--vocab-size {arguments.vocab_size}: expected {least}", WRONG_ARGUMENTS)
-    files = find_inputs(arguments.input)
+    files = find_inputs(arguments.input, leave_out=[arguments.output])
+    paths = [file.path for file in files]
     skipped: list[str] = []
     cut, warning = "", None
-    with AtomicFile(arguments.output) as stream, reading_progress([file.path for file in files]) as progress:
-        documents = iter_documents(
-            arguments.input, arguments.json_keys, arguments.on_error, skipped.append, progress.update
-        )
+    with AtomicFile(arguments.output) as stream, reading_progress(paths) as progress:
+        documents = iter_documents(paths, arguments.json_keys, arguments.on_error, skipped.append, progress.update)
         texts = (text for document in documents for text in document)
         if arguments.type == "wordpiece":
             pieces, alphabet = train_wordpiece(texts, arguments.vocab_size, not arguments.cased)

@@ -77,7 +77,8 @@ class Masker:
         self._mask_below, self._random_below = mask_share, mask_share + random_share
         self._selectable = np.ones(tokenizer.vocab_size, bool)  # [vocab_size]
         self._selectable[tokenizer.special_ids] = False
-        self._random_pieces = np.flatnonzero(self._selectable)
+        has_piece = np.array([piece != "" for piece in tokenizer.pieces])  # [vocab_size]; a tokenizer.json may skip ids
+        self._random_pieces = np.flatnonzero(self._selectable & has_piece)
         self._selectable[tokenizer.unk_id] = True
         if not self._random_pieces.size:
             raise ValueError(

@@ -82,7 +82,7 @@ def merged_manifest(
     """Return the merged manifest: summed counts, all inputs, and the other entries on which all manifests agree."""
     first, *others = manifests
     merged = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-    for key in ("partition", PATH):
+    for key in ("partition", PATH, *["shuffled"] * (len(manifests) > 1)):  # shuffled datasets one after another are not
         merged.pop(key, None)
     for key in COUNTS:
         if all(isinstance(manifest.get(key), int) for manifest in manifests):

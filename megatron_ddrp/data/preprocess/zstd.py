@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 BLOCK_BYTES = 1 << 20
+LARGEST_WINDOW = 1 << 31
+"""Largest window of the format, in bytes: `zstd --long=31` writes it, and the library's own limit is 128 MiB."""
 
 
 class ZstdStream:
@@ -31,7 +33,7 @@ def _unpacked(raw: BinaryIO) -> Iterator[bytes]:
     frame = None
     while packed := raw.read(BLOCK_BYTES):
         while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
             try:
                 yield frame.decompress(packed)
             except zstandard.ZstdError as error:

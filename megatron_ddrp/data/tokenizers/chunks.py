@@ -52,6 +52,10 @@ class PreprocessConfig:
             raise UserError(f"--on-error {self.on_error}: expected stop or skip", WRONG_ARGUMENTS)
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice", WRONG_ARGUMENTS)
+        for key in self.json_keys:
+            if os.sep in key:
+                reason = f"expected a key without {os.sep}, because the dataset is named PREFIX_KEY_document"
+                raise UserError(f"--json-keys {key}: {reason}; rename the key in the files", WRONG_ARGUMENTS)
 
     @property
     def vocabularies(self) -> list[str]:

@@ -164,18 +164,24 @@ def build_tokenizer(
 
     `vocab_file` is a vocab.txt for the WordPiece types; `tokenizer_model` is a SentencePiece .model, or for HuggingFace
     a folder with tokenizer.json (or that file). Its `specials` (role → piece) are read from the folder if not given.
-    Raises `UserError` for a missing file or an unusable vocabulary.
+    Raises `UserError` for a missing file, an unusable vocabulary, and a flag of another type with another file.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         allowed = ", ".join(TOKENIZER_TYPES)
         raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {allowed}", WRONG_ARGUMENTS)
     is_wordpiece = tokenizer_type.startswith("BertWordPiece")
-    path, flag = (vocab_file, "--vocab-file") if is_wordpiece else (tokenizer_model, "--tokenizer-model")
+    given = ((vocab_file, "--vocab-file"), (tokenizer_model, "--tokenizer-model"))
+    (path, flag), (unused, other) = given if is_wordpiece else given[::-1]
+    types = [name for name in TOKENIZER_TYPES if name.startswith("BertWordPiece") is not is_wordpiece]
+    rule = f"{other} goes with --tokenizer-type {' or '.join(types)}"
     if not path:
-        other = "--tokenizer-model" if is_wordpiece else "--vocab-file"
-        types = [name for name in TOKENIZER_TYPES if name.startswith("BertWordPiece") is not is_wordpiece]
-        hint = f"; {other} goes with --tokenizer-type {' or '.join(types)}" if vocab_file or tokenizer_model else ""
+        hint = f"; {rule}" if unused else ""
         raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag} (a local path){hint}", WRONG_ARGUMENTS)
+    if unused and unused != path:
+        raise UserError(
+            f"{other} {os.fspath(unused)} has no effect beside {flag}: {rule}; leave one of the two out",
+            WRONG_ARGUMENTS,
+        )
     module, name = TOKENIZERS[tokenizer_type].split(":")
     make = getattr(importlib.import_module(f"megatron_ddrp.data.tokenizers.{module}"), name)
     if is_wordpiece:

@@ -36,6 +36,14 @@ def test_packings_in_one_and_in_two_members(tmp_path, packing):
     assert texts(path) == [f"document {i} é" for i in range(50)]
 
 
+def test_zstandard_with_a_long_window_is_read(tmp_path):
+    """`zstd --long=28`: the library refuses such a window unless told otherwise."""
+    long = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"red") + packer.flush())
+    assert texts(tmp_path / "a.txt.zst") == ["red"]
+
+
 @pytest.mark.parametrize("packing", [packing for packing in PACK if packing])
 def test_a_cut_or_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, packing):
     noise = random.Random(0)

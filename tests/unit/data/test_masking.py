@@ -152,6 +152,15 @@ def test_labels_name_the_originals_and_specials_are_never_touched():
     assert not selected[documents == 0].any()
 
 
+def test_ids_without_a_piece_are_never_drawn():
+    tokenizer = fake_tokenizer(WORD_STARTS)
+    tokenizer.pieces[20:] = [""] * (VOCAB - 20)
+    ids, documents = make_rows(200, 64, np.random.default_rng(0))
+    ids[ids >= 20] = 7
+    masked, _ = Masker(tokenizer, 0.5, SEED)(ids, documents, np.zeros(200, np.int64), np.arange(200))
+    assert masked.max() == 19
+
+
 def test_words_of_up_to_four_pieces_stay_whole_and_longer_ones_split():
     for pieces, whole in ((2, True), (4, True), (5, False)):
         word = [10, *[150] * (pieces - 1)]

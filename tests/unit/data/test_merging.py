@@ -77,6 +77,12 @@ def test_manifests_add_up(tmp_path):
     assert merge(tmp_path / "more", [a, plain]).manifest is None
 
 
+def test_shuffled_datasets_one_after_another_are_not_shuffled(tmp_path):
+    made = [write(tmp_path / name, [[[1, 2]]], manifest=manifest(name, 1) | {"shuffled": 5}) for name in "ab"]
+    assert "shuffled" not in merge(tmp_path / "both", made).manifest
+    assert merge(tmp_path / "one", made[:1]).manifest["shuffled"] == 5
+
+
 def test_refusals_leave_everything_as_it_was(tmp_path):
     a = write(tmp_path / "a", [[[1]]], manifest=manifest("a", 1))
     b = write(tmp_path / "b", [[[2]]], manifest=manifest("b", 1, "e" * 64))

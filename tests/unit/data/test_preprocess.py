@@ -243,6 +243,7 @@ def test_impossible_settings_are_refused(folder):
         ({"workers": 0}, "--workers 0: expected at least 1"),
         ({"on_error": "ignore"}, "expected stop or skip"),
         ({"json_keys": ("a", "a")}, "given twice"),
+        ({"json_keys": ("text", "a/b")}, "--json-keys a/b: expected a key without /"),
     ):
         with pytest.raises(UserError, match=complaint) as caught:
             config(folder, **changes)

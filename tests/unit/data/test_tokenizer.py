@@ -356,7 +356,7 @@ def test_huggingface_word_starts(tmp_path):
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase", "SentencePiece"])
 def test_save_and_load_give_an_equal_tokenizer(tmp_path, vocab_file, kind, request):
     model = request.getfixturevalue("sentencepiece_model") if kind == "SentencePiece" else None
-    tokenizer = build_tokenizer(kind, vocab_file, model)
+    tokenizer = build_tokenizer(kind, None if model else vocab_file, model)
     tokenizer.save(tmp_path / "a" / "b")
     again = load_tokenizer(tmp_path / "a" / "b")
     assert again.fingerprint == tokenizer.fingerprint and again.pieces == tokenizer.pieces
@@ -394,6 +394,12 @@ def test_mistakes_are_one_line(tmp_path, vocab_file):
     assert complaint("BertWordPieceCase", tokenizer_model=vocab_file).endswith(
         "needs --vocab-file (a local path); --tokenizer-model goes with --tokenizer-type SentencePiece or HuggingFace"
     )
+    both = complaint("BertWordPieceCase", vocab_file=vocab_file, tokenizer_model="a.model")
+    assert both == (
+        "--tokenizer-model a.model has no effect beside --vocab-file: --tokenizer-model goes with "
+        "--tokenizer-type SentencePiece or HuggingFace; leave one of the two out"
+    )
+    assert "--vocab-file v.txt has no effect" in complaint("SentencePiece", vocab_file="v.txt", tokenizer_model=file)
     assert "expected one of BertWordPieceLowerCase," in complaint("Bert", vocab_file=vocab_file)
     assert "not a SentencePiece model" in complaint("SentencePiece", b"junk", tokenizer_model=file)
     assert "not a tokenizer.json" in complaint("HuggingFace", b"{}", tokenizer_model=file)

@@ -149,6 +149,14 @@ def test_command_is_deterministic_and_refuses_what_it_must(corpus, tmp_path):
     assert bad.returncode == 1 and "no.jsonl: No such file" in bad.stderr and not (tmp_path / "v.txt").exists()
 
 
+def test_the_vocabulary_to_replace_is_no_text(corpus, tmp_path):
+    for number, text in enumerate(corpus):
+        (tmp_path / f"{number}.txt").write_text(text)
+    flags = ("--input", tmp_path, "--vocab-size", 200, "--output", tmp_path / "vocab.txt", "--overwrite")
+    first = (run(*flags).stdout, (tmp_path / "vocab.txt").read_bytes())
+    assert (run(*flags).stdout, (tmp_path / "vocab.txt").read_bytes()) == first
+
+
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
