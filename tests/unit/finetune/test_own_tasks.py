@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.predict import load_finetuned
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 from tests.unit.finetune.conftest import first_word_kind
@@ -199,6 +201,36 @@ def test_predict_refuses_what_it_cannot_do(topics, bert_folder, tmp_path):
         main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.jsonl")])
     with pytest.raises(UserError, match=r"expected a name that ends in \.jsonl, \.csv, \.tsv"):
         main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.txt")])
+
+
+def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
+    """Beside and below the wrong folder; a damaged name, OUT itself and OUT/models are the usual mistakes."""
+    model = tmp_path / "out" / "models" / "reviews-815d2790"
+    for path, columns in ((model, ["text", None, "label"]), (model.parent / "MNLI-815d2790", None)):
+        path.mkdir(parents=True)
+        facts = {"task": {}, "data": "", "score": 0.5, "run": "", "columns": columns}
+        (path / "config.json").write_text(json.dumps({"finetuned": facts}))
+    (model.parent / "notes.txt").write_text("")
+    for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
+        got = "not a model that finetune kept" if (tmp_path / wrong).exists() else "no such folder"
+        with pytest.raises(UserError) as refused:
+            load_finetuned(tmp_path / wrong, torch.device("cpu"))
+        assert str(refused.value) == f"--load {tmp_path / wrong}: {got}; expected one of {model}"
+    with pytest.raises(UserError, match=r"no such folder; expected a folder OUT/models/TASK-…"):
+        load_finetuned(tmp_path / "elsewhere" / "x", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (TaskFiles(Path("data/reviews-train.csv")), "reviews"),
+        (TaskFiles(Path("data/reviews.csv.gz")), "reviews"),
+        (TaskFiles(Path("data/topics/train.csv")), "topics"),
+        (TaskFiles(Path("data/topics/train.csv"), name="of mine"), "of-mine"),
+    ],
+)
+def test_a_task_is_called_as_its_page_says(given, name):
+    assert given.called == name
 
 
 def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp_path):
