@@ -185,6 +185,8 @@ def test_bad_files_are_one_line_before_anything_is_loaded(topics, tmp_path, more
         (["--train", "x", "--task-file", "y", "--load", "z"], "--task-file and the flags of a task exclude each other"),
         (["--task-file", "no.yaml", "--load", "z"], "no.yaml: no such file; expected YAML with keys"),
         (["--kind", "ranking", "--load", "z"], "invalid choice: 'ranking'"),
+        (["--load", "z", "--learning-rate", "1e-4"], "unrecognized arguments: --learning-rate 1e-4; use --lr"),
+        (["--load", "z", "--validation_file", "v.csv"], "unrecognized arguments: --validation_file v.csv; use --valid"),
     ],
 )
 def test_wrong_arguments_exit_with_2(line, message, tmp_path, capsys):
