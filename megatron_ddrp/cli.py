@@ -46,11 +46,14 @@ class ArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", HelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self._given: list[str] = []
+        """Words of the command line before `--`."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         words = [self._spelling(word) for word in words[:end]] + words[end:]
+        self._given = words[:end]
         if "--plugin" in self._option_string_actions:  # plug-ins add choices to other flags
             scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
             scout.add_argument("--plugin", action="extend", nargs="*", type=Path, default=[])
@@ -95,7 +98,15 @@ class ArgumentParser(argparse.ArgumentParser):
         may_be_brought = ("argument --objective:", "argument --position-encoding:")
         if "invalid choice" in message and message.startswith(may_be_brought):
             message += ", or a name that --plugin FILE.py adds"
+        if "required" in message:  # a misspelt flag leaves its right spelling missing
+            message += "".join(f"; {': '.join(filter(None, unknown))}" for unknown in self._unknown_flags())
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def _unknown_flags(self) -> list[tuple[str, str]]:
+        """Return a statement and a hint, maybe "", for each unknown flag of the command line."""
+        flags = (word.partition("=")[0] for word in self._given if word.startswith("--"))
+        unknown = (name for name in flags if name not in self._option_string_actions)
+        return [(f"{name} is unknown", self.hint_for(name)) for name in unknown]
 
     def _spelling(self, word: str) -> str:
         """Return the registered spelling of a flag given with `-` or `_`; return other words unchanged."""

@@ -56,12 +56,12 @@ def agreed_by_all(message: str, exit_code: int = FAILURE) -> UserError:
 
 
 @contextlib.contextmanager
-def refusals_as_user_errors(path: object = None) -> Iterator[None]:
-    """Raise every `OSError` of the block (a full disk, a missing right) as a `UserError` about `path`."""
+def refusals_as_user_errors(path: object = None, advice: str = "") -> Iterator[None]:
+    """Raise every `OSError` of the block (a full disk, a missing right) as a `UserError` about `path` with `advice`."""
     try:
         yield
     except OSError as error:
-        raise UserError(_refusal(error, path)) from error
+        raise UserError("; ".join(filter(None, (_refusal(error, path), advice)))) from error
 
 
 def _refusal(error: OSError, path: object = None) -> str:

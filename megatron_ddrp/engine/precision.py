@@ -18,13 +18,25 @@ def precision_fault(precision: str, device: torch.device) -> str | None:
         from deepspeed.accelerator import get_accelerator
 
         if not get_accelerator().is_fp16_supported():
-            return "there is no GPU here, and this CPU does not compute in float16: use --bf16, or neither for float32"
+            return f"there is no GPU here, and this CPU does not compute in float16: {instead_of_fp16()}"
     if precision == "bf16" and device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability < NATIVE_BF16:
             name, (major, minor) = torch.cuda.get_device_name(device), capability
             return f"{name} has compute capability {major}.{minor} and only emulates bfloat16 (8.0 has it): use --fp16"
     return None
+
+
+def instead_of_fp16() -> str:
+    """Return the advice for a user who asks for fp16 on a CPU that lacks it."""
+    if _multiplies_bf16_slowly():
+        return "leave --fp16 out (without AVX-512 this CPU is many times slower in bf16 than in fp32)"
+    return "use --bf16, or neither for fp32"
+
+
+def _multiplies_bf16_slowly() -> bool:
+    """Return whether this machine's CPU has AVX2 but no AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def allow_tf32(config: Config, device: torch.device) -> None:
@@ -36,7 +48,7 @@ def allow_tf32(config: Config, device: torch.device) -> None:
 def precision_remarks(config: Config, device: torch.device) -> list[str]:
     """Return a line if another precision is faster on this device, else nothing."""
     precision = config.training.precision
-    if precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+    if precision == "bf16" and device.type == "cpu" and _multiplies_bf16_slowly():
         return ["this CPU has no AVX-512, so torch multiplies bf16 matrices many times slower than fp32: omit --bf16"]
     if precision != "fp32" or device.type != "cuda" or torch.version.hip is not None:
         return []

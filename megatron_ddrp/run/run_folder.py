@@ -67,7 +67,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
-        with refusals_as_user_errors(self.path):
+        with refusals_as_user_errors(self.path, "give --save a folder that you can write to, on a disk with space"):
             self._hold()
             stopping.forget_exit_code(self.path)
             save_config(self._config, self.path)

@@ -42,6 +42,24 @@ def test_wrong_arguments_are_one_line_and_exit_2(arguments, complaint, capsys):
     assert printed == f"{complaint} (see tool --help)\n"
 
 
+def test_a_misspelt_required_flag_is_answered_with_the_right_one(capsys):
+    made = ArgumentParser(prog="tool")
+    made.hints = {"pieces": "use --vocab-size"}
+    made.add_argument("--vocab-size", required=True)
+    made.add_argument("--output", required=True)
+    for given, said in (
+        (["--vocab_sise", "4000"], "; --vocab_sise is unknown: did you mean --vocab-size?"),
+        (["--pieces=4000", "--", "--xyz"], "; --pieces is unknown: use --vocab-size"),
+        (["--qqq", "--output", "x"], "; --qqq is unknown"),
+        ([], ""),
+    ):
+        with pytest.raises(SystemExit):
+            made.parse_args(given)
+        missing = "--vocab-size" if "--output" in given else "--vocab-size, --output"
+        complaint = f"tool: error: the following arguments are required: {missing}{said} (see tool --help)\n"
+        assert capsys.readouterr().err == complaint
+
+
 def test_help_shows_the_defaults_that_say_something():
     text = parser().format_help()
     assert "how many (default: 7)" in text

@@ -32,6 +32,9 @@ def test_fp16_on_a_cpu_is_what_deepspeed_says(supported: bool, monkeypatch: pyte
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: supported)
     assert (precision_fault("fp16", CPU) is None) == supported
+    for capability, advice in (("AVX2", "leave --fp16 out"), ("AVX512", "use --bf16, or neither")):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
+        assert supported or advice in (precision_fault("fp16", CPU) or "")
     assert precision_fault("bf16", CPU) is None
 
 

@@ -56,3 +56,10 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(home):
                 home.restore()
         assert not (home.path / "config.json").exists()
     assert home.restore() == ["lock", "config.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_answered_with_the_flag(home, tmp_path):
+    (tmp_path / "file").write_text("")
+    below = RunFolder(tmp_path / "file" / "run", home._config, home._tokenizer)
+    with pytest.raises(UserError, match="file/run: Not a directory; give --save a folder"), below:
+        pass

@@ -36,6 +36,10 @@ PREDICT = """Label a file with a model that finetune kept. The output has the sa
 """
 
 
+FILES = {"train": "train", "validation": "valid", "valid": "valid", "dev": "valid", "test": "test"}
+"""Name of a file in other programs, as in `--validation-file` → our flag."""
+
+
 @dataclass(frozen=True)
 class What:
     """encoders and output"""
@@ -86,7 +90,9 @@ class Prediction:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> SweepOptions:
     """Parse and check the command line."""
-    return parse_sweep(ArgumentParser(description=DESCRIPTION), (What, TaskFiles), OwnSearch, _own_tasks, arguments)
+    parser = ArgumentParser(description=DESCRIPTION)
+    parser.hints = {f"{file}-file": f"use --{name}" for file, name in FILES.items()} | {"task-name": "use --name"}
+    return parse_sweep(parser, (What, TaskFiles), OwnSearch, _own_tasks, arguments)
 
 
 def _own_tasks(options: argparse.Namespace) -> OwnTasks:

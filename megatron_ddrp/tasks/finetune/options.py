@@ -18,6 +18,23 @@ if TYPE_CHECKING:
     from megatron_ddrp.tasks.finetune.suite import Suite
 
 
+HINTS = {
+    "learning-rate": "use --lr",
+    "num-train-epochs": "use --epochs",
+    "per-device-train-batch-size": "use --batch-size",
+    "per-gpu-train-batch-size": "use --batch-size",
+    "train-batch-size": "use --batch-size",
+    "gradient-accumulation-steps": "use --micro-batch-size, the rows of a part of a batch",
+    "seed": "use --seeds N, which runs the seeds 1 to N",
+    "max-length": "use --max-seq-length",
+    "max-train-samples": "use --max-train-examples",
+    "model-name-or-path": "use --load with a folder",
+    "output": "use --output-dir",
+    "save": "use --output-dir",
+}
+"""Name of a flag of other programs (Hugging Face's examples, our `pretrain`) → what to do instead."""
+
+
 @dataclass(frozen=True)
 class Search:
     """grid and seeds"""
@@ -138,6 +155,7 @@ def parse_sweep(
     arguments: Sequence[str] | None,
 ) -> SweepOptions:
     """Parse and check a command line of the suite's own sections and of those of every sweep."""
+    parser.hints = {**HINTS, **parser.hints}
     for name in ("--local-rank", "--deepspeed"):  # flags that launchers add
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
     options = parse_sections(parser, (*sections, search, Training, Machine), arguments)

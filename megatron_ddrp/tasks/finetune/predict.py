@@ -7,6 +7,7 @@ import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -34,6 +35,8 @@ OUTPUTS_OF_KIND = {"tokens": (".conll",), "qa": (".json",)}
 _TOGETHER = 2048
 """Number of rows in memory at a time."""
 _BATCH = 64
+_SHOWN_MODELS = 10
+"""Largest number of model folders in a message."""
 
 
 TextColumns = tuple[str | None, str | None]
@@ -65,15 +68,31 @@ class FineTuned(NamedTuple):
         return list(kind.told(self.task, kind.predictions(self.task, encoded, outcomes)))
 
 
+def _readable(folder: Path) -> dict[str, Any] | None:
+    """Return the facts of a kept model that can label files; None for any other folder, such as a model of GLUE."""
+    facts = kept(folder)
+    return facts if facts and facts.get("columns") is not None else None
+
+
+def _models_near(folder: Path) -> list[Path]:
+    """Return the kept models in OUT/models/ if `folder` is OUT, OUT/models or a name in one of the two."""
+    places = dict.fromkeys((folder / "models", folder, folder.parent, folder.parent / "models"))
+    found = (path for place in places for path in sorted(place.glob("*")) if _readable(path))
+    return list(islice(found, _SHOWN_MODELS))
+
+
 def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (None, None)) -> FineTuned:
     """Load a folder that `megatron-ddrp finetune` wrote; `texts` replaces the columns of training.
 
     Raises:
         UserError: `megatron-ddrp finetune` did not write the folder.
     """
-    facts = kept(folder)
-    if facts is None or facts.get("columns") is None:
-        raise UserError(f"--load {folder}: not a model that finetune kept; expected a folder OUT/models/TASK-…")
+    facts = _readable(folder)
+    if facts is None:
+        got = "not a model that finetune kept" if folder.exists() else "no such folder"
+        found = _models_near(folder)
+        there = f"expected one of {', '.join(map(str, found))}" if found else "expected a folder OUT/models/TASK-…"
+        raise UserError(f"--load {folder}: {got}; {there}")
     config = read_config_file(folder)
     trained = Columns(*facts["columns"])
     task, head = Task.of(facts["task"]), f"For{FINE_TUNED[KINDS[facts['task']['kind']].head]}"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megatron_ddrp.engine.precision import instead_of_fp16
 from megatron_ddrp.errors import UserError, allocations_as_user_errors
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.run.host_memory import keep_freed_memory
@@ -47,7 +48,7 @@ class Sweep:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         else:
             if options.training.fp16:
-                raise UserError("--fp16 needs a GPU; on CPUs use --bf16, or neither", exit_code=2)
+                raise UserError(f"--fp16 needs a GPU; {instead_of_fp16()}", exit_code=2)
             keep_freed_memory()
         self.data = {name: _subset(task, options.search.max_train_examples) for name, task in data.items()}
         earlier = {row["encoder"] for row in RunStore(options.output_dir / RUNS, tasks=options.suite.known)}

@@ -32,7 +32,11 @@ class TaskFiles:
     text_column: str | None = option(None, "column of the text (default: text, sentence, sentence1, …)", metavar="C")
     text_pair_column: str | None = option(None, "column of the second text of a pair", metavar="C")
     label_column: str | None = option(None, "column of the label (default: label, labels, score, …)", metavar="C")
-    name: str | None = option(None, "name of the task in tables (default: from the file's name)", metavar="NAME")
+    name: str | None = option(
+        None,
+        "name of the task in tables and folders (default: from the training file's name; its folder's for train.csv)",
+        metavar="NAME",
+    )
 
     @property
     def called(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.finetune.task import Example, Examples, TaskData
-from megatron_ddrp.tasks.glue.tasks import GlueTask
+from megatron_ddrp.tasks.glue.tasks import TASKS, GlueTask
 
 
 class GlueDataError(UserError):
@@ -23,11 +23,12 @@ def read_task(task: GlueTask, data_dir: Path) -> TaskData:
         GlueDataError: a file is missing, truncated, empty, not UTF-8, or has a wrong column or label.
     """
     folder = data_dir / task.name
-    names = ("train.tsv", *task.dev_files)
+    names = _files(task)
     for name in names:
         if not (folder / name).is_file():
             raise GlueDataError(
-                f"{folder / name}: no such file; {task.name} needs {', '.join(names)} of the GLUE release in {folder}"
+                f"{folder / name}: no such file; {task.name} needs {', '.join(names)} of the GLUE release in {folder}; "
+                + _remedy(data_dir)
             )
     digest = hashlib.sha256()
     for name in names:
@@ -35,6 +36,27 @@ def read_task(task: GlueTask, data_dir: Path) -> TaskData:
     train = Examples.of(read_examples(task, folder / "train.tsv", task.broken_rows))
     dev = {Path(name).stem: Examples.of(read_examples(task, folder / name)) for name in task.dev_files}
     return TaskData(task, train, dev, digest.hexdigest())
+
+
+def _files(task: GlueTask) -> tuple[str, ...]:
+    return ("train.tsv", *task.dev_files)
+
+
+def _complete(data_dir: Path) -> list[str]:
+    """Return the names of the tasks whose training and development files are in `data_dir`."""
+    return [
+        task.name for task in TASKS.values() if all((data_dir / task.name / name).is_file() for name in _files(task))
+    ]
+
+
+def _remedy(data_dir: Path) -> str:
+    """Return the advice for a task that `data_dir` lacks: the tasks it has, a folder nearby that has some, the site."""
+    if tasks := _complete(data_dir):
+        return f"complete there: --tasks {' '.join(tasks)}"
+    for folder in (*sorted(data_dir.glob("*/")), data_dir.parent):
+        if tasks := _complete(folder):
+            return f"use --data-dir {folder}, which has {', '.join(tasks)}"
+    return "get the files from gluebenchmark.com/tasks"
 
 
 def read_test(task: GlueTask, data_dir: Path) -> dict[str, Examples]:

@@ -16,6 +16,7 @@ from megatron_ddrp.errors import UserError
 
 SENTENCES = ("sentence_good", "sentence_bad")
 LARGEST_DIGEST = 16
+_PAIRS = "*.jsonl"
 _SUBSET_SEED = 0
 """Seed of the pairs that --max-pairs keeps, the same for all encoders."""
 
@@ -59,13 +60,16 @@ def pair_files(folder: Path) -> list[Path]:
     Raises `UserError` for a missing folder and for one without such files.
     """
     for place in (folder, folder / "data"):
-        if files := sorted(place.glob("*.jsonl")):
+        if files := sorted(place.glob(_PAIRS)):
             return files
     if not folder.is_dir():
         raise UserError(f"--data-dir {folder}: no such folder; expected a folder of .jsonl files with minimal pairs")
+    nearby = [
+        found for place in sorted(folder.glob("*/")) for found in (place, place / "data") if any(found.glob(_PAIRS))
+    ]
     raise UserError(
         f"--data-dir {folder}: holds no .jsonl file; expected files with one object per line, "
-        f"keys {', '.join(SENTENCES)}"
+        f"keys {', '.join(SENTENCES)}" + (f"; maybe --data-dir {nearby[0]}" if nearby else "")
     )
 
 

@@ -5,7 +5,9 @@ that takes the first of two equal scores, with the good sentence first, counts i
 model without any preference 100 %. A pair with a score that is no number is wrong.
 
 There are two standard errors and intervals: for other pairs of the same paradigms (pairs are resampled within each
-paradigm), and for other paradigms (whole paradigms are resampled).
+paradigm), and for other paradigms (whole paradigms are resampled). A mean of n values drawn anew from n values varies
+(n − 1)/n times as much as the mean of n other values, so deviations are multiplied by √(n/(n − 1)). One value tells
+nothing about others: there is no standard error and no interval then.
 """
 
 from __future__ import annotations
@@ -117,8 +119,8 @@ class Difference:
     first: str
     second: str
     difference: float
-    over_pairs: Interval
-    """95 % interval from resampling pairs within each paradigm."""
+    over_pairs: Interval | None
+    """95 % interval from resampling pairs within each paradigm; None if a paradigm has only one pair."""
     over_paradigms: Interval | None
     """95 % interval from resampling whole paradigms; None for one paradigm."""
 
@@ -127,19 +129,25 @@ def difference(first: Result, second: Result) -> Difference:
     """Return the paired difference of two encoders; each interval has the percentiles of `DRAWS` bootstrap draws."""
     gains = [first.cells[uid].right.astype(int) - second.cells[uid].right for uid in first.cells]  # −1, 0 or 1 per pair
     means = np.array([gain.mean() for gain in gains])  # [paradigms]
+    mean, count = float(means.mean()), len(means)
     rng = np.random.default_rng(_SEED)
-    drawn = rng.integers(len(means), size=(DRAWS, len(means)))
+    drawn = means[rng.integers(count, size=(DRAWS, count))].mean(1)  # [draws]
     return Difference(
         first.name,
         second.name,
-        float(means.mean()),
-        percentile_interval(_pairs_anew(gains, rng)),
-        percentile_interval(means[drawn].mean(1)) if len(means) > 1 else None,
+        mean,
+        _interval(mean + _pairs_anew(gains, rng)) if all(len(gain) > 1 for gain in gains) else None,
+        _interval(mean + _widening(count) * (drawn - mean)) if count > 1 else None,
     )
 
 
+def _widening(count: int) -> float:
+    """Return √(n/(n − 1)): the deviations of a mean of n > 1 values, divided by those of its bootstrap draws."""
+    return math.sqrt(count / (count - 1))
+
+
 def _pairs_anew(gains: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """Return macro differences after resampling pairs, `[DRAWS]`.
+    """Return the deviations of the macro difference after resampling two or more pairs per paradigm, `[DRAWS]`.
 
     The counts of −1, 0 and 1 among n pairs drawn with replacement are multinomial.
     """
@@ -147,5 +155,11 @@ def _pairs_anew(gains: Sequence[np.ndarray], rng: np.random.Generator) -> np.nda
     for gain in gains:
         shares = [(gain == value).mean() for value in (-1, 0, 1)]
         counts = rng.multinomial(len(gain), shares, size=DRAWS)  # [draws, 3]
-        total += (counts[:, 2] - counts[:, 0]) / len(gain)
+        total += _widening(len(gain)) * ((counts[:, 2] - counts[:, 0]) / len(gain) - gain.mean())
     return total / len(gains)
+
+
+def _interval(draws: np.ndarray) -> Interval:
+    """Return the 2.5 % and 97.5 % quantiles, within −1 and 1, the limits of a difference of accuracies."""
+    low, high = np.clip(percentile_interval(draws), -1, 1).tolist()
+    return low, high

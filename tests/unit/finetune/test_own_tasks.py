@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.encoder import load_encoder
 from megatron_ddrp.tasks.finetune import workers
 from megatron_ddrp.tasks.finetune.command import main
+from megatron_ddrp.tasks.finetune.predict import load_finetuned
 from megatron_ddrp.tasks.finetune.task_files import read_task
 from megatron_ddrp.tasks.finetune.task_options import TaskFiles
 from tests.unit.finetune.conftest import first_word_kind
@@ -215,6 +217,8 @@ def test_bad_files_are_one_line_before_anything_is_loaded(topics, tmp_path, more
         (["--train", "x", "--task-file", "y", "--load", "z"], "--task-file and the flags of a task exclude each other"),
         (["--task-file", "no.yaml", "--load", "z"], "no.yaml: no such file; expected YAML with keys"),
         (["--kind", "ranking", "--load", "z"], "invalid choice: 'ranking'"),
+        (["--load", "z", "--learning-rate", "1e-4"], "unrecognized arguments: --learning-rate 1e-4; use --lr"),
+        (["--load", "z", "--validation_file", "v.csv"], "unrecognized arguments: --validation_file v.csv; use --valid"),
     ],
 )
 def test_wrong_arguments_exit_with_2(line, message, tmp_path, capsys):
@@ -231,6 +235,36 @@ def test_predict_refuses_what_it_cannot_do(topics, bert_folder, tmp_path):
         main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.jsonl")])
     with pytest.raises(UserError, match=r"expected a name that ends in \.jsonl, \.csv, \.tsv"):
         main([*base, "--load", str(bert_folder), "--output", str(tmp_path / "x.txt")])
+
+
+def test_a_wrong_model_folder_is_answered_with_the_models_beside_it(tmp_path):
+    """Beside and below the wrong folder; a damaged name, OUT itself and OUT/models are the usual mistakes."""
+    model = tmp_path / "out" / "models" / "reviews-815d2790"
+    for path, columns in ((model, ["text", None, "label"]), (model.parent / "MNLI-815d2790", None)):
+        path.mkdir(parents=True)
+        facts = {"task": {}, "data": "", "score": 0.5, "run": "", "columns": columns}
+        (path / "config.json").write_text(json.dumps({"finetuned": facts}))
+    (model.parent / "notes.txt").write_text("")
+    for wrong in ("out", "out/models", "out/models/reviews-runabs", "out/reviews", "out/models/MNLI-815d2790"):
+        got = "not a model that finetune kept" if (tmp_path / wrong).exists() else "no such folder"
+        with pytest.raises(UserError) as refused:
+            load_finetuned(tmp_path / wrong, torch.device("cpu"))
+        assert str(refused.value) == f"--load {tmp_path / wrong}: {got}; expected one of {model}"
+    with pytest.raises(UserError, match=r"no such folder; expected a folder OUT/models/TASK-…"):
+        load_finetuned(tmp_path / "elsewhere" / "x", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (TaskFiles(Path("data/reviews-train.csv")), "reviews"),
+        (TaskFiles(Path("data/reviews.csv.gz")), "reviews"),
+        (TaskFiles(Path("data/topics/train.csv")), "topics"),
+        (TaskFiles(Path("data/topics/train.csv"), name="of mine"), "of-mine"),
+    ],
+)
+def test_a_task_is_called_as_its_page_says(given, name):
+    assert given.called == name
 
 
 def test_a_model_that_predicts_nothing_finite_says_null(topics, bert_folder, tmp_path):

@@ -105,6 +105,22 @@ def test_a_missing_file_is_named(tmp_path):
         read_task(TASKS["RTE"], write(tmp_path, "RTE", train=RTE))
 
 
+def test_a_missing_task_is_answered_with_the_tasks_there_and_nearby(tmp_path):
+    """First the folder's own tasks, then those of a folder in it or around it, then the official site."""
+    glue = write(write(tmp_path / "data" / "glue", "RTE", train=RTE, dev=RTE), "CoLA", train=COLA, dev=COLA)
+    write(glue, "STS-B", train=STSB)
+    for folder, remedy in (
+        (glue, "; complete there: --tasks RTE CoLA"),
+        (glue.parent, f"; use --data-dir {glue}, which has RTE, CoLA"),
+        (glue / "STS-B", f"; use --data-dir {glue}, which has RTE, CoLA"),
+        (tmp_path, "; get the files from gluebenchmark.com/tasks"),
+        (tmp_path / "missing", "; get the files from gluebenchmark.com/tasks"),
+    ):
+        with pytest.raises(GlueDataError) as refused:
+            read_task(TASKS["STS-B"], folder)
+        assert str(refused.value).endswith(remedy), refused.value
+
+
 def test_a_few_broken_rows_of_qqp_are_left_out(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
     text = header + "1\t1\t2\ta\tb\t0\n" + "2\t3\t4\tc\n" + "3\t5\t6\td\te\t1\n"

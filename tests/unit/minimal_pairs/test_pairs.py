@@ -37,6 +37,9 @@ def test_a_bad_file_is_one_line_with_its_name_and_line(tmp_path, content, reason
 def test_a_folder_without_files_and_a_uid_in_two_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no .jsonl file"):
         read_pairs(tmp_path)
+    write_pairs(tmp_path / "blimp" / "data", uid="zero")
+    with pytest.raises(UserError, match=f"sentence_bad; maybe --data-dir {tmp_path}/blimp/data$"):
+        read_pairs(tmp_path)
     write_pairs(tmp_path, uid="one")
     (tmp_path / "two.jsonl").write_text((tmp_path / "one.jsonl").read_text())
     with pytest.raises(UserError, match="two.jsonl: UID 'one' is in .*one.jsonl too"):

@@ -74,9 +74,15 @@ def test_intervals_are_those_of_drawing_pairs_or_paradigms_anew():
         [int(a) - int(b) for a, b in zip(first.cells[uid].right, second.cells[uid].right, strict=True)]
         for uid in first.cells
     ]
-    by_pairs = [statistics.fmean(statistics.fmean(rng.choices(g, k=len(g))) for g in gains) for _ in range(3000)]
+
+    def anew(values):
+        """The mean of values drawn with replacement, its deviation as large as that of other values."""
+        mean, widening = statistics.fmean(values), math.sqrt(len(values) / (len(values) - 1))
+        return mean + widening * (statistics.fmean(rng.choices(values, k=len(values))) - mean)
+
+    by_pairs = [statistics.fmean(anew(g) for g in gains) for _ in range(3000)]
     means = [statistics.fmean(g) for g in gains]
-    by_paradigms = [statistics.fmean(rng.choices(means, k=len(means))) for _ in range(3000)]
+    by_paradigms = [anew(means) for _ in range(3000)]
     found = difference(first, second)
     assert found.difference == pytest.approx(first.macro_average - second.macro_average)
     assert found.over_pairs == pytest.approx(quantiles(by_pairs), abs=0.012)
@@ -87,9 +93,25 @@ def test_the_two_intervals_answer_two_questions():
     """Every pair of a paradigm gains the same: no doubt about pairs, much about paradigms; and the other way round."""
     apart = difference(encoder("a", 1.0, 0.0, 1.0), encoder("b", 0.0, 0.0, 0.0))
     assert apart.over_pairs == pytest.approx((2 / 3, 2 / 3))
-    assert apart.over_paradigms == (0.0, 1.0)
+    assert apart.over_paradigms == pytest.approx((2 / 3 * (1 - math.sqrt(3 / 2)), 1.0))  # no gain is above 1
     alike = difference(encoder("a", 0.6, 0.6), encoder("b", 0.5, 0.5))
     assert alike.over_paradigms == pytest.approx((0.1, 0.1))
     assert alike.over_pairs[0] < 0.1 < alike.over_pairs[1]
     assert difference(encoder("a", 0.6), encoder("b", 0.5)).over_paradigms is None
     assert difference(encoder("a", 0.6), encoder("b", 0.5)) == difference(encoder("a", 0.6), encoder("b", 0.5))
+
+
+def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
+    """The interval of 2 pairs in each of 400 paradigms is that of the mean's standard error; resampling alone
+    would make it narrower by √2."""
+    rng = np.random.default_rng(0)
+    cells = [{f"p{n}": Cell(rng.random(2) < share, 0, 0, 0.5) for n in range(400)} for share in (0.7, 0.5)]
+    first, second = Result("a", cells[0]), Result("b", cells[1])
+    gains = [cells[0][uid].right.astype(int) - cells[1][uid].right for uid in cells[0]]
+    error = math.sqrt(sum(gain.var(ddof=1) / 2 for gain in gains)) / 400
+    low, high = difference(first, second).over_pairs
+    assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.05)
+    one, other = encoder("a", 1.0, 1.0, pairs=1), encoder("b", 0.0, 1.0, pairs=1)
+    assert difference(one, other).over_pairs is None and difference(one, other).over_paradigms is not None
+    mixed = {uid: Result(uid, {"x": encoder(uid, 1.0).cells["p0"], **encoder(uid, 0.0, pairs=1).cells}) for uid in "ab"}
+    assert difference(mixed["a"], mixed["b"]).over_pairs is None
