@@ -36,6 +36,8 @@ WIDTH, TOP, LOWER = 11.0, 4.4, 3.2
 """Inches of a figure, of the panel of the loss, and of a row of panels below it."""
 WINDOW = 9
 """Rows of metrics.jsonl in a running mean."""
+MOST_DECIMALS = 4
+"""Largest number of decimals on an axis of losses or rates; smaller numbers have two or three digits."""
 
 
 def draw_losses(runs: Mapping[str, Rows], unigram: float | None, path: Path) -> None:
@@ -128,9 +130,17 @@ def _draw_panel(axis: Any, panel: Panel, runs: Mapping[str, Rows], looks: Sequen
         _plot(axis, panel.validated(rows), color=look.validation_color, linewidth=2, marker=look.marker, markersize=5)
     axis.set(xlabel="step", ylabel=panel.label)
     axis.grid(alpha=0.3)
-    axis.yaxis.set_major_formatter(lambda value, _: thousands(value))
+    axis.yaxis.set_major_formatter(lambda value, _: evenly(value, axis.yaxis.get_majorticklocs()))
     axis.locator_params(axis="x", nbins=5)
     axis.xaxis.set_major_formatter(lambda value, _: thousands(value))
+
+
+def evenly(value: float, ticks: Sequence[float]) -> str:
+    """Return a tick as text with as many decimals as all `ticks` of its axis need: 8.2, 8.0, 7.8."""
+    for decimals in range(MOST_DECIMALS + 1):
+        if np.allclose(np.round(ticks, decimals), ticks, rtol=0, atol=1e-6 * np.abs(ticks).max()):
+            return f"{round(value, decimals) + 0.0:,.{decimals}f}".replace("-", "−")  # + 0.0: never −0
+    return thousands(value)
 
 
 def _plot(axis: Any, values: Series, **style: Any) -> None:
@@ -142,13 +152,20 @@ def _plot(axis: Any, values: Series, **style: Any) -> None:
 def _add_perplexity(plt: Any, axis: Any) -> None:
     """Give the axis of a loss in nats a second scale at the right: exp(loss)."""
     right = axis.secondary_yaxis("right", functions=(np.exp, lambda x: np.log(np.clip(x, 1e-300, None))))
-    lowest, highest = np.exp(axis.get_ylim())
-    decades = 10.0 ** np.arange(np.floor(np.log10(lowest)), np.ceil(np.log10(highest)) + 1)
-    ticks = next(
-        found
-        for steps in ((1,), (1, 2, 5), range(1, 10), np.arange(10, 100) / 10)
-        if len(found := [d * s for d in decades for s in steps if lowest <= d * s <= highest]) >= 3 or len(steps) > 9
-    )
+    ticks = perplexity_ticks(*np.exp(axis.get_ylim()))
     right.set_yticks(ticks, [thousands(tick) for tick in ticks])
     right.minorticks_off()
     right.set_ylabel("perplexity")
+
+
+def perplexity_ticks(lowest: float, highest: float) -> list[float]:
+    """Return round numbers between two perplexities: the fewest of 1-2-5 series, whole digits and parts of them that
+    are three or more.
+    """
+    decades = 10.0 ** np.arange(np.floor(np.log10(lowest)), np.ceil(np.log10(highest)) + 1)
+    found: list[float] = []
+    for steps in ((1,), (1, 2, 5), range(1, 10), *(np.arange(parts, 10 * parts) / parts for parts in (2, 5, 10))):
+        found = [decade * step for decade in decades for step in steps if lowest <= decade * step <= highest]
+        if len(found) >= 3:
+            break
+    return found

@@ -16,21 +16,21 @@ ROW, COLUMN = 0.19, 0.42
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the accuracies, paradigms sorted by field and term: blue is 1, white 0.5 (chance), red 0."""
+    """Draw the accuracies, paradigms sorted by field and term: blue is 100 %, white 50 % (chance), red 0 %."""
     plt = pyplot()
     own = {result.name: {uid: cell.accuracy for uid, cell in result.cells.items()} for result in report.results}
     levels = {**own, **report.piece_counts(), **report.published}
     uids = report.in_order()
-    shares = np.array([[level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
+    accuracies = np.array([[100 * level[uid] for level in levels.values()] for uid in uids])  # [paradigms, columns]
     names = short_names(list(levels))
     labels = max(map(len, uids)) * 0.075, max(map(len, names)) * 0.085
     size = (labels[0] + COLUMN * len(names) + 1.6, labels[1] + max(1.6, ROW * len(uids)) + 0.8)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    image = axes.imshow(shares, cmap="RdBu", vmin=0, vmax=1, aspect="auto")
+    image = axes.imshow(accuracies, cmap="RdBu", vmin=0, vmax=100, aspect="auto")
     if len(names) <= MOST_WITH_NUMBERS:
-        for (row, column), share in np.ndenumerate(shares):
-            colour = "white" if abs(share - 0.5) > 0.35 else "black"
-            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
+        for (row, column), accuracy in np.ndenumerate(accuracies):
+            colour = "white" if abs(accuracy - 50) > 35 else "black"
+            axes.text(column, row, f"{accuracy:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
     axes.set_yticks(range(len(uids)), uids, fontsize=7)
     axes.xaxis.tick_top()
@@ -44,6 +44,6 @@ def draw(report: Report, path: Path) -> None:
         axes.axhline(rows[0] - 0.5, color="black", linewidth=1.2)
     axes.axvline(len(own) - 0.5, color="black", linewidth=1.2)
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=40)
-    bar.set_label("accuracy (white: chance)", fontsize=8)
+    bar.set_label("accuracy [%] (white: chance)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     save_figure(plt, figure, path)

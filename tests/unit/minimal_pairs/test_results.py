@@ -7,6 +7,9 @@ import statistics
 import numpy as np
 import pytest
 
+from megatron_ddrp.tasks.minimal_pairs import figure as heat_map
+from megatron_ddrp.tasks.minimal_pairs.pairs import Paradigm
+from megatron_ddrp.tasks.minimal_pairs.report import Report
 from megatron_ddrp.tasks.minimal_pairs.results import Cell, Result, cell, difference
 
 
@@ -115,3 +118,15 @@ def test_few_pairs_give_a_wide_interval_and_one_pair_gives_none():
     assert difference(one, other).over_pairs is None and difference(one, other).over_paradigms is not None
     mixed = {uid: Result(uid, {"x": encoder(uid, 1.0).cells["p0"], **encoder(uid, 0.0, pairs=1).cells}) for uid in "ab"}
     assert difference(mixed["a"], mixed["b"]).over_pairs is None
+
+
+def test_the_colours_of_the_heat_map_and_its_numbers_have_one_unit(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(heat_map, "save_figure", lambda plt, figure, path: kept.append(figure))
+    paradigms = {uid: Paradigm(uid, tmp_path, field="syntax") for uid in ("p0", "p1")}
+    heat_map.draw(Report(paradigms, [encoder("e", 0.7, 0.25)], {}, "l2r", "strict"), tmp_path / "heatmap.png")
+    cells, *_, bar = kept[0].axes
+    (image,) = cells.images
+    assert [float(text.get_text()) for text in cells.texts[::2]] == image.get_array()[:, 0].tolist() == [70, 25]
+    assert image.get_clim() == bar.get_ylim() == (0, 100) and "[%]" in bar.get_ylabel()

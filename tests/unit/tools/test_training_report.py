@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from megatron_ddrp.commands.report import main, read_metrics, read_runs, read_text, unigram_level
@@ -162,6 +163,40 @@ def test_the_figure_is_a_png(tmp_path, rows):
     pytest.importorskip("matplotlib")
     figures.draw_losses({"own": rows, "another": ROWS, "of one step": ROWS[:1]}, 6.5, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "ticks"),
+    [
+        (5, 2e4, [10, 100, 1000, 10_000]),
+        (40, 400, [50, 100, 200]),
+        (2100, 3900, [2500, 3000, 3500]),
+        (2100, 2900, [2200, 2400, 2600, 2800]),
+        (2110, 2410, [2200, 2300, 2400]),
+    ],
+)
+def test_perplexities_are_few_and_round(lowest, highest, ticks):
+    assert figures.perplexity_ticks(lowest, highest) == pytest.approx(ticks)
+
+
+def test_no_range_of_perplexities_has_a_crowd_of_ticks():
+    ranges = [(10**low, 10 ** (low + width)) for low in np.linspace(0, 1, 50) for width in np.linspace(0.05, 3.9, 200)]
+    assert max(len(figures.perplexity_ticks(*limits)) for limits in ranges) <= 8
+
+
+@pytest.mark.parametrize(
+    ("ticks", "texts"),
+    [
+        ([7.8, 8.0, 8.2], ["7.8", "8.0", "8.2"]),
+        ([0.1 * 3, 0.35], ["0.30", "0.35"]),
+        ([-1.0, -1e-17, 1.0], ["−1", "0", "1"]),
+        ([0, 20_000], ["0", "20,000"]),
+        ([0.0, 0.0005], ["0.0000", "0.0005"]),
+        ([1e-6, 2.5e-6], ["1e−06", "2.5e−06"]),
+    ],
+)
+def test_all_ticks_of_an_axis_have_as_many_decimals(ticks, texts):
+    assert [figures.evenly(tick, ticks) for tick in ticks] == texts
 
 
 def test_speed_is_drawn_where_it_was_logged(tmp_path):
