@@ -85,23 +85,25 @@ def draw_training(ladder: Ladder, path: Path) -> bool:
     lines, columns = (1, len(groups)) if is_row else (len(groups), len(rungs))
     size = (1.2 + 3.9 * columns, 0.6 + (4.4 if is_row else 3.0) * lines)
     figure, axes = plt.subplots(lines, columns, squeeze=False, sharey=True, figsize=size, layout="constrained")
+    ends = [value for curve in curves for _, value in curve[len(curve) // 10 :]]
+    axes[0, 0].set_ylim(min(ends) - 0.05, float(np.quantile(ends, 0.99)))
     for row, (title, arms) in zip(axes.T if is_row else axes, groups.items(), strict=True):
         for axis, rung in zip(row, rungs, strict=True):
             _draw_curves(axis, ladder, arms, rung)
             if axis.lines:
-                axis.set_title(title if ladder.is_one_budget else f"{title}, {shown_tokens(rung)}", fontsize="small")
+                axis.set_title(
+                    title if ladder.is_one_budget else f"{title}, {shown_tokens(rung)} tokens", fontsize="small"
+                )
             else:
                 axis.set_axis_off()  # no model of the group has run on this rung
         beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-        found = handles_by_label(*row)
-        row[-1].legend(found.values(), found.keys(), fontsize="x-small", **(below if is_row else beside))
+        if found := _visible(row):
+            row[-1].legend(found.values(), found.keys(), fontsize="x-small", **(below if is_row else beside))
     for axis in axes[-1]:
         axis.set_xlabel("million tokens", fontsize="small")
     for axis in axes[:, 0]:
         axis.set_ylabel("training loss [nats]", fontsize="small")
-    ends = [value for curve in curves for _, value in curve[len(curve) // 10 :]]
-    axes[0, 0].set_ylim(min(ends) - 0.05, float(np.quantile(ends, 0.99)))
     save_figure(plt, figure, path)
     return True
 
@@ -121,6 +123,17 @@ def _draw_curves(axis: Any, ladder: Ladder, arms: Sequence[Arm], rung: int) -> N
             axis.plot(np.array(x) / 1e6, mean, linewidth=1.3, label=arm.label, **style)
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize="small")
+
+
+def _visible(axes: Sequence[Any]) -> dict[str, Any]:
+    """Return label → line of some panels, without lines outside of their panel's limits."""
+    found = {}
+    for axis in axes:
+        lowest, highest = axis.get_ylim()
+        for label, line in handles_by_label(axis).items():
+            if any(lowest <= value <= highest for value in line.get_ydata()):
+                found[label] = line
+    return found
 
 
 def draw_similarity(ladder: Ladder, path: Path) -> bool:

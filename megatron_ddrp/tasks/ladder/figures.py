@@ -103,7 +103,9 @@ def draw_direction(ladder: Ladder, path: Path) -> bool:
             style = {"color": COLORS[number % len(COLORS)], "linestyle": "", "marker": "o", "markersize": 7}
             for place, arm in enumerate(arms):
                 _draw_dots(axis, ladder, (measure, arm, rung), place + shift, style)
-            handles["trained" if ladder.is_one_budget else f"{shown_tokens(rung)} tokens"] = plt.Line2D([], [], **style)
+            if any(ladder.of(measure, arm, rung) for arm in arms):
+                label = "trained" if ladder.is_one_budget else f"{shown_tokens(rung)} tokens"
+                handles[label] = plt.Line2D([], [], **style)
         axis.grid(alpha=0.3)
         axis.set_xlabel(label)
         axis.axvline(CHANCE if measure != COSINE else 1.0, color="black", linewidth=1)

@@ -22,7 +22,7 @@ from megatron_ddrp.pages.plotting import (
 from megatron_ddrp.tasks.ladder.claims import Judged
 from megatron_ddrp.tasks.ladder.ladder import Ladder
 from megatron_ddrp.tasks.ladder.numbers import shown, shown_tokens
-from megatron_ddrp.tasks.ladder.panels import budget_axis
+from megatron_ddrp.tasks.ladder.panels import budget_axis, mark_cut
 from megatron_ddrp.tasks.ladder.trend import steps_of_four
 
 GAIN_COLUMNS = 4
@@ -39,10 +39,10 @@ def draw_claims(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
     size = (13.0, 1.7 + (0.2 + 0.08 * len(ladder.rungs)) * len(gains))
     figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     for axis, limits in zip(axes, (_limits(gains), _close_limits(gains)), strict=True):
+        axis.set_xlim(limits)
         for place, item in enumerate(gains):
             _draw_claim(axis, ladder, item, place)
         axis.axvline(0, color="black", linewidth=1)
-        axis.set_xlim(limits)
         axis.grid(axis="x", alpha=0.3)
         axis.locator_params(axis="x", nbins=5)
     axes[0].set_ylim(len(gains) - 0.5, -0.5)
@@ -65,6 +65,7 @@ def _draw_claim(axis: Any, ladder: Ladder, item: Judged, place: int) -> None:
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         if gain.interval:
             axis.plot(gain.interval, [height] * 2, color=color, linewidth=2)
+        mark_cut(axis, "x", gain.interval or (gain.mean, gain.mean), height, color)
         label = f"{shown_tokens(rung)} tokens"
         axis.plot([gain.mean], [height], marker=marker, markersize=6, linestyle="", color=color, label=label)
     if place % 2:
@@ -106,10 +107,12 @@ def draw_gains(ladder: Ladder, gains: Sequence[Judged], path: Path) -> bool:
 
 def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
     """Draw the gains of one claim: seeds as small dots, means with 95 % intervals, the trend with its band."""
+    axis.set_ylim(_limits([item]))
     for rung, gain in item.gains.items():
         axis.plot([rung * 1.12] * len(gain.values), gain.values, ".", color=GREY, alpha=0.6, markersize=5)
         if gain.interval:
             axis.plot([rung, rung], gain.interval, color=COLORS[0], linewidth=3, solid_capstyle="butt")
+            mark_cut(axis, "y", gain.interval, rung, COLORS[0])
         axis.plot([rung], [gain.mean], "o", color=COLORS[0], markersize=7)
     slope = "no trend: a rung has one seed"
     if trend := item.trend:
@@ -121,7 +124,6 @@ def _draw_gain(axis: Any, ladder: Ladder, item: Judged) -> None:
         ends = [shown(item.claim.measure, trend.slope, "+"), shown(item.claim.measure, trend.slope_half_width)]
         slope = f"b = {' ± '.join(ends)} per ×4"
     axis.axhline(0, color="black", linewidth=1)
-    axis.set_ylim(_limits([item]))
     budget_axis(axis, ladder)
     axis.set_xlim(ladder.rungs[0] / 1.8, ladder.rungs[-1] * 1.8)
-    axis.set_title(f"{wrapped(item.claim.text, 3.6)}\n{slope}", fontsize="small")
+    axis.set_title(f"{wrapped(item.claim.text, 3.6)}\n{slope}", fontsize="small", pad=8)

@@ -35,3 +35,20 @@ def budget_axis(axis: Any, ladder: Ladder) -> None:
     axis.set_xticks(ladder.rungs, [shown_tokens(rung) for rung in ladder.rungs])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
+
+
+CUT_MARKERS = {("x", 0): "<", ("x", 1): ">", ("y", 0): "v", ("y", 1): "^"}
+"""Direction and end of an axis → arrowhead."""
+
+
+def mark_cut(axis: Any, direction: str, interval: tuple[float, float], place: float, color: str) -> None:
+    """Draw an arrowhead at each end of an axis that an interval goes beyond.
+
+    The interval runs along `direction`, "x" or "y"; `place` is its position on the other axis. The limits must be set.
+    """
+    limits = axis.get_xlim() if direction == "x" else axis.get_ylim()
+    for end, is_beyond in enumerate((min(interval) < limits[0], max(interval) > limits[1])):
+        if is_beyond:
+            point = (limits[end], place) if direction == "x" else (place, limits[end])
+            style = {"marker": CUT_MARKERS[direction, end], "markersize": 8, "clip_on": False, "zorder": 3}
+            axis.plot([point[0]], [point[1]], color=color, linestyle="", scalex=False, scaley=False, **style)

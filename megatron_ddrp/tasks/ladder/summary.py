@@ -66,8 +66,10 @@ def _best_pairs(ladder: Ladder) -> str:
         return ""
     last = max(score.rung for score in scores)
     best = max((score for score in scores if score.rung == last), key=lambda score: score.accuracy.mean)
+    errors = best.errors_above_chance or 0.0
+    side = "below" if errors < 0 else "above"
     where = "" if ladder.is_one_budget else f"At {shown_tokens(last)} tokens "
     return (
         f"{where}{best.arm.label} has the most minimal pairs right: "
-        f"{shown(MINIMAL_PAIRS, best.accuracy.mean)} %, {best.errors_above_chance:.1f} standard errors above chance."
+        f"{shown(MINIMAL_PAIRS, best.accuracy.mean)} %, {abs(errors):.1f} standard errors {side} chance."
     )

@@ -84,6 +84,15 @@ def test_the_head_says_what_holds(page_of):
     assert "There are 6 intervals of differences." in text
 
 
+@pytest.mark.parametrize(("accuracy", "words"), [(0.4, "below chance"), (0.6, "above chance")])
+def test_the_head_says_on_which_side_of_chance_the_best_model_is(page_of, accuracy, words):
+    row = make_row("absolute", 1, RUNGS[0], {"minimal pairs": accuracy}, paradigms={"a": accuracy}, pairs=101)
+    assert (
+        f"absolute has the most minimal pairs right: {100 * accuracy:.2f} %, 2.0 standard errors {words}."
+        in (page_of([row]).blocks["summary"])
+    )
+
+
 def test_facts_about_the_runs(page_of):
     first = make_row("absolute", 1, RUNGS[0], {LOSS: float("inf")})
     second = make_row("absolute", 1, RUNGS[1], {LOSS: 5.0}, common={"num_layers": 2, "lr": 0.001}, hardware="1 core")
@@ -214,4 +223,8 @@ def test_a_group_of_models_without_a_run_on_a_rung_has_no_panel_there(tmp_path, 
     rows.append(make_row("ddrp", 1, RUNGS[1], {LOSS: 4.0}, **curve))
     assert curves.draw_training(ladder_of(rows), tmp_path / "training.png")
     shown = [panel.get_title() for panel in drawn[0].axes if panel.axison]
-    assert shown == ["Encodings under MLM, 4.19 M", "Encodings under MLM, 16.8 M", "Objectives with BERT, 4.19 M"]
+    assert shown == [
+        "Encodings under MLM, 4.19 M tokens",
+        "Encodings under MLM, 16.8 M tokens",
+        "Objectives with BERT, 4.19 M tokens",
+    ]
