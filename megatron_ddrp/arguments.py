@@ -29,7 +29,7 @@ Confusion" (appendix A)."""
 
 EPILOG = """\
 example:
-  megatron-ddrp pretrain --data-path corpus_text_document --vocab-file vocab.txt --save run --load run \\
+  megatron-ddrp pretrain --data-path corpus_text_document --save run --load run \\
       --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 \\
       --train-iters 5000 --lr 1e-3
 
@@ -153,7 +153,7 @@ def remarks_on(
 def build_parser() -> ArgumentParser:
     """Return the parser: one argument group per dataclass, one flag per field made by `option`."""
     parser = ArgumentParser(
-        usage="megatron-ddrp pretrain --data-path P --vocab-file FILE [flags]",
+        usage="megatron-ddrp pretrain --data-path P [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
         argument_default=argparse.SUPPRESS,

@@ -27,6 +27,12 @@ def test_every_setting_is_a_flag_in_the_section_of_its_concern():
     assert flags == own | settings and "--vocab-size" not in flags
 
 
+def test_usage_and_example_leave_out_what_the_manifest_of_the_data_says():
+    parser = build_parser()
+    assert "--data-path P [flags]" in parser.usage
+    assert not any("--vocab-file" in text for text in (parser.usage, parser.epilog))
+
+
 def test_help_names_choices_defaults_and_sections(capsys):
     with pytest.raises(SystemExit) as end:
         parse_arguments(["--help"])

@@ -93,6 +93,9 @@ def load_finetuned(folder: Path, device: torch.device, texts: TextColumns = (Non
         found = _models_near(folder)
         there = f"expected one of {', '.join(map(str, found))}" if found else "expected a folder OUT/models/TASK-…"
         raise UserError(f"--load {folder}: {got}; {there}")
+    from transformers.utils import logging  # here, because its import takes seconds
+
+    logging.disable_progress_bar()
     config = read_config_file(folder)
     trained = Columns(*facts["columns"])
     task, head = Task.of(facts["task"]), f"For{FINE_TUNED[KINDS[facts['task']['kind']].head]}"

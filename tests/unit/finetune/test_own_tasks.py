@@ -80,12 +80,16 @@ def test_three_classes_are_learned_told_and_kept(topics, bert_folder, tmp_path, 
     assert (tmp_path / "again" / "table.md").read_text() == (out / "table.md").read_text()
 
 
-def test_the_kept_model_is_what_transformers_loads_and_predict_uses(topics, bert_folder, tmp_path):
+def test_the_kept_model_is_what_transformers_loads_and_predict_uses(topics, bert_folder, tmp_path, capfd):
     from transformers import AutoModelForSequenceClassification, BertTokenizer
+    from transformers.utils import logging
 
     out, told = tmp_path / "out", tmp_path / "told.csv"
     main(words(topics, bert_folder, out, *LEARN, "--seeds", "1"))
+    logging.enable_progress_bar()
+    capfd.readouterr()
     main(["predict", "--load", str(model_of(out)), "--input", str(topics / "valid.jsonl"), "--output", str(told)])
+    assert "Loading weights" not in capfd.readouterr().err
     with told.open(newline="") as stream:
         lines = list(csv.DictReader(stream))
     (row,) = rows(out)
