@@ -129,11 +129,6 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
     if load and load.exists() and not load.is_dir():
         home = load.parent.parent if is_checkpoint(load.parent) else load.parent
         raise UserError(f"--load {load} is a file: give the folder of a run, such as {home}, or a checkpoint in it")
-    if load and not load.exists() and not (save and load.resolve() == save.resolve()):
-        raise UserError(
-            f"--load {load}: no such folder: give that of a run, leave --load out to start afresh, or give that of "
-            "--save, which need not exist yet"
-        )
     if save and load and is_checkpoint(load) and load.resolve().parent == save.resolve():
         raise UserError(
             f"--load {load} is one checkpoint of --save {save}: give its folder, --load {load.parent}; to resume from "
@@ -153,6 +148,11 @@ def refuse_folders(save: Path | None, load: Path | None) -> None:
         )
     if save and holds_run(save) and not (load and load.resolve() == save.resolve()):
         raise UserError(f"--save {save} holds a run already: resume it with --load {save}, or give another --save")
+    if load and not load.exists() and not (save and load.resolve() == save.resolve()):
+        raise UserError(
+            f"--load {load}: no such folder: give that of a run, leave --load out to start afresh, or give that of "
+            "--save, which need not exist yet"
+        )
 
 
 def prune(folder: Path, keep_last: int, newest_name: str, milestone_interval: int | None = None) -> None:

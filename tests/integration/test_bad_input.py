@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ddrp.checkpoint import newest
+from megatron_ddrp.engine.precision import instead_of_fp16
 from tests.conftest import TinyCorpus
 from tests.integration.launch import Result, start_ranks
 
@@ -46,7 +47,7 @@ def refuse(flags: Flags, folder: Path, changes: dict[str, Any], exit_code: int, 
         ({"bf16": True, "zero_stage": 0}, ("--bf16", "--zero-stage 0", "1 or higher")),
         ({"fp16": True, "zero_stage": 0}, ("--fp16", "--zero-stage 0")),
         ({"bf16": True, "fp16": True}, ("--bf16", "--fp16")),
-        ({"fp16": True}, ("--fp16: there is no GPU here", "--bf16")),
+        ({"fp16": True}, ("--fp16: there is no GPU here", instead_of_fp16())),
         ({"global_batch_size": 10}, ("--global-batch-size is 10", "8 or 12")),
         ({"hcd_heads": 5}, ("--hcd-heads 5", "--num-attention-heads 4")),
         ({"position_encoding": "sinusoidal"}, ("sinusoidal", "absolute", "ddrp")),
