@@ -60,7 +60,7 @@ def test_stopped_and_restarted(zero_stage: int, flags: Flags, tmp_path: Path) ->
 
 
 def test_data_that_changed_since_the_checkpoint_are_told(flags: Flags, tiny_corpus: TinyCorpus, tmp_path: Path) -> None:
-    """The same documents in another order have another sum. Without a manifest only the sizes are compared."""
+    """Reordered documents change the sum of a dataset. Without a manifest only the sizes are compared."""
     prefix, text = tmp_path / "data", Path(tiny_corpus.prefix)
     for suffix in (".bin", ".idx", ".json"):
         shutil.copyfile(f"{text}{suffix}", f"{prefix}{suffix}")

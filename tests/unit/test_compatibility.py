@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that resumes from it must have in common: the architecture, however it is written."""
+"""A run resumes only from a checkpoint of its own architecture, in whichever way the settings are written."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def draw_direction(ladder: Ladder, path: Path) -> bool:
             for place, arm in enumerate(arms):
                 _draw_dots(axis, ladder, (measure, arm, rung), place + shift, style)
             if any(ladder.of(measure, arm, rung) for arm in arms):
-                label = "trained" if ladder.is_one_budget else f"{shown_tokens(rung)} tokens"
-                handles[label] = plt.Line2D([], [], **style)
+                rung_label = "trained" if ladder.is_one_budget else f"{shown_tokens(rung)} tokens"
+                handles[rung_label] = plt.Line2D([], [], **style)
         axis.grid(alpha=0.3)
         axis.set_xlabel(label)
         axis.axvline(CHANCE if measure != COSINE else 1.0, color="black", linewidth=1)

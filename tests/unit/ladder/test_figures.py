@@ -63,3 +63,4 @@ def test_a_legend_names_only_lines_that_can_be_seen(drawn, tmp_path):
     assert figures.draw_direction(ladder, tmp_path / "direction.png")
     legends = [axis.get_legend() for axis in drawn[0].axes if axis.get_legend()] + drawn[1].legends
     assert [[text.get_text() for text in legend.get_texts()] for legend in legends] == [["ddrp"], ["4.19 M tokens"]]
+    assert [axis.get_xlabel() for axis in drawn[1].axes] == [figures.DIRECTION_PANELS["direction probe"]]
