@@ -14,7 +14,7 @@ from megatron_ddrp.config import Config
 from megatron_ddrp.config.schedules import phase_at
 from megatron_ddrp.data.batches.blend import Blend, BlendWords, read_blend
 from megatron_ddrp.data.batches.index_cache import cached_totals
-from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
+from megatron_ddrp.data.batches.loader import VALIDATION_SEED, BatchLoader, SampleReader, Share, validation_steps
 from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.batches.rare_words import RareWords, WordFinder
 from megatron_ddrp.data.batches.samples import NoSample, SampleIndex, sample_totals, split_documents
@@ -154,11 +154,12 @@ class Corpus:
     def loader(self, split: str, rank: int, world_size: int) -> BatchLoader:
         """Return the masked micro-batches of a split for one data-parallel rank.
 
-        `--mask-prob` and `--seq-length-phases` apply only to the training split; the others are masked at
-        `--eval-mask-prob`, in rows of `--seq-length`.
+        `--mask-prob`, `--seq-length-phases` and `--seed` apply only to the training split; the others are masked at
+        `--eval-mask-prob`, in rows of `--seq-length`, by `VALIDATION_SEED`.
         """
         training, objective, tokenizer = self.config.training, self.config.objective, self.tokenizer
-        masker = Masker(tokenizer, objective.eval_mask_prob, training.seed, objective.masking, **objective.mask_shares)
+        seed = training.seed if split == "train" else VALIDATION_SEED
+        masker = Masker(tokenizer, objective.eval_mask_prob, seed, objective.masking, **objective.mask_shares)
         mark = None
         if objective.notes:
             mark = partial(WordFinder(tokenizer.word_starts, tokenizer.special_ids).number, self.rare_words[0])
@@ -175,7 +176,7 @@ class Corpus:
             return reader.masking(objective.mask_rates.at(steps_done, training.train_iters))
 
         share = Share(training.global_batch_size, training.micro_batch_size, rank, world_size)
-        return BatchLoader(readers[phases[-1].seq_length], share, training.seed, self.config.data.packing, reader_at)
+        return BatchLoader(readers[phases[-1].seq_length], share, seed, self.config.data.packing, reader_at)
 
     @cached_property
     def rare_words(self) -> tuple[RareWords, str]:
@@ -200,7 +201,7 @@ class Corpus:
         return totals.tolist()
 
     def summary(self, samples: Blend, consumed: int) -> str:
-        """Return lines about the documents, sequences and epochs of a run over `consumed` samples.
+        """Return lines about the documents, sequences and epochs of a run over `consumed` samples, and its validation.
 
         A blend adds one line per corpus, and length phases one line per phase.
         """
@@ -217,7 +218,17 @@ class Corpus:
         lines += [f"  rows of {length} tokens up to step {end:,}" for length, end in ends]
         if max(epochs) > MANY_EPOCHS:
             lines.append(f"  text is read more than {MANY_EPOCHS} times: lower --train-iters, or give more text")
+        if self.config.logging.validates:
+            lines.append(f"  validation: {self._validated()}")
         return "\n".join(lines)
+
+    def _validated(self) -> str:
+        """Return how much of the validation text a validation reads."""
+        total, size = len(self.samples("valid")), self.config.training.global_batch_size
+        read = size * validation_steps(self.config.logging.eval_iters, total, size)
+        if read > total:
+            return f"one global batch of {size:,} from {total:,} sequences, so some are read more than once"
+        return f"{read:,} of {total:,} sequences, the same ones each time"
 
 
 def tokenizer_flags(config: Config) -> TokenizerFlags:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
+from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.batches.rare_words import Occurrences
 from megatron_ddrp.data.randomness import hash_uint64
 from megatron_ddrp.engine.host_copy import HostCopy
@@ -32,7 +33,7 @@ from megatron_ddrp.parallel.process_group import Ranks, gather_rows, row_counts,
 from megatron_ddrp.parallel.seeding import seed_draws
 
 VALIDATION_STEP = 0
-"""Step number whose draws every validation uses."""
+"""Step number whose draws every validation uses, with `VALIDATION_SEED`."""
 
 
 class StepResult:
@@ -156,7 +157,7 @@ def evaluate(
     settings = dataclasses.replace(config.objective, tcd_weight=0.0, hcd_weight=0.0)
     if config.logging.log_similarity:  # over all tokens and heads, TCD and HCD are f(S) and f(H)
         settings = dataclasses.replace(settings, tcd_weight=1.0, hcd_weight=1.0, tcd_tokens=0, hcd_heads=0)
-    objective = make_objective(settings)
+    objective, config = make_objective(settings), config.replace(training={"seed": VALIDATION_SEED})
     total = torch.zeros(len(objective.sum_names), dtype=torch.float64, device=ranks.device)
     counted = count(objective, ())
     run = _evaluate_pipeline if ranks.pipeline_size > 1 else _evaluate_whole

@@ -12,7 +12,7 @@ from megatron_ddrp.checkpoint import last_name
 from megatron_ddrp.checkpoint.note_files import note_tensors
 from megatron_ddrp.config import Config
 from megatron_ddrp.data.batches.batch import Batch
-from megatron_ddrp.data.batches.loader import BatchLoader, iterate
+from megatron_ddrp.data.batches.loader import BatchLoader, iterate, validation_steps
 from megatron_ddrp.engine.checkpoint import Progress, save_checkpoint
 from megatron_ddrp.engine.host_copy import HostCopy
 from megatron_ddrp.engine.inputs import MicroBatch, training_inputs
@@ -134,9 +134,9 @@ class Run:
         self.log.say(progress_line(row, objective.labels, config.training.train_iters, clock.eta(progress.iteration)))
 
     def validate(self, loader: BatchLoader, progress: Progress) -> None:
-        """Log the validation losses; samples and masks are the same each time."""
+        """Log the validation losses; samples, masks and draws are the same each time and for every `--seed`."""
         config = self.config
-        steps = min(config.logging.eval_iters, max(1, len(loader.samples) // config.training.global_batch_size))
+        steps = validation_steps(config.logging.eval_iters, len(loader.samples), loader.global_batch_size)
         losses = evaluate(self.engine, iterate(loader, 0, steps), config, self.ranks, self.notes)
         self.log.write({"iteration": progress.iteration, **losses})
         labels = make_objective(config.objective).labels

@@ -8,6 +8,7 @@ import pytest
 from megatron_ddrp.config import Config
 from megatron_ddrp.corpus import MANY_EPOCHS, Corpus
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.data.batches.loader import VALIDATION_SEED
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
 from megatron_ddrp.errors import UserError
 from tests.conftest import TinyCorpus, write_vocabulary
@@ -110,6 +111,35 @@ def test_validation_is_masked_at_its_own_rate(tiny_corpus, objective):
         for p in (0.15, 0.4)
     ]
     assert predicted[1] > 2 * predicted[0]
+
+
+def test_every_seed_validates_on_the_same_predictions(parts, tiny_corpus):
+    """`beyond.md`, 9: a fixed seed, so that a spread over seeds is the models' own."""
+
+    def rows(split, seed):
+        data = {"data_path": ("2", parts["a"], "1", parts["c"]), "split": "60,20,20"}
+        return rows_of(make_config(tiny_corpus, data=data, seed=seed), 0, split)
+
+    assert rows("valid", 1) == rows("valid", 2) == rows("valid", VALIDATION_SEED)
+    assert rows("test", 1) == rows("test", 2)
+    assert rows("train", 1) != rows("train", 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "line"),
+    [
+        (8, "80 of 290 sequences, the same ones each time"),  # 10 global batches
+        (64, "256 of 290 sequences, the same ones each time"),
+        (512, "one global batch of 512 from 290 sequences, so some are read more than once"),
+    ],
+)
+def test_summary_says_how_much_is_validated(tiny_corpus, batch, line):
+    data = {"data_path": str(tiny_corpus.prefix), "split": "80,20"}
+    corpus = Corpus.open(make_config(tiny_corpus, data=data, global_batch_size=batch))
+    summary = corpus.summary(corpus.samples("train"), 100)
+    assert f"  validation: {line}" in summary
+    quiet = Corpus.open(corpus.config.replace(logging={"eval_iters": 0}))
+    assert quiet.summary(quiet.samples("train"), 100) == summary.rpartition("\n")[0]
 
 
 @pytest.mark.parametrize(

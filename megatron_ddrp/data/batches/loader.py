@@ -15,7 +15,8 @@ micro-batches, so the micro-batches become smaller: `micro_batch_size` samples l
 Rows may grow longer and the masking rate may change during a run: `reader_at` returns the reader of a step. Positions
 are counted across phases; each phase has its own order over its own samples.
 
-Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation.
+Validation: `step(0)`, `step(global_batch_size)`, … give the same samples with the same masks in every evaluation and,
+under `VALIDATION_SEED`, in every run.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 ROW_MULTIPLE = 8
 """Multiple to which the length of cut rows is rounded up, for tensor cores."""
 _STEPS_AHEAD = 2
+VALIDATION_SEED = 1234
+"""Seed of the order, the masks and the draws of validation and test, whatever `--seed` is; the default of `--seed`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Share:
         ends = [part * size + min(part, rest) for part in range(parts + 1)]
         mine = range(self.rank, parts, self.world_size)  # ranks work on neighbouring parts at the same time
         return [rows[ends[part] : ends[part + 1]] for part in mine]
+
+
+def validation_steps(most: int, num_samples: int, global_batch_size: int) -> int:
+    """Return the global batches of a validation: at most `most`, all different samples, but at least one batch."""
+    return min(most, max(1, num_samples // global_batch_size))
 
 
 class SampleReader:
