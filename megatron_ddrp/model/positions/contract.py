@@ -75,7 +75,7 @@ class PositionTerms:
     """True if HCD compares B and v with the rest of the logits. False suits encodings without parameters: their heads'
     biases are alike for every model."""
     table_row: Tensor | None = None
-    """int64 `[num_relative]`, non-decreasing: row of T^q and T^k for each offset. None: each offset has its own row."""
+    """int64 `[num_relative]`, in any order: row of T^q and T^k for each offset. None: each offset has its own row."""
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
