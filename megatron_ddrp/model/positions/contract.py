@@ -64,7 +64,7 @@ class PositionTerms:
     key_table: Tensor | None = None
     """T^k, of the same shape as T^q."""
     bias: Tensor | None = None
-    """B `[1 or batch, heads, seq, seq]`, added without the scale."""
+    """B `[1 or batch, 1 or heads, seq, seq]`, added without the scale."""
     lowest: int = 0
     """Smallest i − j with a row of its own; this row also serves all smaller ones."""
     highest: int = 0
