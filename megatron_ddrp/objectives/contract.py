@@ -226,8 +226,8 @@ def make_objective(config: ObjectiveConfig) -> Objective:
     for name in names:
         if names.count(name) > 1:
             refuse(
-                f"--objective {config.objective}: {names.count(name)} of its terms and rates are named {name!r}: rename "
-                "one, or give the existing term another weight"
+                f"--objective {config.objective}: {names.count(name)} of its terms and rates are named {name!r}: "
+                "rename one, or give the existing term another weight"
             )
     twice = set(objective.sum_names) & set(objective.counts)
     if twice:
