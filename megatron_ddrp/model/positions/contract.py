@@ -155,6 +155,9 @@ class LayerPositions(nn.Module):
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → dimension of the heads."""
 
+    gains: frozenset[str] = frozenset()
+    """Parameters without weight decay, as in `PositionEncoding`."""
+
     uses_maps = False
     """True if `of_layer` applies the layer's maps; then every tensor of `terms` has a separate part per head."""
 
