@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron_ddrp.config import Config, encoding_class
-from megatron_ddrp.engine.build import decays, deepspeed_settings
+from megatron_ddrp.engine.build import deepspeed_settings, undecayed
 from megatron_ddrp.engine.deepspeed_file import offload_device
 from megatron_ddrp.engine.muon import hidden_matrices
 from megatron_ddrp.model import Encoder
@@ -95,8 +95,9 @@ def cut_up(model: Encoder, config: Config, micro_batches: int) -> list[Part]:
             name: parameter.numel() // (1 if split_dimension(name, config.model) is None else tensor)
             for name, parameter in local_parameters(modules).items()
         }
+        spared = undecayed(modules, config.model.position_encoding)
         for name, size in held.items():
-            sizes[0 if decays(name, config.model.position_encoding) else 1].append(size)
+            sizes[1 if name in spared else 0].append(size)
         widths = tuple(_width(module) for module in modules.modules() if isinstance(module, EncoderLayer))
         in_flight = min(pipeline - place, micro_batches)
         matrices = hidden_matrices(modules) if config.optimizer.optimizer == "muon" else {}

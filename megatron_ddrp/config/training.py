@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megatron_ddrp.config.option import COUNT, check_ranges, flag, option, refuse
 
@@ -76,7 +77,8 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = option(
         None,
-        "steps of wsd's decay, the last ones of --train-iters (default: the last tenth of the steps after the warm-up)",
+        "steps of wsd's decay, the last ones up to --lr-decay-iters, or else --train-iters (default: the last tenth of "
+        "the steps after the warm-up)",
         within=COUNT,
     )
     lr_wsd_decay_style: str = option(
@@ -92,11 +94,13 @@ class OptimizerConfig:
         within=COUNT,
     )
     lr_warmup_fraction: float = option(
-        0.01, "share of --train-iters over which the rate rises linearly", within="[0, 1]"
+        0.01,
+        "share of --lr-decay-iters, or else of --train-iters, over which the rate rises linearly",
+        within="[0, 1]",
     )
     lr_warmup_iters: int | None = option(
         None,
-        "steps over which the rate rises, independent of --train-iters (default: --lr-warmup-fraction of them)",
+        "steps over which the rate rises, independent of --train-iters (default: by --lr-warmup-fraction)",
         within="[0, 2147483648)",
     )
     weight_decay: float = option(0.01, "decoupled decay; not on biases and LayerNorms", within="[0, inf)")
@@ -124,7 +128,8 @@ class OptimizerConfig:
         """Return the number of warm-up steps of a run of `total_steps`."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
-        return math.ceil(self.lr_warmup_fraction * self.decay_steps(total_steps))
+        share = Fraction(str(self.lr_warmup_fraction))  # as written: 0.07 of 100 steps are 7, in floats a little more
+        return math.ceil(share * self.decay_steps(total_steps))
 
 
 @dataclass(frozen=True)

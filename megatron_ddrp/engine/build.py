@@ -24,6 +24,7 @@ from megatron_ddrp.engine.layout import GradientClipping, ModelParallelUnit, bui
 from megatron_ddrp.engine.muon import MuonBesideAdamW
 from megatron_ddrp.engine.optimizer_state import check_deepspeed
 from megatron_ddrp.model import Encoder
+from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks
 from megatron_ddrp.parallel.sequence_parallel import apply_sequence_parallel
 from megatron_ddrp.parallel.sharding import local_parameters, name_parameters
@@ -83,21 +84,37 @@ def quiet_deepspeed() -> None:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, encoding: str) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters; `decays` selects those with weight decay.
+    """Return AdamW over the trained parameters; `undecayed` names those without weight decay.
 
     `encoding` is a name in `config.registry.ENCODINGS`.
     """
     named = [(name, parameter) for name, parameter in local_parameters(model).items() if parameter.requires_grad]
+    spared = undecayed(model, encoding)
     groups = [
-        {"params": [p for name, p in named if decays(name, encoding)], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named if not decays(name, encoding)], "weight_decay": 0.0},
+        {"params": [p for name, p in named if name not in spared], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
+def undecayed(model: nn.Module, encoding: str) -> set[str]:
+    """Return the names of the parameters without weight decay: by name, and those of norms and gains by their modules.
+
+    A plug-in gives its norms any names, and a part of a layer has gains of its own.
+    """
+    spared: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            spared.update(id(parameter) for parameter in module.parameters(recurse=False))
+        elif isinstance(module, (PositionEncoding, LayerPositions)):
+            spared.update(id(parameter) for name, parameter in module.named_parameters() if name in module.gains)
+    named = local_parameters(model).items()
+    return {name for name, parameter in named if id(parameter) in spared or not decays(name, encoding)}
+
+
 def decays(parameter_name: str, position_encoding: str) -> bool:
-    """Return whether weight decay acts on a parameter: it skips biases, LayerNorms and an encoding's gains."""
+    """Return whether weight decay acts on a parameter by its name: not on biases, norms and an encoding's gains."""
     gains = tuple(f".position.{gain}" for gain in encoding_class(position_encoding).gains)
     return not (parameter_name.endswith((".bias", *gains)) or "norm." in parameter_name)
 

@@ -222,6 +222,13 @@ def make_objective(config: ObjectiveConfig) -> Objective:
         if term.per not in objective.counts:
             known = ", ".join(objective.counts)
             refuse(f"--objective {config.objective}: {term.name} is per {term.per!r}; its counts are {known}")
+    names = [item.name for item in (*objective.terms, *objective.rates)]
+    for name in names:
+        if names.count(name) > 1:
+            refuse(
+                f"--objective {config.objective}: {names.count(name)} of its terms and rates are named {name!r}: "
+                "rename one, or give the existing term another weight"
+            )
     twice = set(objective.sum_names) & set(objective.counts)
     if twice:
         refuse(f"--objective {config.objective}: {', '.join(sorted(twice))} is a sum and a count: rename one")

@@ -26,6 +26,11 @@ def test_linear_falls_by_equal_steps_from_the_peak() -> None:
     assert rows("linear", 6, warmup=1 / 3) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
+@pytest.mark.parametrize("fraction, steps, expected", [(0.07, 100, 7), (0.28, 25, 7), (0.05, 2048, 103), (1e-5, 10, 1)])
+def test_a_share_that_is_a_whole_number_of_steps_takes_no_step_more(fraction: float, steps: int, expected: int) -> None:
+    assert OptimizerConfig(lr_warmup_fraction=fraction).warmup_steps(steps) == expected
+
+
 def test_cosine_is_half_a_wave() -> None:
     expected = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
     assert rows("cosine", 4) == pytest.approx(expected)

@@ -102,7 +102,7 @@ def attend_from(
         logits = logits + per_offset.gather(-2, index) * terms.scale
     if terms.bias is not None:
         rows = places[:, None, :, None].expand(-1, num_heads, -1, seq)
-        logits = logits + terms.bias.expand(batch, -1, -1, -1).gather(2, rows)
+        logits = logits + terms.bias.expand(batch, num_heads, -1, -1).gather(2, rows)
     if terms.offset_bias is not None:
         logits = logits + terms.offset_bias[:, None].expand(batch, num_heads, count, -1).gather(-1, index)
     own = document_ids.gather(1, places).unsqueeze(-1)  # [b, m, 1]

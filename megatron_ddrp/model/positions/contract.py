@@ -64,7 +64,7 @@ class PositionTerms:
     key_table: Tensor | None = None
     """T^k, of the same shape as T^q."""
     bias: Tensor | None = None
-    """B `[1 or batch, heads, seq, seq]`, added without the scale."""
+    """B `[1 or batch, 1 or heads, seq, seq]`, added without the scale."""
     lowest: int = 0
     """Smallest i − j with a row of its own; this row also serves all smaller ones."""
     highest: int = 0
@@ -75,7 +75,7 @@ class PositionTerms:
     """True if HCD compares B and v with the rest of the logits. False suits encodings without parameters: their heads'
     biases are alike for every model."""
     table_row: Tensor | None = None
-    """int64 `[num_relative]`, non-decreasing: row of T^q and T^k for each offset. None: each offset has its own row."""
+    """int64 `[num_relative]`, in any order: row of T^q and T^k for each offset. None: each offset has its own row."""
 
     def __post_init__(self) -> None:
         assert self.lowest <= 0 <= self.highest, f"offset 0 needs a row, got {self.lowest} … {self.highest}"
@@ -154,6 +154,9 @@ class LayerPositions(nn.Module):
 
     by_head: Mapping[str, int] = NOTHING_BY_HEAD
     """Parameters and buffers that belong to single heads → dimension of the heads."""
+
+    gains: frozenset[str] = frozenset()
+    """Parameters without weight decay, as in `PositionEncoding`."""
 
     uses_maps = False
     """True if `of_layer` applies the layer's maps; then every tensor of `terms` has a separate part per head."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megatron_ddrp.model.positions.contract import PositionEncoding
+from megatron_ddrp.model.positions.contract import LayerPositions, PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
 from megatron_ddrp.tasks.finetune.heads import Scale, fold, output_layer
@@ -259,7 +259,7 @@ def _optimizer(weights: dict[str, nn.Parameter], layerwise_lr_decay: float, mode
     gains = {
         f"{place}.{gain}"
         for place, module in model.named_modules()
-        if isinstance(module, PositionEncoding)
+        if isinstance(module, (PositionEncoding, LayerPositions))
         for gain in module.gains
     }
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}

@@ -33,6 +33,7 @@ TERMS = [
     "key-shared",
     "key-per-head",
     "bias-1",
+    "bias-shared",
     "bias-batch",
     "offset-shared",
     "offset-per-head",
@@ -60,6 +61,7 @@ def make_terms(kind):
         "key-shared": {"key_table": random(1, rows, DIM)},
         "key-per-head": {"key_table": random(HEADS, rows, DIM)},
         "bias-1": {"bias": random(1, HEADS, SEQ, SEQ)},
+        "bias-shared": {"bias": random(1, 1, SEQ, SEQ)},
         "bias-batch": {"bias": random(BATCH, HEADS, SEQ, SEQ)},
         "offset-shared": {"offset_bias": random(1, rows)},
         "offset-per-head": {"offset_bias": random(HEADS, rows)},
@@ -93,7 +95,7 @@ def loop_logits(query, key, terms):
                             entry = entry + dot(vector, table[h if len(table) > 1 else 0, row])
                     entry = entry * terms.scale
                     if terms.bias is not None:
-                        entry = entry + terms.bias[b if len(terms.bias) > 1 else 0, h, i, j]
+                        entry = entry + terms.bias.expand(-1, HEADS, -1, -1)[b if len(terms.bias) > 1 else 0, h, i, j]
                     if terms.offset_bias is not None:
                         entry = entry + terms.offset_bias[h if len(terms.offset_bias) > 1 else 0, row]
                     entries.append(entry)

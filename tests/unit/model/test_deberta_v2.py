@@ -111,12 +111,17 @@ def test_hidden_states_are_those_of_transformers():
     assert difference < 1e-7, difference
 
 
+DISTANCES = torch.arange(-99, 100).abs()
+
+
 @pytest.mark.parametrize("window", [None, 40])
-def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(window, monkeypatch):
+@pytest.mark.parametrize(
+    "row", [bucket(torch.arange(-99, 100), 16, 100) + 15, DISTANCES.clamp(max=30), 30 - DISTANCES.clamp(max=30)]
+)
+def test_tiles_and_runs_of_keys_that_read_some_buckets_alone_equal_the_whole(row, window, monkeypatch):
     monkeypatch.setattr(positions, "RUN_OF_KEYS", 16)
     monkeypatch.setattr(blocks, "TILE_ELEMENTS", 1)
     torch.manual_seed(0)
-    row = bucket(torch.arange(-99, 100), 16, 100) + 15
     tables = [torch.randn(2, 31, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     vectors = [torch.randn(2, 2, 100, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     terms = PositionTerms(0.3, *tables, lowest=-99, highest=99, table_row=row)

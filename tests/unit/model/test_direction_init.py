@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_ddrp.arguments import build_parser
 from megatron_ddrp.config import ModelConfig, OptimizerConfig
 from megatron_ddrp.engine.build import build_optimizer, decays
 from megatron_ddrp.model import build_model
+from megatron_ddrp.model.positions import LayerPositions
 from megatron_ddrp.model.positions.ddrp import DIRECTION_INITS, SPREAD, Ddrp
 
 
@@ -56,3 +58,26 @@ def test_weight_decay_leaves_d_alone_and_shrinks_the_distances(table):
     kept = [name for name in before if name.endswith(".direction")]
     assert len(kept) == (1 if table == "shared" else 2) and not any(decays(name, "ddrp") for name in kept)
     assert all(decays(name, "ddrp") for name in before if name.endswith(".distance"))
+
+
+class Part(LayerPositions):
+    gains = frozenset({"factor"})
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.factor, self.other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+
+
+class Plugged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scaling, self.squares = nn.LayerNorm(3), nn.RMSNorm(3)
+        self.map, self.part = nn.Linear(3, 3), Part(ModelConfig())
+
+
+def test_weight_decay_spares_norms_of_any_name_and_the_gains_of_a_layer_part():
+    model = Plugged()
+    decayed, spared = (group["params"] for group in build_optimizer(model, OptimizerConfig(), "ddrp").param_groups)
+    expected = ["scaling.weight", "scaling.bias", "squares.weight", "map.bias", "part.factor"]
+    assert {id(x) for x in spared} == {id(model.get_parameter(name)) for name in expected}
+    assert {id(x) for x in decayed} == {id(model.map.weight), id(model.part.other)}

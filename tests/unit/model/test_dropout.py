@@ -6,10 +6,16 @@ import torch
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.backends import BACKENDS
 from megatron_ddrp.model.attention.cpu import blocks
+from megatron_ddrp.model.attention.cpu.blocked import _draw_kept
 from megatron_ddrp.model.positions import PositionTerms
 from tests.unit.model.tiny import some_draws, tiny_batch, tiny_model
 
 NONE = torch.empty(0, dtype=torch.long)
+
+
+@pytest.mark.parametrize("rate", [0.9999, 0.99999, 0.9999999])
+def test_a_rate_just_below_one_keeps_almost_nothing(rate):
+    assert _draw_kept(torch.empty(100_000), rate).float().mean() < 5e-4
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

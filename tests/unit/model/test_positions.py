@@ -114,6 +114,16 @@ def test_attend_from_some_places_equals_those_rows_of_the_whole(name):
     assert_same(some, whole.gather(2, rows), inputs)
 
 
+def test_attend_from_reads_a_bias_that_all_heads_share():
+    query, key, value = (random(2, HEADS, SEQ, DIM) for _ in range(3))
+    terms = PositionTerms(0.3, bias=random(1, 1, SEQ, SEQ))
+    document_ids, places = torch.ones(2, SEQ, dtype=torch.long), torch.tensor([[6, 1, 4], [0, 4, 2]])
+    rows = places[:, None, :, None].expand(-1, HEADS, -1, DIM)
+    whole, _ = eager_attention(Attending(query, key, value, terms, document_ids, torch.empty(0, dtype=torch.long)))
+    some = attend_from(query.gather(2, rows), key, value, terms, places, document_ids, 0.0)
+    assert_same(some, whole.gather(2, rows), [query, key, value, terms.bias])
+
+
 @pytest.mark.parametrize("name", [name for name in ENCODINGS if Encoding(name).parameters])
 def test_every_row_of_every_parameter_moves_the_logits(name):
     """Each row of each parameter draws a gradient, but for the buckets that no pair of 7 places reads in the twin."""

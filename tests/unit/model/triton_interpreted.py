@@ -18,6 +18,7 @@ from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.gpu import triton_attention as module
 from megatron_ddrp.model.attention.gpu.launching import Tile, Tiles
 from megatron_ddrp.model.attention.gpu.triton_attention import DROPOUT_STEPS, triton_attention, why_not_triton
+from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.similarity import document_mask
 from tests.unit.model.attention_cases import (
     NO_HEADS,
@@ -100,6 +101,12 @@ CASES = {
 @pytest.mark.parametrize("document_ids, bounds, options", CASES.values(), ids=CASES)
 def test_equals_eager_in_float64(document_ids, bounds, options):
     case = make_case(document_ids, *bounds, **options)
+    assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
+
+
+def test_a_bias_that_all_heads_share_equals_eager_in_float64():
+    case = make_case(PADDED, 0, 0, heads=2)
+    case.terms = PositionTerms(0.3, bias=torch.randn(1, 1, 17, 17).requires_grad_())
     assert_answers_close(answer(case, triton_attention), reference(case), **CLOSE)
 
 

@@ -5,9 +5,12 @@ import torch
 
 from megatron_ddrp.config import ObjectiveConfig
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
+from megatron_ddrp.errors import UserError
 from megatron_ddrp.model import build_model
 from megatron_ddrp.model.heads import masked_lm_sum
-from megatron_ddrp.objectives.contract import losses_of
+from megatron_ddrp.objectives import contract
+from megatron_ddrp.objectives.contract import Rate, Term, losses_of
+from megatron_ddrp.objectives.mlm import MaskedLM
 from tests.reference import losses
 from tests.unit.model.tiny import encode, named_sums, some_draws, tiny_batch, tiny_config
 
@@ -20,6 +23,22 @@ def test_sum_equals_the_twin_in_values_and_gradients():
     torch.testing.assert_close(fast, slow, rtol=1e-13, atol=0)
     (got,), (expected,) = torch.autograd.grad(fast, logits), torch.autograd.grad(slow, logits)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("as_rate", [False, True])
+def test_two_terms_or_rates_of_one_name_are_refused(as_rate, monkeypatch):
+    class Twice(MaskedLM):
+        rates = (*MaskedLM.rates, Rate("lm_loss", "lm_loss", "predicted")) if as_rate else MaskedLM.rates
+
+        @property
+        def terms(self):
+            return super().terms if as_rate else (*super().terms, Term("lm_loss", "predicted", "mlm", 0.5))
+
+    monkeypatch.setattr(contract, "objective_class", lambda name: Twice)
+    with pytest.raises(
+        UserError, match="^--objective mlm: 2 of its terms and rates are named 'lm_loss': rename one, or"
+    ):
+        contract.make_objective.__wrapped__(ObjectiveConfig(objective="mlm"))
 
 
 def test_minus_infinity_at_padding_counts_as_nothing():

@@ -63,9 +63,9 @@ def _attend(
 
 def _draw_kept(probabilities: Tensor, dropout: float) -> Tensor:
     """Draw bool `[g, t, c]`, True with probability 1 − dropout up to 2⁻¹⁶. Each 64-bit number gives four decisions."""
-    count = probabilities.numel()
+    count, drop_below = probabilities.numel(), min(round(dropout * 2**16), 2**16 - 1)
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=probabilities.device).random_(-(2**63), None)
-    return (bits.view(torch.int16)[:count] >= round(dropout * 2**16) - 2**15).view_as(probabilities)
+    return (bits.view(torch.int16)[:count] >= drop_below - 2**15).view_as(probabilities)
 
 
 class _BlockedAttention(torch.autograd.Function):

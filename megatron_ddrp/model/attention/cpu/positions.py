@@ -98,11 +98,12 @@ class BlockPositions:
         A table of buckets may have hundreds of rows, of which a tile reads about two thirds. Other tables are small, so
         all their rows are returned.
         """
-        row = self.terms.table_row
+        row, lowest, highest = self.terms.table_row, self.terms.lowest, self.terms.highest
         if row is None:
-            return slice(0, self.terms.highest - self.terms.lowest + 1)
-        first, last = (int(row[_clipped(torch.tensor(offset), self.terms)]) for offset in (smallest, largest))
-        return slice(first, last + 1)
+            return slice(0, highest - lowest + 1)
+        first, last = (min(max(offset, lowest), highest) - lowest for offset in (smallest, largest))
+        least, most = (int(x) for x in row[first : last + 1].aminmax())
+        return slice(least, most + 1)
 
     def _runs_of_keys(self) -> Iterator[tuple[slice, slice]]:
         """Yield the keys in runs, each with the range of table rows that queries read for them."""

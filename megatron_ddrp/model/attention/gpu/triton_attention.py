@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -238,8 +239,11 @@ def triton_attention(attending: Attending) -> tuple[Tensor, Tensor | None]:
     cosine = None
     if attending.terms.compared is not attending.terms:
         attending, cosine = tapped_cosine(attending)
-    attending = attending._replace(terms=attending.terms.by_offset)
-    query, key, value, terms, _, _, dropout, *_ = attending
+    terms, num_heads = attending.terms.by_offset, attending.query.shape[1]
+    if terms.bias is not None:  # the kernels read one bias per head
+        terms = replace(terms, bias=terms.bias.expand(-1, num_heads, -1, -1))
+    attending = attending._replace(terms=terms)
+    query, key, value, _, _, _, dropout, *_ = attending
     seed = torch.randint(2**31, (1,), device=query.device) if dropout else None
     context, of_kernels = _TritonAttention.apply(attending, seed, query, key, value, *terms.tensors)
     return context, of_kernels if cosine is None else cosine
