@@ -19,6 +19,7 @@ from measure import benchmark_parser
 
 from megatron_ddrp.analysis.cosines import near_and_far, table_cosines
 from megatron_ddrp.checkpoint import load_model
+from megatron_ddrp.pages.markdown import Table
 from megatron_ddrp.run.metrics import read_rows
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_bert.py"
@@ -40,8 +41,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", default=["1234", "1235", "1236"], help="one run of each arm per seed")
     arguments = parser.parse_args()
     data = ["--data-path", arguments.data_path, "--vocab-file", arguments.vocab_file]
-    print("| start of `D` | validation loss by seed | mean | cosine, k ≤ 8 | cosine, all k |")
-    print("| --- | --- | ---: | ---: | ---: |")
+    rows = []
     for arm, own in ARMS.items():
         losses, found = [], []
         for seed in arguments.seeds:
@@ -53,7 +53,10 @@ def main() -> None:
             found.append(near_and_far(table_cosines(model)))
         near, far = (statistics.fmean(part) for part in zip(*found, strict=True))
         by_seed = ", ".join(f"{loss:.3f}" for loss in losses)
-        print(f"| {arm} | {by_seed} | {statistics.fmean(losses):.3f} | {near:.2f} | {far:.2f} |", flush=True)
+        rows.append([arm, by_seed, f"{statistics.fmean(losses):.3f}", f"{near:.2f}", f"{far:.2f}"])
+        print(*rows[-1], flush=True)
+    header = ["start of D", "validation loss by seed", "mean", "cosine, k ≤ 8", "cosine, all k"]
+    print(Table(header, rows, wordy=(1,)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ too, which has none under `--compile auto`: that is 1 to 3 % of its time.
 
     python benchmarks/gpu_cost.py                                      # the table of every combination, in minutes
     python benchmarks/gpu_cost.py --encodings ddrp --objectives mth --launches 40      # a layer's costliest launches
-    python benchmarks/gpu_cost.py --json benchmarks/gpu_cost.json --compare benchmarks/gpu_cost_before.json --write
+    python benchmarks/gpu_cost.py --json benchmarks/gpu_cost.json --write
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,18 +148,8 @@ def print_launches(found: Cost, most: int) -> None:
         print(f"  {spent:7.1f} µs  {times} x {launch.name} ({side}): {work}")
 
 
-def label(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Return what names a row in every file: encoding, objective, backend."""
-    return row["encoding"], row["objective"], row["backend"]
-
-
-def table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> Table:
-    """Return the estimates as a table; where there are rows from before, `before → now` in each cell."""
-    older = {label(row): row for row in before}
-
-    def cell(row: dict[str, Any], text: Any) -> str:
-        old = older.get(label(row))
-        return f"{text(old)} → {text(row)}" if old else text(row)
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the estimates as a table, one row a combination."""
 
     def mfu(device: str, row: dict[str, Any]) -> str:
         estimate = row["estimates"].get(device)
@@ -167,7 +158,8 @@ def table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> Table:
     def launches(row: dict[str, Any]) -> str:
         return "+".join(map(str, row["layer_launches"]))
 
-    columns = {
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "encoding, objective, backend": lambda row: f"{row['encoding']} {row['objective']} {row['backend']}",
         "launches per layer": launches,
         "GB per layer": lambda row: f"{row['layer_bytes'] / 1e9:.1f}",
         "waits": lambda row: str(row["waits"]),
@@ -175,8 +167,7 @@ def table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> Table:
         "H100: ms per micro-batch": lambda row: f"{row['estimates']['h100']['ms']:.0f}",
         **{f"MFU {name.upper()}": partial(mfu, name) for name in DEVICES},
     }
-    cells = [[" ".join(label(row)), *(cell(row, text) for text in columns.values())] for row in rows]
-    return Table(["encoding, objective, backend", *columns], cells)
+    return Table(list(columns), [[text(row) for text in columns.values()] for row in rows])
 
 
 def main() -> None:
@@ -192,26 +183,24 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1, help="probability, everywhere")
     parser.add_argument("--launches", type=int, default=0, metavar="N", help="print a layer's N costliest launches")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
-    parser.add_argument("--compare", metavar="FILE", help="put these figures, from before, beside the new ones")
     parser.add_argument("--markdown", action="store_true", help="print the table alone")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md too")
     arguments = parser.parse_args()
-    before = json.loads(Path(arguments.compare).read_text(encoding="utf-8"))["rows"] if arguments.compare else []
     rows = []
     for config in configurations(arguments):
         found = cost(config)
         rows.append(found.summary())
         if not arguments.markdown:
-            print(" | ".join(table(rows[-1:], before).rows[0]), flush=True)
+            print(" | ".join(table(rows[-1:]).rows[0]), flush=True)
             print_launches(found, arguments.launches)
     shape = {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "seq", "rows", "dropout")}
     if arguments.json:
         lines = ",\n".join(map(json.dumps, rows))
         head = json.dumps({"shape": shape, "torch": torch.__version__})[:-1]
         Path(arguments.json).write_text(f'{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
-    print(table(rows, before))
+    print(table(rows))
     if arguments.write:
-        write_table("benchmarks.md", "gpu-cost", str(table(rows, before)))
+        write_table("benchmarks.md", "gpu-cost", str(table(rows)))
 
 
 def configurations(arguments: argparse.Namespace) -> list[Config]:

@@ -1,13 +1,13 @@
 """Compile the Triton kernels of attention without a GPU, and list registers, spilled bytes and shared memory.
 
-    python benchmarks/kernels.py                     the table as Markdown, for sm_80 (A100) and sm_90 (H100, H200)
-    python benchmarks/kernels.py --write             keeps it in docs/benchmarks.md, and the bounds that tests hold
+    python benchmarks/kernels.py                     prints them, for sm_80 (A100) and sm_90 (H100, H200)
+    python benchmarks/kernels.py --write             keeps them as the bounds that tests hold, in kernel_bounds.json
     python benchmarks/kernels.py --encodings ddrp --head-sizes 64 --compare 2
     python benchmarks/kernels.py --encodings t5 alibi --write
                                                      replaces the rows of these alone
 
 Triton compiles for GPUs that are not there. The launches are those of a training step in bf16 with dropout 0.1, caught
-where kernels are started, so that the table has what is shipped: every kernel, its tile and its arguments.
+where kernels are started, so that what is compiled is what is shipped: every kernel, its tile and its arguments.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from megatron_ddrp.config.registry import ENCODINGS
 from megatron_ddrp.model.attention.attending import Attending
 from megatron_ddrp.model.attention.gpu import launching, triton_attention
 
-ROOT = Path(__file__).resolve().parents[1]
-BOUNDS = ROOT / "benchmarks" / "kernel_bounds.json"
+BOUNDS = Path(__file__).with_name("kernel_bounds.json")
 TRITON = "3.9.0"
-"""The version that made the table: others allot registers in their own way."""
+"""The version that made the bounds: others allot registers in their own way."""
 CAPABILITIES = (80, 90)
 HEAD_SIZES = (64, 128)
 WINDOWED = ((64, "rope", 0), (64, "ddrp", 2))
-"""Head size, encoding and heads in HCD of the local layers in the table."""
+"""Head size, encoding and heads in HCD of the local layers that are compiled."""
 WINDOW = 64
 SEQ = 512
-MARKERS = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 
 
 class Launch(NamedTuple):
@@ -181,30 +179,15 @@ def cases(
                 yield f"{kind}, {head_dim}, {kernel}, sm_{capability}", capability, launch
 
 
-def markdown(table: dict[str, Compiled]) -> str:
-    """Return the table, one row a kernel."""
-    lines = [
-        "| encoding, head size, kernel, device | registers | spilled bytes | shared memory, KiB | instruction |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
-    for name, row in table.items():
-        lines.append(f"| {name} | {row.registers} | {row.spilled} | {row.shared / 1024:.1f} | {row.instruction} |")
-    return "\n".join(lines)
-
-
 def write(table: dict[str, Compiled]) -> None:
-    """Keep the table in docs/benchmarks.md and in the file of bounds; what was not compiled now has its row there."""
+    """Keep the rows in the file of bounds, one a line; a kernel that was not compiled now keeps its row."""
     kept = {name: Compiled(**row) for name, row in json.loads(BOUNDS.read_text(encoding="utf-8")).items()} | table
     shipped = [name for name, *_ in cases(list(ENCODINGS), HEAD_SIZES, (0, 2))]
     missing = [name for name in shipped if name not in kept]
     if missing:
         raise SystemExit(f"{len(missing)} kernels were never compiled, {missing[0]!r} the first: ask for them too")
-    table = {name: kept[name] for name in shipped}
-    page = ROOT / "docs" / "benchmarks.md"
-    text = page.read_text(encoding="utf-8")
-    begin, end = (text.index(marker) for marker in MARKERS)
-    page.write_text(f"{text[:begin]}{MARKERS[0]}\n{markdown(table)}\n{text[end:]}", encoding="utf-8")
-    BOUNDS.write_text(json.dumps({name: asdict(row) for name, row in table.items()}, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(asdict(kept[name]))}" for name in shipped)
+    BOUNDS.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -218,7 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--tile", type=int, nargs=4, metavar=("Q", "K", "WARPS", "STAGES"), help="try this tile instead"
     )
-    parser.add_argument("--write", action="store_true", help="keep the rows in the docs, and as the tests' bounds")
+    parser.add_argument("--write", action="store_true", help=f"keep the rows in {BOUNDS.name}")
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     table: dict[str, Compiled] = {}
@@ -228,7 +211,6 @@ def main() -> None:
                 launch = launch._replace(constants=launch.constants | launching.Tile(*arguments.tile).constants)
             table[name] = compile_launch(launch, capability)
             print(name, table[name], flush=True)
-    print(markdown(table))
     if arguments.write:
         write(table)
 

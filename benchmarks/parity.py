@@ -29,6 +29,7 @@ from megatron_ddrp.conversion.from_huggingface import import_folder
 from megatron_ddrp.conversion.to_huggingface import export_checkpoint
 from megatron_ddrp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_ddrp.model import build_model
+from megatron_ddrp.pages.markdown import Table
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "run", "sing", "##s", "##ing", "the", ",", "."]
 BERTS, FAIRSEQS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -167,7 +168,7 @@ def _gap(theirs: Tensor, ours: Tensor, valid: Tensor) -> float:
     return float((theirs[valid] - ours[valid]).abs().max() / ours[valid].abs().max())
 
 
-def rows() -> Iterator[str]:
+def rows() -> Iterator[list[str]]:
     """Yield the table's rows."""
     for case in CASES:
         for direction, convert in (("from transformers", imported), ("to transformers", exported)):
@@ -176,7 +177,7 @@ def rows() -> Iterator[str]:
             pad_id = theirs.config.pad_token_id
             found = [compare(theirs.to(dtype), ours.to(dtype), pad_id) for dtype in DTYPES]
             cells = [" / ".join("–" if x is None else f"{x:.0e}" for x in pair) for pair in zip(*found, strict=True)]
-            yield f"| {case} | {direction} | {' | '.join(cells)} |"
+            yield [str(case), direction, *cells]
 
 
 def main() -> None:
@@ -184,8 +185,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/huggingface.md")
     write = parser.parse_args().write
     names = " / ".join(DTYPES.values())
-    head = f"| family, head | direction | hidden states, {names} | logits, {names} |\n|---|---|---|---|"
-    table = "\n".join([head, *rows()])
+    header = ["family, head", "direction", f"hidden states, {names}", f"logits, {names}"]
+    table = str(Table(header, list(rows()), wordy=(1, 2, 3)))
     if write:
         write_table("huggingface.md", "parity", table)
     print(table)

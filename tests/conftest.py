@@ -51,6 +51,14 @@ def write_vocabulary(texts: list[str], path: Path, num_words: int = NUM_WORDS) -
     return path
 
 
+@pytest.fixture
+def torch_seed() -> None:
+    """Seed torch's own generator."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     """Written once a test process; treat it as read-only."""

@@ -1,4 +1,4 @@
-"""Small indexed datasets, written from lists of ids."""
+"""Small indexed datasets, written from lists of ids; samples in memory and a loader of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from megatron_ddrp.data import IndexedDataset
+from megatron_ddrp.data.batches.blend import Blend
+from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
+from megatron_ddrp.data.batches.masking import Masker
 from megatron_ddrp.data.dataset.unfinished import UnfinishedDatasets
+
+FAKE_VOCAB = 300
+"""Size of the vocabulary of `FakeSamples`."""
 
 
 def write_dataset(prefix: Any, documents: Sequence, dtype: Any = np.uint16, manifest: Any = None) -> IndexedDataset:
@@ -29,3 +35,28 @@ def fake_tokenizer(word_starts: np.ndarray) -> Any:
     pieces = [f"piece {i}" for i in range(len(word_starts))]
     given = {"vocab_size": len(pieces), "pieces": pieces, "word_starts": word_starts, "special_ids": np.arange(5)}
     return SimpleNamespace(**given, **roles)
+
+
+class FakeSamples:
+    """Samples in memory, of given lengths without [CLS] and [SEP]."""
+
+    prefix = "corpus"
+
+    def __init__(self, lengths: np.ndarray, rng: np.random.Generator) -> None:
+        self.ids = [rng.integers(5, FAKE_VOCAB, int(length)) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def tokens(self, indices: np.ndarray) -> list[np.ndarray]:
+        return [self.ids[index] for index in indices]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        return np.array([len(ids) + 2 for ids in self.ids])[indices]
+
+
+def fake_loader(samples: FakeSamples, share: Share, seq: int, *, seed: int = 7, packing: bool = False) -> BatchLoader:
+    """Return a loader of one rank's share of samples in rows of up to `seq` tokens."""
+    tokenizer = fake_tokenizer(np.arange(FAKE_VOCAB) % 4 != 0)
+    reader = SampleReader(Blend([samples]), tokenizer, Masker(tokenizer, seed=7), seq)
+    return BatchLoader(reader, share, seed, packing)

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron_ddrp.pages.markdown import Table
 from tests.endurance.layouts import make_corpus
 from tests.integration.conftest import TINY, command_line
 from tests.integration.gradient_sums import errors_by
@@ -47,10 +48,7 @@ def main() -> None:
             command_lines.append(command_line(common | LAYOUTS[layout] | {"deepspeed_config": path}))
         for key, errors in zip(wanted, errors_by(RANKS, command_lines), strict=True):
             cells[key] = f"{max(errors):.1e}"
-    print("| layout | " + " | ".join(SUMS) + " |")
-    print("| --- |" + " ---: |" * len(SUMS))
-    for layout in LAYOUTS:
-        print(f"| {layout} | " + " | ".join(cells[layout, column] for column in SUMS) + " |")
+    print(Table(["layout", *SUMS], [[layout, *(cells[layout, column] for column in SUMS)] for layout in LAYOUTS]))
 
 
 if __name__ == "__main__":

@@ -24,15 +24,15 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from benchmarks.pages import write_table
 from megatron_ddrp.config import ENCODINGS
 from megatron_ddrp.data.preprocess.pipeline import PreprocessConfig, preprocess
+from megatron_ddrp.pages.markdown import Table
 from tests.conftest import documents, write_vocabulary
 from tests.integration.conftest import TINY, command_line
-from tests.integration.launch import ROOT
 from tests.integration.training_runs import Rows, largest_differences, train_runs
 
-DOCUMENT = ROOT / "docs" / "parallelism.md"
-BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
+DOCUMENT = "parallelism.md"
 COURSE = TINY | {"train_iters": 10, "num_layers": 4, "micro_batch_size": 2, "seed": 7}
 COLUMNS = {"lm_loss": "lm", "tcd_loss": "TCD", "hcd_loss": "HCD", "grad_norm": "gradient norm"}
 BOUND = 1e-5
@@ -102,23 +102,12 @@ def measure(
 
 def table(differences: dict[Layout, dict[str, float]], note: str) -> str:
     """Markdown, one row a layout."""
-    lines = [
-        "| ranks | tensor | pipeline | data | ZeRO | " + " | ".join(COLUMNS.values()) + " |",
-        "| ---: " * (5 + len(COLUMNS)) + "|",
-    ]
+    rows = []
     for layout, worst in sorted(differences.items(), key=lambda item: (item[0].world_size, item[0])):
         cells = [f"{worst[name]:.1e}" if name in worst else "–" for name in COLUMNS]
-        sizes = (layout.world_size, *layout)
-        lines.append("| " + " | ".join(map(str, (*sizes, *cells))) + " |")
-    return "\n".join([*lines, "", note])
-
-
-def write(text: str) -> None:
-    """Put the table into the document."""
-    document = DOCUMENT.read_text(encoding="utf-8")
-    before, rest = document.split(BEGIN)
-    after = rest.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        rows.append([*map(str, (layout.world_size, *layout)), *cells])
+    header = ["ranks", "tensor", "pipeline", "data", "ZeRO", *COLUMNS.values()]
+    return f"{Table(header, rows)}\n\n{note}"
 
 
 def main() -> int:
@@ -126,7 +115,7 @@ def main() -> int:
     parser.add_argument("--encodings", nargs="+", choices=ENCODINGS, default=list(ENCODINGS))
     parser.add_argument("--objectives", nargs="+", choices=("mlm", "mth"), default=["mlm", "mth"])
     parser.add_argument("--world-sizes", nargs="+", type=int, choices=(1, 2, 4, 8), default=[1, 2, 4, 8])
-    parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT}")
     arguments = parser.parse_args()
     models = [
         {"position_encoding": encoding, "objective": objective}
@@ -146,7 +135,7 @@ def main() -> int:
     text = table(worst, note)
     print(text)
     if arguments.write:
-        write(text)
+        write_table(DOCUMENT, "layouts", text)
     highest = max(row[name] for row in worst.values() for name in COLUMNS if name in row)
     print(f"largest difference {highest:.1e}, allowed {BOUND:.0e}", file=sys.stderr)
     return int(highest > BOUND)

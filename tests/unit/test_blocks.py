@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.pages import written_table
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.tasks.blocks import block_names, read_block, replace_blocks
 
@@ -35,3 +36,16 @@ def test_every_block_of_a_name_is_replaced_and_a_second_time_nothing_changes():
 def test_a_block_without_a_begin_or_an_end_is_refused(text):
     with pytest.raises(UserError, match="expected a line <!-- x -->"):
         replace_blocks(text, "x", "new")
+
+
+@pytest.mark.parametrize(
+    ("document", "name"),
+    [
+        ("benchmarks.md", "gpu-cost"),
+        ("checkpoints.md", "damage"),
+        ("huggingface.md", "parity"),
+        ("parallelism.md", "layouts"),
+    ],
+)
+def test_each_document_has_the_block_that_a_script_writes(document, name):
+    assert "|\n| --- | ---" in written_table(document, name)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import attention, losses, mth, positions
+from tests.reference.tensors import seeded
 
 
 def vec(*values: float) -> Tensor:
@@ -19,11 +20,6 @@ def mat(*rows: list[float]) -> Tensor:
 
 def close(got: Tensor, expected: Tensor | float) -> None:
     torch.testing.assert_close(got, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
 DIRECTION = mat([1, 10], [2, 20], [3, 30])  # same place, key to the right, key to the left
@@ -59,7 +55,7 @@ class TestPositions:
         close(positions.ddrp_scores(query, key, DIRECTION, DISTANCE_2, [0, 1]), expected[None])
 
     def test_ddrp_scores_follow_position_numbers_not_indices(self) -> None:
-        query, key = random(2, 4, 2), random(2, 4, 2, seed=1)
+        query, key = seeded(2, 4, 2), seeded(2, 4, 2, seed=1)
         packed = positions.ddrp_scores(query, key, DIRECTION, mat([5, 7], [11, 13], [17, 19]), [0, 1, 0, 1])
         alone = positions.ddrp_scores(query[:, 2:], key[:, 2:], DIRECTION, mat([5, 7], [11, 13], [17, 19]), [0, 1])
         close(packed[:, 2:, 2:], alone)
@@ -69,13 +65,13 @@ class TestPositions:
     def test_absolute_scores_by_hand_and_equal_ddrp_without_its_table(self) -> None:
         query, key = mat([1, 0], [0, 2])[None], mat([4, 6], [8, 9])[None]
         close(positions.absolute_scores(query, key), (mat([4, 8], [12, 18]) / math.sqrt(2))[None])
-        query, key = random(3, 5, 4), random(3, 5, 4, seed=1)
-        without = positions.ddrp_scores(query, key, torch.zeros(3, 4).double(), random(2, 4), list(range(5)))
+        query, key = seeded(3, 5, 4), seeded(3, 5, 4, seed=1)
+        without = positions.ddrp_scores(query, key, torch.zeros(3, 4).double(), seeded(2, 4), list(range(5)))
         close(positions.absolute_scores(query, key), without)
         close(positions.absolute_scores(query, key), query @ key.mT / 2.0)
 
     def test_ddrp_gradients_exist_and_match_finite_differences(self) -> None:
-        inputs = (random(1, 3, 2), random(1, 3, 2, seed=1), random(3, 2, seed=2), random(2, 2, seed=3))
+        inputs = (seeded(1, 3, 2), seeded(1, 3, 2, seed=1), seeded(3, 2, seed=2), seeded(2, 2, seed=3))
         assert torch.autograd.gradcheck(lambda q, k, d, r: positions.ddrp_scores(q, k, d, r, [0, 1, 2]), inputs)
 
 
@@ -109,17 +105,17 @@ class TestAttention:
         names |= {"attention_output": (width, width), "ffn_in": (inner, width), "ffn_out": (width, inner)}
         params = {}
         for seed, (name, shape) in enumerate(names.items()):
-            params[f"{name}.weight"] = random(*shape, seed=10 + seed)
-            params[f"{name}.bias"] = random(shape[0], seed=30 + seed)
+            params[f"{name}.weight"] = seeded(*shape, seed=10 + seed)
+            params[f"{name}.bias"] = seeded(shape[0], seed=30 + seed)
         for seed, name in enumerate(("attention_norm", "ffn_norm")):
-            params[f"{name}.weight"] = random(width, seed=50 + seed)
-            params[f"{name}.bias"] = random(width, seed=60 + seed)
+            params[f"{name}.weight"] = seeded(width, seed=50 + seed)
+            params[f"{name}.bias"] = seeded(width, seed=60 + seed)
         return params
 
     @pytest.mark.parametrize("norm_first", [False, True])
     def test_bert_layer_is_the_one_of_torch(self, norm_first: bool) -> None:
         """An independent third party: torch's own encoder layer, absolute logits, one padded token."""
-        params, hidden = self.layer_params(), random(5, 4)
+        params, hidden = self.layer_params(), seeded(5, 4)
         layer = torch.nn.TransformerEncoderLayer(
             4, 2, 6, dropout=0.0, activation="gelu", norm_first=norm_first, batch_first=True, dtype=torch.float64
         )
@@ -134,7 +130,7 @@ class TestAttention:
         position = "pre" if norm_first else "post"
         got = attention.bert_layer(hidden, params, positions.absolute_scores, [1, 1, 1, 1, 0], 2, 1e-5, position)
         close(got[:4], expected[:4])
-        probe = random(4, 4, seed=70).detach()
+        probe = seeded(4, 4, seed=70).detach()
         ours, theirs = (
             torch.autograd.grad((x[:4] * probe).sum(), hidden, retain_graph=True)[0] for x in (got, expected)
         )
@@ -146,7 +142,7 @@ class TestAttention:
 
     def test_unknown_layernorm_position_is_refused(self) -> None:
         with pytest.raises(ValueError, match="expected 'post' or 'pre'"):
-            attention.bert_layer(random(1, 4), {}, positions.absolute_scores, [1], 2, layernorm_position="sandwich")
+            attention.bert_layer(seeded(1, 4), {}, positions.absolute_scores, [1], 2, layernorm_position="sandwich")
 
 
 class TestMth:
@@ -186,18 +182,18 @@ class TestMth:
         close(mth.hcd_batch(scores, [[0, 1]], valid), (1 + 0) / 2)
 
     def test_a_batch_without_countable_sequences_is_zero(self) -> None:
-        close(mth.tcd_batch([random(2, 3)], [[0]], [[True, False]]), 0.0)
-        close(mth.hcd_batch([[random(2, 2, 2)]], [[0, 1]], [[True, False]]), 0.0)
+        close(mth.tcd_batch([seeded(2, 3)], [[0]], [[True, False]]), 0.0)
+        close(mth.hcd_batch([[seeded(2, 2, 2)]], [[0, 1]], [[True, False]]), 0.0)
 
     def test_a_sampled_padding_token_is_caught(self) -> None:
         with pytest.raises(AssertionError, match="padded token"):
-            mth.tcd_batch([random(3, 2)], [[0, 2]], [[True, True, False]])
+            mth.tcd_batch([seeded(3, 2)], [[0, 2]], [[True, True, False]])
 
     def test_gradients_match_finite_differences(self) -> None:
-        assert torch.autograd.gradcheck(lambda x: mth.tcd(x, [0, 2, 3]), (random(4, 3),))
+        assert torch.autograd.gradcheck(lambda x: mth.tcd(x, [0, 2, 3]), (seeded(4, 3),))
         valid = [True, False, True]
         assert torch.autograd.gradcheck(
-            lambda x, y: mth.hcd([x, y], [[0, 1], [2, 0]], valid), (random(3, 3, 3), random(3, 3, 3, seed=1))
+            lambda x, y: mth.hcd([x, y], [[0, 1], [2, 0]], valid), (seeded(3, 3, 3), seeded(3, 3, 3, seed=1))
         )
 
 
@@ -214,7 +210,7 @@ class TestLosses:
         close(torch.autograd.grad(loss, logits)[0], mat([-0.5, 0.5, 0]))
 
     def test_gradient_is_softmax_minus_one_hot_on_predicted_rows_only(self) -> None:
-        logits = random(3, 4)
+        logits = seeded(3, 4)
         (gradient,) = torch.autograd.grad(losses.masked_lm(logits, torch.tensor([2, -100, 0])), logits)
         expected = logits.softmax(-1) - mat([0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0])
         expected = torch.where(torch.tensor([[True], [False], [True]]), expected, 0.0)

@@ -7,15 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.reference import attention, deberta, positions, tupe
+from tests.reference.tensors import seeded
 
 
 def mat(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -36,13 +32,13 @@ class TestBertR:
         close(positions.bert_r_scores(query, key, relative, [0, 1]), expected[None])
 
     def test_position_numbers_and_not_indices_count(self) -> None:
-        query, key, relative = random(2, 4, 2), random(2, 4, 2, seed=1), random(4, 2, seed=2)
+        query, key, relative = seeded(2, 4, 2), seeded(2, 4, 2, seed=1), seeded(4, 2, seed=2)
         packed = positions.bert_r_scores(query, key, relative, [0, 1, 0, 1])
         close(packed[:, 2:, 2:], positions.bert_r_scores(query[:, 2:], key[:, 2:], relative, [0, 1]))
 
     def test_a_product_table_makes_it_ddrp(self) -> None:
         """DDRP's rows written out one by one, left clip unused, are a table of BERT-R."""
-        query, key, direction, distance = random(2, 5, 4), random(2, 5, 4, seed=1), random(3, 4, seed=2), random(3, 4)
+        query, key, direction, distance = seeded(2, 5, 4), seeded(2, 5, 4, seed=1), seeded(3, 4, seed=2), seeded(3, 4)
         rows = [distance[2] * direction[1], distance[2] * direction[1], distance[1] * direction[1]]
         rows += [distance[0] * direction[0], distance[1] * direction[2], distance[2] * direction[2]]
         expected = positions.ddrp_scores(query, key, direction, distance, list(range(5)))
@@ -98,16 +94,16 @@ class TestTupe:
         shapes: dict[str, tuple[int, ...]] = {"table": (rows, width), "norm.weight": (width,), "norm.bias": (width,)}
         shapes |= {"query.weight": (width, width), "query.bias": (width,)}
         shapes |= {"key.weight": (width, width), "key.bias": (width,), "buckets": (33, 2)}
-        return {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+        return {name: seeded(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
 
     def test_both_terms_have_the_scale_of_two(self) -> None:
-        query, key, params = random(2, 4, 2), random(2, 4, 2, seed=1), self.params()
+        query, key, params = seeded(2, 4, 2), seeded(2, 4, 2, seed=1), self.params()
         del params["buckets"]
         content = tupe.tupe_scores(query, key, params, [0, 1, 2, 3]) - tupe.tupe_position_term(params, [0, 1, 2, 3], 2)
         close(content, query @ key.mT / 2.0)  # sqrt(2 · 2)
 
     def test_the_bias_is_added_unscaled(self) -> None:
-        query, key, params = random(2, 3, 2), random(2, 3, 2, seed=1), self.params()
+        query, key, params = seeded(2, 3, 2), seeded(2, 3, 2, seed=1), self.params()
         with_bias = tupe.tupe_scores(query, key, params, [0, 1, 2])
         buckets = params.pop("buckets")
         added = with_bias - tupe.tupe_scores(query, key, params, [0, 1, 2])
@@ -116,7 +112,7 @@ class TestTupe:
             close(added[head], torch.stack([b[16], b[16], b[16], b[32], b[0], b[17], b[32], b[1], b[0]]).view(3, 3))
 
     def test_every_document_of_a_packed_row_has_its_own_cls(self) -> None:
-        query, key, params = random(2, 5, 2), random(2, 5, 2, seed=1), self.params()
+        query, key, params = seeded(2, 5, 2), seeded(2, 5, 2, seed=1), self.params()
         packed = tupe.tupe_scores(query, key, params, [0, 1, 2, 0, 1])
         close(packed[:, :3, :3], tupe.tupe_scores(query[:, :3], key[:, :3], params, [0, 1, 2]))
         close(packed[:, 3:, 3:], tupe.tupe_scores(query[:, 3:], key[:, 3:], params, [0, 1]))
@@ -124,7 +120,7 @@ class TestTupe:
     def test_every_row_of_the_table_counts_once_its_place_occurs(self) -> None:
         params = self.params()
         term = tupe.tupe_position_term(params, [0, 1, 2], 2)
-        (gradient,) = torch.autograd.grad((term * random(2, 3, 3, seed=9)).sum(), params["table"])
+        (gradient,) = torch.autograd.grad((term * seeded(2, 3, 3, seed=9)).sum(), params["table"])
         assert gradient.abs().sum(1).gt(1e-9).tolist() == [True] * 4 + [False] * 4
 
 
@@ -165,9 +161,9 @@ class TestDeberta:
         )  # fmt: skip
         torch.manual_seed(0)
         theirs = modeling.DisentangledSelfAttention(configuration).double().eval()
-        params = {"table": random(2 * span, 12), "key.weight": theirs.pos_proj.weight}
+        params = {"table": seeded(2 * span, 12), "key.weight": theirs.pos_proj.weight}
         params |= {"query.weight": theirs.pos_q_proj.weight, "query.bias": theirs.pos_q_proj.bias}
-        query, key = random(3, 6, 4), random(3, 6, 4, seed=1)
+        query, key = seeded(3, 6, 4), seeded(3, 6, 4, seed=1)
         place = torch.arange(6)
         scale = math.sqrt(3 * 4)
         expected = (
@@ -178,14 +174,14 @@ class TestDeberta:
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)  # its square roots are float32
 
     def test_the_layer_asked_by_its_own_input_is_self_attention(self) -> None:
-        params, hidden = layer_params(), random(4, 4)
+        params, hidden = layer_params(), seeded(4, 4)
         for order in ("post", "pre"):
             arguments = hidden, params, positions.absolute_scores, [1, 1, 1, 0], 2, 1e-5, order
             close(attention.bert_layer(*arguments, queries=hidden), attention.bert_layer(*arguments))
 
     def test_the_decoder_is_the_last_layer_twice_asked_by_places(self) -> None:
         """In torch's words, one head, two documents and a padded place: post norm, no shortcut taken."""
-        params, hidden, absolute = layer_params(), random(6, 4), random(3, 4, seed=1)
+        params, hidden, absolute = layer_params(), seeded(6, 4), seeded(3, 4, seed=1)
         documents, places = [1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0]
         got = deberta.enhanced_mask_decoder(
             hidden, absolute, params, positions.absolute_scores, documents, places, [1, 4], 1, 1e-5
@@ -213,7 +209,7 @@ def layer_params(width: int = 4, inner: int = 6) -> dict[str, Tensor]:
     shapes |= {"ffn_in": (inner, width), "ffn_out": (width, inner)}
     params: dict[str, Tensor] = {}
     for seed, (name, shape) in enumerate(shapes.items()):
-        params |= {f"{name}.weight": random(*shape, seed=10 + seed), f"{name}.bias": random(shape[0], seed=30 + seed)}
+        params |= {f"{name}.weight": seeded(*shape, seed=10 + seed), f"{name}.bias": seeded(shape[0], seed=30 + seed)}
     for seed, name in enumerate(("attention_norm", "ffn_norm")):
-        params |= {f"{name}.weight": random(width, seed=50 + seed), f"{name}.bias": random(width, seed=60 + seed)}
+        params |= {f"{name}.weight": seeded(width, seed=50 + seed), f"{name}.bias": seeded(width, seed=60 + seed)}
     return params

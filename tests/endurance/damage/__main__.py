@@ -22,15 +22,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.pages import write_table
+from megatron_ddrp.pages.markdown import Table
 from tests.endurance.damage.kinds import Case, all_cases, some_cases
 from tests.endurance.damage.readers import READERS, SAVED, result_of
 from tests.endurance.damage.running import Command, run_all
 from tests.endurance.damage.sample import make_sample
 from tests.endurance.damage.verdict import FAULTS, VERDICTS, Healthy, Outcome, judge, plain_lines
-from tests.integration.launch import ROOT
 
-DOCUMENT = ROOT / "docs" / "checkpoints.md"
-BEGIN, END = "<!-- damage: begin -->", "<!-- damage: end -->"
+DOCUMENT = "checkpoints.md"
 
 
 class Bench:
@@ -93,13 +93,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
     columns = [verdict for verdict in VERDICTS if verdict not in FAULTS[3:] or _count(outcomes, verdict)]
     parts = []
     for head, of in (("what is damaged", lambda o: o.label), ("how", lambda o: o.harm)):
-        lines = [f"| {head} | files | {' | '.join(columns)} |", "| --- |" + " ---: |" * (1 + len(columns))]
-        for name in dict.fromkeys(map(of, outcomes)):
-            rows = [outcome for outcome in outcomes if of(outcome) == name]
-            lines.append(f"| {name} | {len(rows)} | {' | '.join(str(_count(rows, c)) for c in columns)} |")
-        counts = [f"**{_count(outcomes, column)}**" for column in columns]
-        lines.append(f"| **all** | **{len(outcomes)}** | {' | '.join(counts)} |")
-        parts.append("\n".join(lines))
+        groups = {name: [o for o in outcomes if of(o) == name] for name in dict.fromkeys(map(of, outcomes))}
+        rows = [
+            [name, str(len(group)), *(str(_count(group, column)) for column in columns)]
+            for name, group in (groups | {"all": outcomes}).items()
+        ]
+        parts.append(str(Table([head, "files", *columns], rows)))
     readers = ", ".join(f"`{name}`" for name in READERS if any(o.reader == name for o in outcomes))
     meanings = "; ".join(f"*{column}*: {VERDICTS[column]}" for column in columns)
     return "\n\n".join([*parts, f"{meanings}.", f"Read by {readers}."])
@@ -107,12 +106,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def _count(outcomes: Sequence[Outcome], verdict: str) -> int:
     return sum(outcome.verdict == verdict for outcome in outcomes)
-
-
-def write(text: str) -> None:
-    """Put the table into the document."""
-    before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def main() -> int:
@@ -124,7 +117,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--outcomes", type=Path, metavar="FILE", help="write each outcome as a line of JSON")
-    parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"replace the table in {DOCUMENT}")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     cases = [case for case in all_cases(given.repeats) if given.only in case.name and given.case in (None, case.name)]
@@ -147,7 +140,7 @@ def main() -> int:
         given.outcomes.write_text("".join(rows), encoding="utf-8")
     print(table(outcomes))
     if given.write:
-        write(table(outcomes))
+        write_table(DOCUMENT, "damage", table(outcomes))
     faults = Counter(outcome.verdict for outcome in outcomes if outcome.is_fault)
     print(", ".join(f"{faults[verdict]} {verdict}" for verdict in FAULTS), file=sys.stderr)
     return int(bool(faults))

@@ -8,40 +8,22 @@ import numpy as np
 import pytest
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL
-from megatron_ddrp.data.batches.blend import Blend
-from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share, iterate
-from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.loader import Share, iterate
 from megatron_ddrp.errors import UserError
-from tests.datasets import fake_tokenizer
+from tests.datasets import FAKE_VOCAB, FakeSamples, fake_loader
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
-VOCAB = 300
 SEQ = 60
 
 
-class FakeSamples:
-    """Samples in memory, of lengths that repeat so that sorting meets ties."""
-
-    prefix = "corpus"
-
-    def __init__(self, num_samples=50):
-        rng = np.random.default_rng(0)
-        self.ids = [rng.integers(5, VOCAB, int(length)) for length in rng.integers(1, SEQ - 1, num_samples)]
-
-    def __len__(self):
-        return len(self.ids)
-
-    def tokens(self, indices):
-        return [self.ids[index] for index in indices]
-
-    def lengths(self, indices):
-        return np.array([len(ids) + 2 for ids in self.ids])[indices]
+def fake_samples(num_samples=50):
+    """Samples of lengths that repeat, so that sorting meets ties."""
+    rng = np.random.default_rng(0)
+    return FakeSamples(rng.integers(1, SEQ - 1, num_samples), rng)
 
 
 def make_loader(samples=None, *, micro=2, world=1, rank=0, global_batch=16, seed=7):
-    tokenizer = fake_tokenizer(np.arange(VOCAB) % 4 != 0)
-    reader = SampleReader(Blend([samples or FakeSamples()]), tokenizer, Masker(tokenizer, seed=7), SEQ)
-    return BatchLoader(reader, Share(global_batch, micro, rank, world), seed)
+    return fake_loader(samples or fake_samples(), Share(global_batch, micro, rank, world), SEQ, seed=seed)
 
 
 def rows_of(batches):
@@ -76,7 +58,7 @@ def test_ranks_hold_rows_of_similar_length_at_the_same_time():
 
 
 def test_the_fields_of_a_batch():
-    samples = FakeSamples()
+    samples = fake_samples()
     by_ids = {tuple(ids): index for index, ids in enumerate(samples.ids)}
     for batch in make_loader(samples, micro=4).step(32):
         fields = batch.arrays()
@@ -105,7 +87,7 @@ def test_rows_are_cut_to_their_longest():
 
 
 def test_each_epoch_holds_each_sample_once_in_its_own_order():
-    samples = FakeSamples(48)
+    samples = fake_samples(48)
     by_ids = {tuple(ids): index for index, ids in enumerate(samples.ids)}
     orders = []
     for epoch in range(2):
@@ -124,7 +106,7 @@ def test_masks_change_with_the_epoch_and_stay_in_every_evaluation():
         """Sample → labels, by the ids before masking."""
         return {tuple(np.where(np.array(labels) == IGNORED_LABEL, ids, labels)): labels for _, ids, labels in rows}
 
-    samples = FakeSamples(16)
+    samples = fake_samples(16)
     first, second = (rows_of(make_loader(samples).step(consumed)) for consumed in (0, 16))
     assert originals(first).keys() == originals(second).keys() and len(originals(first)) == 16
     assert sum(originals(first)[ids] != labels for ids, labels in originals(second).items()) > 8
@@ -153,9 +135,9 @@ def test_refuses_a_global_batch_that_does_not_divide(global_batch, nearest):
     assert error.value.exit_code == 2 and f"--global-batch-size is {global_batch}:" in str(error.value)
 
 
-@pytest.mark.parametrize("wrong", [VOCAB, -1])
+@pytest.mark.parametrize("wrong", [FAKE_VOCAB, -1])
 def test_refuses_ids_outside_the_vocabulary(wrong):
-    samples = FakeSamples(16)
+    samples = fake_samples(16)
     samples.ids[3][0] = wrong
     with pytest.raises(UserError, match=f"corpus: token id {wrong}, but the vocabulary has 300 pieces") as error:
         make_loader(samples).step(0)

@@ -6,14 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ddrp.data.batches.batch import IGNORED_LABEL, Batch
-from megatron_ddrp.data.batches.blend import Blend
-from megatron_ddrp.data.batches.loader import BatchLoader, SampleReader, Share
-from megatron_ddrp.data.batches.masking import Masker
+from megatron_ddrp.data.batches.loader import Share
 from megatron_ddrp.data.batches.packing import join_samples, pack_rows
-from tests.datasets import fake_tokenizer
+from tests.datasets import FakeSamples, fake_loader
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = range(5)
-VOCAB = 300
 SEQ = 64
 
 
@@ -96,27 +93,11 @@ def test_joining_writes_the_documents_side_by_side():
     assert all(field.dtype == np.int64 and field.shape == (3, 10) for field in joined.arrays())
 
 
-class FakeSamples:
-    """Samples in memory, many of them short."""
-
-    def __init__(self, num_samples=200):
-        rng = np.random.default_rng(0)
-        self.ids = [rng.integers(5, VOCAB, int(n)) for n in np.minimum(rng.geometric(0.06, num_samples), SEQ - 2)]
-
-    def __len__(self):
-        return len(self.ids)
-
-    def tokens(self, indices):
-        return [self.ids[index] for index in indices]
-
-    def lengths(self, indices):
-        return np.array([len(ids) + 2 for ids in self.ids])[indices]
-
-
 def make_loader(*, micro=8, world=1, rank=0, packing=True):
-    tokenizer = fake_tokenizer(np.arange(VOCAB) % 4 != 0)
-    reader = SampleReader(Blend([FakeSamples()]), tokenizer, Masker(tokenizer, seed=7), SEQ)
-    return BatchLoader(reader, Share(64, micro, rank, world), 7, packing)
+    """A loader of 200 samples, many of them short."""
+    rng = np.random.default_rng(0)
+    samples = FakeSamples(np.minimum(rng.geometric(0.06, 200), SEQ - 2), rng)
+    return fake_loader(samples, Share(64, micro, rank, world), SEQ, packing=packing)
 
 
 def documents_of(batches):

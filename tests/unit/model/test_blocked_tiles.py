@@ -10,12 +10,9 @@ from megatron_ddrp.model.attention.backends import eager_attention
 from megatron_ddrp.model.attention.cpu import blocks
 from megatron_ddrp.model.attention.cpu.blocked import blocked_attention
 from megatron_ddrp.model.positions.contract import PositionTerms
+from tests.reference.tensors import random
 
 HEADS, DIM = 4, 4
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.parametrize("lowest, highest", [(-2, 2), (-4, 3), (0, 0), (-9, 9), (-20, 19)])

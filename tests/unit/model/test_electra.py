@@ -14,7 +14,7 @@ from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.objectives.draws import sample_keys
 from tests.reference.electra import generator_input, replaced_token_detection
 from tests.reference.losses import masked_lm
-from tests.unit.model.test_attention import assert_same
+from tests.reference.tensors import assert_same
 from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch, tiny_config
 
 ELECTRA = ObjectiveConfig(objective="electra")

@@ -13,8 +13,8 @@ from megatron_ddrp.model.attention.backends import attend_from, eager_attention
 from megatron_ddrp.model.attention.logits import attention_logits
 from megatron_ddrp.model.positions import PositionTerms
 from megatron_ddrp.model.positions.tupe import relative_bucket
+from tests.reference.tensors import assert_same, random
 from tests.reference.tupe import t5_bucket, tupe_bucket
-from tests.unit.model.test_attention import assert_same
 from tests.unit.model.tiny import encode, tiny_batch, tiny_config, tiny_model
 from tests.unit.model.twins import twin_scores
 
@@ -22,10 +22,6 @@ HEADS, SEQ, DIM = 3, 7, 4
 TABLED = [name for name in ENCODINGS if (own := encoding_class(name)).is_relative and own.relative_distance]
 """Encodings that `--relative-distance` acts on."""
 LIMITED = [name for name in ENCODINGS if encoding_class(name).limits_length]
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
 class Encoding:

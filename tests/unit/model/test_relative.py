@@ -6,6 +6,7 @@ import torch
 from megatron_ddrp.model.attention.relative import collect_values, spread, spread_values
 from megatron_ddrp.model.positions import PositionTerms
 
+pytestmark = pytest.mark.usefixtures("torch_seed")
 BOUNDS = [(0, 0), (-1, 1), (-3, 3), (-4, 3), (-1, 6), (0, 5), (-5, 0), (-20, 20)]
 LENGTHS = [1, 2, 3, 7, 8, 19]
 
@@ -16,11 +17,6 @@ def gather(per_offset, lowest, highest):
     place = torch.arange(n)
     column = (place[:, None] - place).clamp(lowest, highest) - lowest
     return per_offset.gather(-1, column.expand(*per_offset.shape[:-2], n, n))
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("lowest, highest", BOUNDS)

@@ -12,7 +12,7 @@ from megatron_ddrp.model.rtd import half_as_deep
 from megatron_ddrp.objectives.contract import make_objective
 from tests.datasets import fake_tokenizer
 from tests.reference.rtd import contextual_logits, discriminator_table
-from tests.unit.model.test_attention import assert_same
+from tests.reference.tensors import assert_same
 from tests.unit.model.test_electra import discriminator_view, no_draws, tiny_electra, with_keys
 from tests.unit.model.tiny import encode, named_sums, packed_batch, some_draws, tiny_batch
 

@@ -15,7 +15,7 @@ from megatron_ddrp.model.stages import Draws, Inputs
 from megatron_ddrp.objectives.contract import make_objective
 from megatron_ddrp.objectives.head_disagreement import PARTS, agreement, document_lengths
 from tests.reference import disagreement as twin
-from tests.unit.model.test_attention import assert_same
+from tests.reference.tensors import assert_same
 from tests.unit.model.tiny import encode, named_sums, packed_batch, tiny_batch, tiny_config, tiny_model
 
 ALL = ObjectiveConfig(objective="head-disagreement", objective_options=("value=0.5", "attention=2"))

@@ -5,7 +5,9 @@ import torch
 
 from megatron_ddrp.model import similarity
 from tests.reference import mth as twin
+from tests.reference.tensors import assert_same, random
 
+pytestmark = pytest.mark.usefixtures("torch_seed")
 LENGTHS = (7, 4, 2, 1, 0)
 COUNTED = 3
 """Rows of `LENGTHS` with at least two valid tokens."""
@@ -13,24 +15,6 @@ SEQ, HIDDEN, HEADS, DIM = 7, 6, 4, 3
 VALID = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
 DOCUMENTS = VALID.unsqueeze(1)
 ALLOWED = (VALID.unsqueeze(-1) & VALID.unsqueeze(-2)).unsqueeze(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-def assert_same(fast, slow, inputs):
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
-    weight = torch.randn_like(slow)
-    fast_gradients = torch.autograd.grad((fast * weight).sum(), inputs, retain_graph=True)
-    slow_gradients = torch.autograd.grad((slow * weight).sum(), inputs, retain_graph=True)
-    for got, expected in zip(fast_gradients, slow_gradients, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
 def loop_hcd(query, key, heads, scale=1.0):
@@ -48,7 +32,7 @@ def test_tcd_equals_the_twin(tokens):
     fast = similarity.token_cosine(hidden, token_mask.unsqueeze(1)).squeeze(1)
     assert fast.shape == (len(LENGTHS),) and fast[COUNTED:].eq(0).all()
     slow = torch.stack([twin.tcd(hidden[row], token_mask[row].nonzero().flatten().tolist()) for row in range(COUNTED)])
-    assert_same(fast[:COUNTED], slow, [hidden])
+    assert_same(fast[:COUNTED], slow, [hidden], atol=1e-12)
     # Rows with fewer than two tokens and tokens outside the sample get no gradient at all.
     (gradient,) = torch.autograd.grad(fast.sum(), hidden)
     marked = (token_mask > 0) & (torch.tensor(LENGTHS) >= 2)[:, None]
@@ -59,7 +43,7 @@ def test_tcd_equals_the_twin(tokens):
 def test_hcd_of_content_by_grams_equals_the_twin(heads):
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
     gram = similarity.content_gram(query[:, heads], key[:, heads], DOCUMENTS, 0.3).squeeze(1)
-    assert_same(similarity.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key])
+    assert_same(similarity.cosine_of_gram(gram)[:COUNTED], loop_hcd(query, key, heads), [query, key], atol=1e-12)
     logits = query[:, heads] @ key[:, heads].transpose(-1, -2) * 0.3
     inner = logits.masked_fill(~ALLOWED, 0).flatten(2) @ logits.masked_fill(~ALLOWED, 0).flatten(2).transpose(1, 2)
     torch.testing.assert_close(gram, inner, rtol=0, atol=1e-12)
@@ -68,7 +52,7 @@ def test_hcd_of_content_by_grams_equals_the_twin(heads):
 def test_hcd_of_all_content_heads_equals_the_twin():
     query, key = random(len(LENGTHS), HEADS, SEQ, DIM), random(len(LENGTHS), HEADS, SEQ, DIM)
     fast = similarity.content_cosine_of_all(query, key, DOCUMENTS).squeeze(1)
-    assert_same(fast[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key])
+    assert_same(fast[:COUNTED], loop_hcd(query, key, list(range(HEADS))), [query, key], atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [[1, 3], [0, 1, 2, 3]], ids=str)
@@ -76,7 +60,7 @@ def test_hcd_of_logits_equals_the_twin(heads):
     logits = random(len(LENGTHS), HEADS, SEQ, SEQ)
     fast = similarity.logits_cosine(logits[:, heads], ALLOWED, DOCUMENTS).squeeze(1)
     slow = [twin.hcd([logits[row]], [heads], VALID[row].tolist()) for row in range(COUNTED)]
-    assert_same(fast[:COUNTED], torch.stack(slow), [logits])
+    assert_same(fast[:COUNTED], torch.stack(slow), [logits], atol=1e-12)
 
 
 def test_the_three_closed_forms_agree():
@@ -162,4 +146,4 @@ def test_documents_of_a_packed_row_count_as_rows_of_their_own():
         everything = torch.ones(1, 1, length, length, dtype=torch.bool)
         alone.append(forms(hidden[:, part], query[:, :, part], key[:, :, part], ones, everything)[:, 0, 0])
         start += length
-    assert_same(packed, torch.stack(alone, dim=1), [hidden, query, key])
+    assert_same(packed, torch.stack(alone, dim=1), [hidden, query, key], atol=1e-12)
