@@ -7,11 +7,12 @@ Library code raises `UserError`; command-line entry points end in `run_command(m
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 FAILURE, WRONG_ARGUMENTS, INTERRUPTED = 1, 2, 130
@@ -102,6 +103,11 @@ def _short_reason(error: BaseException) -> str:
         r"^\[.*?\] err == 0\. |^CUDA out of memory\. |\.? Of the allocated memory .*|\. Error code .*", "", line
     )
     return re.sub(r"\b\d{7,}(?= bytes)", lambda number: f"{int(number[0]):,}", line)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return the known word that is nearest to `word`; "" if none is near."""
+    return next(iter(difflib.get_close_matches(word, known, n=1)), "")
 
 
 def run_command(main: Callable[[], object], program: str | None = None) -> NoReturn:

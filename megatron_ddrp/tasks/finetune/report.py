@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ddrp.data.atomic import write_text
-from megatron_ddrp.pages.markdown import Table
+from megatron_ddrp.pages.markdown import Table, percent
 from megatron_ddrp.pages.rendering import render
 from megatron_ddrp.tasks.finetune.cells import Cell, Cells, best_cells, task_order
 from megatron_ddrp.tasks.finetune.figure import draw
@@ -205,7 +205,7 @@ def table(encoders: dict[str, Cells], suite: Suite, damage: Sequence[str] = ()) 
     shown = [kind for kind in suite.averages if any(mean[kind] is not None for mean in means.values())]
     scores = [
         [name, *(_score(cells[task]) if task in cells else "" for task in tasks)]
-        + ["" if (mean := means[name][kind]) is None else percent(mean) for kind in shown]
+        + [percent(means[name][kind]) for kind in shown]
         for name, cells in encoders.items()
     ]
     details = [
@@ -272,8 +272,3 @@ def _details(name: str, cell: Cell, suite: Suite) -> list[list[str]]:
     for file, scores in cell.others.items():
         rows.append(row(f"{cell.task} ({file})", scores, str(cell.other_undefined(file))))
     return rows + [row(label, scores, "") for label, scores in suite.combined(cell).items()]
-
-
-def percent(score: float) -> str:
-    """Return a fraction times 100 with two decimals."""
-    return f"{100 * score:.2f}"
