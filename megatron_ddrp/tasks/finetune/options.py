@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
-from megatron_ddrp.config.option import COUNT, check_ranges, option, refuse
+from megatron_ddrp.config.option import COUNT, Section, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
@@ -36,7 +36,7 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(Section):
     """grid and seeds"""
 
     grid: str = option(
@@ -56,9 +56,6 @@ class Search:
     seeds: int = option(5, "runs per grid point, with seeds 1 to N", within=COUNT)
     max_train_examples: int | None = option(None, "train on only N rows per task", within=COUNT)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
     @property
     def points(self) -> tuple[Point, ...]:
         """Points of the grid."""
@@ -71,7 +68,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Section):
     """training"""
 
     max_seq_length: int = option(128, "longest row in pieces, including special ones", within="[8, 2147483648)")
@@ -90,7 +87,7 @@ class Training:
     fp16: bool = option(False, "fp16 with loss scaling and fp32 weights; GPUs only")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if self.bf16 and self.fp16:
             refuse("--bf16 and --fp16 exclude each other: choose one")
 
@@ -101,19 +98,16 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Section):
     """machine"""
 
     workers: int | None = option(None, "processes that share the sweep (default: one per GPU, else 1)", within=COUNT)
     wait: bool = option(
         True,
-        "wait for runs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
+        "wait for jobs that other commands on the same OUT are doing; --no-wait exits instead, and the command that "
         "finishes last writes the tables (for job arrays)",
     )
-    dry_run: bool = option(False, "check the files, print the plan (runs, hours) and stop; write nothing")
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    dry_run: bool = option(False, "check the files, print the plan with its time and stop; write nothing")
 
 
 @dataclass(frozen=True)
