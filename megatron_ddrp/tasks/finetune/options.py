@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ddrp.cli import ArgumentParser, given_options, parse_sections
-from megatron_ddrp.config.option import COUNT, Section, option, refuse
+from megatron_ddrp.config.option import COUNT, Section, flag, option, refuse
 from megatron_ddrp.errors import UserError
 from megatron_ddrp.run.launch import launched_world_size
 from megatron_ddrp.tasks.finetune.runs import GRIDS, Point, grid
@@ -33,6 +33,23 @@ HINTS = {
     "save": "use --output-dir",
 }
 """Name of a flag of other programs (Hugging Face's examples, our `pretrain`) → what to do instead."""
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """encoders and output"""
+
+    output_dir: Path = option(MISSING, "folder for runs.jsonl, the tables and all other output", metavar="OUT")
+    load: tuple[Path, ...] | None = option(
+        None,
+        "training checkpoint (megatron-ddrp pretrain --save) or Hugging Face folder; give several to compare them",
+        nargs="+",
+        metavar="DIR",
+    )
+    random_init: bool = option(False, "baseline: the same architecture and tokenizer with new random weights")
+    report: tuple[Path, ...] | None = option(
+        None, "run nothing; write one table over these --output-dir folders", nargs="+", metavar="OUT"
+    )
 
 
 @dataclass(frozen=True)
@@ -148,12 +165,16 @@ def parse_sweep(
     make_suite: Callable[[argparse.Namespace], Suite],
     arguments: Sequence[str] | None,
 ) -> SweepOptions:
-    """Parse and check a command line of the suite's own sections and of those of every sweep."""
+    """Parse and check a command line of the suite's own sections and of those of every sweep.
+
+    `make_suite` gets the options of all sections.
+    """
     parser.hints = {**HINTS, **parser.hints}
     for name in ("--local-rank", "--deepspeed"):  # flags that launchers add
         parser.add_argument(name, nargs="?", help=argparse.SUPPRESS)
-    options = parse_sections(parser, (*sections, search, Training, Machine), arguments)
+    options = parse_sections(parser, (Encoders, *sections, search, Training, Machine), arguments)
     try:
+        require(options, "load")
         return SweepOptions(
             make_suite(options),
             options.output_dir,
@@ -168,7 +189,7 @@ def parse_sweep(
         parser.error(str(error))
 
 
-def require(options: argparse.Namespace, *names: str) -> None:
-    """Raise `UserError` if one of the options `names` is missing, unless the command line has --report."""
-    if options.report is None and (missing := [name for name in names if not getattr(options, name)]):
-        refuse(f"--{missing[0].replace('_', '-')} is needed (or --report OUT… to run nothing)")
+def require(options: argparse.Namespace, name: str) -> None:
+    """Raise `UserError` if the option `name` is missing, unless the command line has --report."""
+    if options.report is None and not getattr(options, name):
+        refuse(f"{flag(name)} is needed (or --report OUT… to run nothing)")
