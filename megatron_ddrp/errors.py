@@ -137,8 +137,8 @@ def run_command(main: Callable[[], object], program: str | None = None) -> NoRet
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def print_error(line: str, program: str | None = None) -> None:
-    """Write `program: error: line` to stderr, after flushing stdout."""
+def print_error(line: str, program: str | None) -> None:
+    """Write `program: error: line` to stderr, after flushing stdout; None stands for the running script."""
     sys.stdout.flush()
     name = program or os.path.basename(sys.argv[0]) or "python"
     print(f"{name}: error: {line}", file=sys.stderr, flush=True)

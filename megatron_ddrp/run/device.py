@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from megatron_ddrp.config import Config, encoding_class
-from megatron_ddrp.dtypes import DTYPES
 from megatron_ddrp.engine.precision import precision_fault
 from megatron_ddrp.errors import WRONG_ARGUMENTS, UserError
 from megatron_ddrp.model.attention.attending import Demand
 from megatron_ddrp.model.attention.backends import refusal, resolve_backend
+from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.fused import compiles, why_not_compile
 
 

@@ -135,7 +135,7 @@ class Folder:
     """Number of separators between the two texts of a pair."""
 
 
-def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool = False) -> Folder:
+def load_folder(folder: Path, values: dict[str, Any], masked_lm: bool) -> Folder:
     """Load the model of a folder in fp32 on the CPU, with `masked_lm` under its masked-LM head.
 
     `values` are the content of config.json. Raises `UserError`, one line, if the folder cannot be loaded.

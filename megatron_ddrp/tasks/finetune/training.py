@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megatron_ddrp.dtypes import DTYPES
+from megatron_ddrp.model.dtypes import DTYPES
 from megatron_ddrp.model.positions.contract import PositionEncoding
 from megatron_ddrp.parallel.process_group import Ranks, sum_over_ranks
 from megatron_ddrp.parallel.seeding import seed_draws
